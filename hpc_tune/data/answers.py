@@ -15,26 +15,15 @@ An answer ends with the control token that ends its turn, which the model has to
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from hpc_tune.data.controls import any_of
+from hpc_tune.data.rendered import PROBE, QUESTION, RESULT, RenderedChat
 
 Span = tuple[int, int]
-Messages = Sequence[dict[str, Any]]
-RenderFirst = Callable[[int, bool], str | None]
-PROBE = "xPr0be7Qx"
-_QUESTION = {"role": "user", "content": PROBE}
-_RESULT = {"role": "tool", "content": PROBE}
 MARK = "\ufdd0"  # no character, by Unicode
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-
-
-class Render(Protocol):
-    """Renders messages to text; None where the template refuses them."""
-
-    def __call__(self, messages: Messages, generation: bool = False) -> str | None:
-        """Return the text, with the prompt for another answer at its end if ``generation``."""
 
 
 def with_marks(template: Any) -> str | None:
@@ -71,28 +60,14 @@ class AnswerFinder:
         self._controls, self._control = tuple(controls), any_of(controls)
         self._next_control = re.compile(rf"\s*({self._control.pattern})")
 
-    def find(
-        self, render: Render, messages: Messages, answers: Sequence[int], full: str
-    ) -> list[Span | None]:
-        """Return the characters of each of ``answers`` (numbers of messages); None if unsure.
-
-        ``full`` is ``render(messages)``.
-        """
-        beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): full}
-
-        def render_first(count: int, generation: bool) -> str | None:
-            """Render the first ``count`` messages, once."""
-            key = (count, generation)
-            if key not in beginnings:
-                beginnings[key] = render(messages[:count], generation)
-            return beginnings[key]
-
-        spans = [self._by_beginnings(render_first, messages, number, full) for number in answers]
+    def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
+        """Return the characters of each of ``answers`` (numbers of messages); None if unsure."""
+        spans = [self._by_beginnings(chat, number) for number in answers]
         if None in spans:
-            opening = self._opening(render, render_first, messages)
+            opening = self._opening(chat)
             spans = [
-                self._by_calls(render, render_first, messages, number, full, opening)
-                or self._by_probe(render, render_first, messages, number, full, opening)
+                self._by_calls(chat, number, opening)
+                or self._by_probe(chat, number, opening)
                 or known
                 for number, known in zip(answers, spans, strict=True)
             ]
@@ -116,15 +91,16 @@ class AnswerFinder:
         return answer.endswith(self._controls) and not is_own
 
     def with_next_opening(
-        self, render: Render, messages: Messages, number: int, full: str, span: Span
+        self, chat: RenderedChat, number: int, span: Span
     ) -> tuple[str, Span] | None:
-        """Return ``full``, and an answer together with the control token that follows it.
+        """Return the text, and an answer together with the control token that follows it.
 
         Of a template that ends no answer it is the one at which a model stops: it opens the turn
         of the user, or of the tools that the answer calls. Behind a last answer, which stays as the
-        template writes it, it is added to ``full``: as it follows another text that is answered
-        there. None if there is no such token.
+        template writes it, it is added to the text: as it follows another that is answered there.
+        None if there is no such token.
         """
+        full, messages = chat.full, chat.messages
         stop = span[0] + len(full[slice(*span)].rstrip())
         if number + 1 < len(messages):
             is_end = messages[number + 1]["role"] not in ("assistant", "system")
@@ -132,59 +108,47 @@ class AnswerFinder:
             return (full, (span[0], found.end())) if found else None
         if full[stop:].strip():
             return None  # what ends the whole chat
-        probed = _with_probe(messages, number)
-        alone = (render(probed) or "").partition(PROBE)[2]
+        probed = chat.probed(number)
+        alone = chat.behind_probe(probed)
         last = alone.rstrip()  # calls of tools
-        for follower in [*([_RESULT] if messages[number].get("tool_calls") else []), _QUESTION]:
-            followed = (render([*probed, follower]) or "").partition(PROBE)[2]
+        for follower in [*([RESULT] if messages[number].get("tool_calls") else []), QUESTION]:
+            followed = chat.behind_probe([*probed, follower])
             found = self._next_control.match(followed, len(last))
             if found and followed.startswith(last):
                 full = full.removesuffix(alone[len(last) :]) + found[0]
                 return full, (span[0], len(full))
         return None
 
-    def _by_beginnings(
-        self, render_first: RenderFirst, messages: Messages, number: int, full: str
-    ) -> Span | None:
-        if number == 0:
-            return None  # templates render no empty list to compare with
-        before, after = render_first(number, True), render_first(number + 1, False)
-        if before is None or after is None or not full.startswith(after):
+    def _by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
+        before, after = chat.prompt(number), chat.first(number + 1)
+        if before is None or after is None or not chat.full.startswith(after):
             return None
         if not after.startswith(before) or after == before:
             return None
         span = len(before), len(after)
-        if self.is_ended(full, span, messages[number]):
+        if self.is_ended(chat.full, span, chat.messages[number]):
             return span[0], len(after.rstrip())  # white space after the end is not the answer's
         return span
 
-    def _by_probe(
-        self,
-        render: Render,
-        render_first: RenderFirst,
-        messages: Messages,
-        number: int,
-        full: str,
-        opening: str,
-    ) -> Span | None:
+    def _by_probe(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
+        full, messages = chat.full, chat.messages
         # Calls are written after the content, and belong to the answer.
-        own = messages[number]
-        if "tool_calls" in own:
-            own = {key: value for key, value in own.items() if key != "tool_calls"}
-        probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
-        whole = render(probed)
+        probed = [*chat.probed(number)]
+        calls = probed[number].get("tool_calls")
+        probed[number] = {k: v for k, v in probed[number].items() if k != "tool_calls"}
+        whole = chat.render(probed)
         if whole is None or whole.count(PROBE) != 1:
             return None
         is_last = number + 1 == len(messages)
-        alone = whole if is_last else render(probed[: number + 1])
+        alone = whole if is_last else chat.render(probed[: number + 1])
         before, _, after = whole.partition(PROBE)
-        prompt = render_first(number, True) if number else None
+        prompt = chat.prompt(number)
         if prompt and before.startswith(prompt):
             start = len(prompt)
         else:
             start = (
                 self._behind_opening(before, opening, is_first=number == 0)
-                or self._behind_prompt(render, messages, number, full, opening)
+                or self._behind_prompt(chat, number, opening)
                 or len(before)
             )
         start = min(start, len(before))
@@ -193,7 +157,7 @@ class AnswerFinder:
         after_alone = (alone or "").partition(PROBE)[2]
         ends = self._common_run(after, after_alone)
         if not ends and (alone is None or self._next_control.match(after_alone)):
-            ends = self._end_of_any_turn(render, messages, number, after, opening)
+            ends = self._end_of_any_turn(chat, number, after, opening)
         if full.endswith(after):
             stop = len(full) - len(after) + ends
         else:  # the turn ends with another token: calls of tools have their own in some templates
@@ -202,50 +166,34 @@ class AnswerFinder:
             stop = len(full) - len(rest)
             if not full.endswith(rest) or not full[:stop].endswith(self._controls):
                 return None
-        if own is not messages[number] and stop > self._begin_of_next(
-            render, messages, number, full
-        ):
+        if calls is not None and stop > chat.begin_of_next(number):
             return None  # its calls are written elsewhere, and others' words lie between
         return (start, stop) if start < stop else None
 
-    def _by_calls(
-        self,
-        render: Render,
-        render_first: RenderFirst,
-        messages: Messages,
-        number: int,
-        full: str,
-        opening: str,
-    ) -> Span | None:
+    def _by_calls(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
         """Return the characters of an answer that calls tools.
 
         It ends before the next message's content, with the control token behind which most is as
         where it ends the chat: its reasoning may be left out later, its calls are not.
         """
-        if not messages[number].get("tool_calls"):
+        full, calls = chat.full, chat.messages[number].get("tool_calls")
+        if not calls:
             return None
-        prompt = render_first(number, True) if number else None
+        prompt = chat.prompt(number)
         if prompt and full.startswith(prompt):
             start: int | None = len(prompt)
         else:
-            start = self._behind_prompt(render, messages, number, full, opening)
-        limit = self._begin_of_next(render, messages, number, full)
-        alone = (render_first(number + 1, False) or "").rstrip()
+            start = self._behind_prompt(chat, number, opening)
+        limit = chat.begin_of_next(number)
+        alone = (chat.first(number + 1) or "").rstrip()
         if start is None or not alone.endswith(self._controls):
             return None
         end = max((c for c in self._controls if alone.endswith(c)), key=len)
         stop = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
-        names = [call.get("function", call)["name"] for call in messages[number]["tool_calls"]]
+        names = [call.get("function", call)["name"] for call in calls]
         if stop is None or not any(name in full[start:stop] for name in names):
             return None
         return start, stop
-
-    def _begin_of_next(self, render: Render, messages: Messages, number: int, full: str) -> int:
-        """Return where the content of the message behind an answer begins, or ``full`` ends."""
-        if number + 1 == len(messages):
-            return len(full)
-        before, found, _ = (render(_with_probe(messages, number + 1)) or "").partition(PROBE)
-        return len(os.path.commonprefix([full, before])) if found else len(full)
 
     def _most_alike(self, text: str, start: int, answer: str, end: str) -> int | None:
         """Return the end of that ``end`` in ``text`` before which it is most like ``answer``'s end.
@@ -260,9 +208,7 @@ class AnswerFinder:
                 best, most = control.end(), same
         return best
 
-    def _behind_prompt(
-        self, render: Render, messages: Messages, number: int, full: str, opening: str
-    ) -> int | None:
+    def _behind_prompt(self, chat: RenderedChat, number: int, opening: str) -> int | None:
         """Return where an answer begins: behind the prompt that follows the message before it.
 
         Where the prompt opens a block of reasoning that a finished turn does not have, behind what
@@ -270,8 +216,9 @@ class AnswerFinder:
         """
         if number == 0:
             return None
-        probed = _with_probe(messages, number - 1)
-        texts = [render(probed), render(probed[:number]), render(probed[:number], generation=True)]
+        probed, full = chat.probed(number - 1), chat.full
+        before = probed[:number]
+        texts = [chat.render(probed), chat.render(before), chat.render(before, generation=True)]
         if any(text is None or text.count(PROBE) != 1 for text in texts):
             return None
         rest, told, prompt = ((text or "").partition(PROBE)[2] for text in texts)
@@ -304,27 +251,24 @@ class AnswerFinder:
                 return at + length
         return None
 
-    def _opening(self, render: Render, render_first: RenderFirst, messages: Messages) -> str:
+    def _opening(self, chat: RenderedChat) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
         That is what it adds to a turn of another role: a last answer may end by a token of its own.
         """
-        roles = [message["role"] for message in messages]
-        count = next((n for n in range(len(roles), 0, -1) if roles[n - 1] != "assistant"), 0)
-        if count:
-            full, asked = render_first(count, False), render_first(count, True)
+        others = [n for n, message in enumerate(chat.messages, 1) if message["role"] != "assistant"]
+        if others:
+            told, asked = chat.first(others[-1]), chat.first(others[-1], generation=True)
         else:
-            full, asked = render([_QUESTION]), render([_QUESTION], generation=True)
-        full, asked = full or "", asked or full or ""
-        at = len(os.path.commonprefix([full, asked]))
+            told, asked = chat.render([QUESTION]), chat.render([QUESTION], generation=True)
+        told, asked = told or "", asked or told or ""
+        at = len(os.path.commonprefix([told, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():
                 at = control.start()  # two tokens that begin alike
         return asked[at:]
 
-    def _end_of_any_turn(
-        self, render: Render, messages: Messages, number: int, after: str, opening: str
-    ) -> int:
+    def _end_of_any_turn(self, chat: RenderedChat, number: int, after: str, opening: str) -> int:
         """Return the length of a control token in front of ``after`` that ends others' turns too.
 
         Some templates end the last answer by a token of its own. What follows another answer may
@@ -334,15 +278,14 @@ class AnswerFinder:
         first = self._next_control.match(after)
         if first is None or opening.lstrip().startswith(first[1]):
             return 0
-        roles = [*(message["role"] for message in messages), None]
+        roles = [*(message["role"] for message in chat.messages), None]
         follower = roles[number + 1]
-        probed = [_QUESTION, *messages]
-        for other, message in enumerate(messages):
-            if message["role"] != "assistant" and not roles[other + 1] == follower != "assistant":
-                probe = {**message, "content": PROBE}
-                probed = [*messages[:other], probe, *messages[other + 1 :]]
+        probed = [QUESTION, *chat.messages]
+        for other, role in enumerate(roles[:-1]):
+            if role != "assistant" and not roles[other + 1] == follower != "assistant":
+                probed = [*chat.probed(other)]
                 break
-        end = self._next_control.match((render(probed) or "").partition(PROBE)[2])
+        end = self._next_control.match(chat.behind_probe(probed))
         return first.end() if end and end[1] == first[1] else 0
 
     def _common_run(self, one: str, other: str) -> int:
@@ -351,8 +294,3 @@ class AnswerFinder:
         while (a := self._next_control.match(one, end)) and other.startswith(a[0], end):
             end = a.end()
         return end
-
-
-def _with_probe(messages: Messages, number: int) -> Messages:
-    """Return messages with a probe in place of one's content."""
-    return [*messages[:number], {**messages[number], "content": PROBE}, *messages[number + 1 :]]

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from hpc_tune.data.answers import PROBE, AnswerFinder, Render, Span, blocks_of
+from hpc_tune.data.answers import AnswerFinder, Span, blocks_of
 from hpc_tune.data.calls import with_text_arguments
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
+from hpc_tune.data.rendered import PROBE, Render, RenderedChat
 from hpc_tune.data.templates import ChatTemplates
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
@@ -162,8 +163,8 @@ class Renderer:
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
         if not is_marked:
-            render = self._render_of(chat)
-            ended = self._answers.with_next_opening(render, chat.messages, number, full, span)
+            rendered = RenderedChat(self._render_of(chat), chat.messages, full)
+            ended = self._answers.with_next_opening(rendered, number, span)
         self._counters.unended_answers += ended is None
         self._counters.ended_by_next += ended is not None
         return ended or (full, span)
@@ -199,9 +200,8 @@ class Renderer:
             marked = self._apply(chat.messages, False, chat.tools, template)
             if len(found := blocks_of(marked, full)) == len(numbers):
                 return [*found]
-
-        render = self._render_of(chat)
-        return self._answers.find(render, chat.messages, numbers, full)
+        rendered = RenderedChat(self._render_of(chat), chat.messages, full)
+        return self._answers.find(rendered, numbers)
 
     def _with_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages without null in place of text, which templates write as None.
