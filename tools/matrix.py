@@ -160,10 +160,13 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
     parameters = dict(ours.module.named_parameters())
     values = {saved: parameters[name].detach() for name, saved in ours.saved_names.items()}
     targets = targets_of(model, settings(row).tune)
+    modules = targets.modules
+    if not isinstance(modules, str):  # of a head within a part of it the whole model does not know
+        modules = [name for name in modules if not name.endswith(".lm_head")]
     adapters = LoraConfig(
         r=8,
         lora_alpha=16,
-        target_modules=targets.modules,
+        target_modules=modules,
         target_parameters=list(targets.parameters) or None,
         use_dora=method == "dora",
         task_type="CAUSAL_LM",

@@ -192,7 +192,8 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Names:
     """What the tensors of a language model are called elsewhere.
 
-    ``decoder`` is the path of its decoder in itself and ``in_whole`` that in the whole model.
+    ``decoder`` is the path of its decoder in itself and ``in_whole`` that in the whole model; of a
+    whole model that has it with its head as one part (Nemotron Omni) they are of that part.
     ``renamed`` maps a name of the whole model to that in the files, where transformers renames it,
     and ``prefix`` is one that files may have, or not, before each. ``head``: the output head.
     """
@@ -205,6 +206,8 @@ class Names:
 
     def of_whole(self, name: str) -> str:
         """Return what the whole model calls a tensor of the language model."""
+        if self.in_whole and not self.decoder:
+            return f"{self.in_whole}.{name}"
         inside = f"{self.decoder}."
         return self.in_whole + name[len(self.decoder) :] if name.startswith(inside) else name
 
@@ -303,9 +306,11 @@ def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
 def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
     paths = [{id(part): path for path, part in root.named_modules()} for root in (model, whole)]
     head = model.get_output_embeddings()
+    part = decoder_of(whole)
+    is_with_head = type(part) is type(model) and part is not whole
     return Names(
-        paths[0][id(decoder_of(model))],
-        paths[1][id(decoder_of(whole))],
+        "" if is_with_head else paths[0][id(decoder_of(model))],
+        paths[1][id(part)],
         f"{whole.base_model_prefix}.",
         f"{paths[0].get(id(head), '')}.weight",
         {} if index is None else renamed_tensors(whole, index),

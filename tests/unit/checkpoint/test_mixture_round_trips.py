@@ -28,7 +28,7 @@ SMALL = ("qwen3_moe", "granitemoe", "deepseek_v3")
 OTHERS = """
 afmoe aria deepseek_v2 deepseek_v32 ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite gpt_oss
 granitemoehybrid-experts granitemoeshared hunyuan_v1_moe jamba lfm2_moe llama4_text minimax
-minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
+minimax_m2 mixtral nemotron_h nemotron_h_omni olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
 """
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in OTHERS.split()]
 
