@@ -198,7 +198,7 @@ def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str,
             env=environment,
         )
         now = len(results.read_text().splitlines())
-        if now < min(done + ROWS_PER_LAUNCH, len(rows)):
+        if ended.returncode and now < min(done + ROWS_PER_LAUNCH, len(rows)) or now == done:
             said = [line for line in ended.stderr.splitlines() if "Error" in line] or ["no word"]
             with results.open("a") as out:
                 out.write(json.dumps({"crash": said[-1]}) + "\n")

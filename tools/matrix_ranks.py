@@ -3,8 +3,9 @@
     mpirun -np N python tools/matrix_ranks.py ROWS.json RESULTS FIRST
 
 ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}; rank 0 appends a
-line to RESULTS for each from number FIRST on, at most ROWS_PER_LAUNCH: {"losses": [...]} or
-{"error": text}. Each row makes process groups, which gloo keeps with a thread for each peer.
+line to RESULTS for each from number FIRST on: {"losses": [...]} or {"error": text}. Each row makes
+process groups, which gloo keeps with a thread for each peer, and a heap keeps its holes: a launch
+ends after ROWS_PER_LAUNCH rows, or where one of its ranks has MOST_BYTES.
 """
 
 import gc
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from matrix_page import LAYOUTS
 
@@ -32,6 +34,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
 ROWS_PER_LAUNCH = 60
+MOST_BYTES = 1.5 * 2**30
 RANKS = {layout: 2 for layout in LAYOUTS} | {"one": 1, "expert4": 4}
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
@@ -127,6 +130,8 @@ def main() -> None:
                 out.write(json.dumps(told) + "\n")
         gc.collect()  # engines hold themselves in circles
         freeze()
+        if comm.max([float(psutil.Process().memory_info().rss)])[0] > MOST_BYTES:
+            break
     shutdown(comm)
 
 
