@@ -6,7 +6,7 @@ nothing else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from hpc_tune.config.schema import STAGING_BYTES
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.world.device import use_in_this_thread
 
 _ALIGNED = 16  # so that values of any dtype may begin there
 
@@ -60,9 +61,12 @@ class CudaDevice:
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
 
-    def stream(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def stream(self) -> Iterator[None]:
         """See ``Device``."""
-        return torch.cuda.stream(self._stream)
+        use_in_this_thread(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def block(self) -> torch.Tensor:
         """See ``Device``."""

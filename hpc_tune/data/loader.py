@@ -13,7 +13,7 @@ Shapes: B rows, T tokens per row.
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.data.sampler import ORDER_VERSION, SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
+from hpc_tune.world.device import use_in_this_thread
+
+if TYPE_CHECKING:
+    import torch
 
 PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
@@ -65,7 +69,7 @@ class Loader:
         self._identity: _State = {"order": ORDER_VERSION, **asdict(order)}
         self.total_rows = rows.num_rows if total_rows is None else total_rows
         self._rows = 0
-        self._pins = False
+        self._pins_for: torch.device | None = None
         limit = self.prefetch_bytes if prefetch_bytes is None else prefetch_bytes
         self._prefetcher = Prefetcher(self._build, limit, self._step_bytes())
 
@@ -149,9 +153,9 @@ class Loader:
         """Discard prefetched steps, after something that is in them has changed."""
         self._prefetcher.restart(self._rows)
 
-    def pin_batches(self) -> None:
+    def pin_batches(self, gpu: "torch.device") -> None:
         """Build steps in pinned memory from now on, for a GPU to copy them while it computes."""
-        self._pins = True
+        self._pins_for = gpu
         self._prefetcher.restart(self._rows)
 
     def close(self) -> None:
@@ -176,7 +180,10 @@ class Loader:
         own_rows = range(start + self._rank, stop, self._size)
         most_rows = -(-(stop - start) // self._size)
         batches = micro_batches(self.stream, own_rows, most_rows, micro_size)
-        return [batch.pinned() for batch in batches] if self._pins else batches, stop
+        if self._pins_for is None:
+            return batches, stop
+        use_in_this_thread(self._pins_for)
+        return [batch.pinned() for batch in batches], stop
 
 
 class HeldOut:

@@ -167,7 +167,7 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
         size=resolved.layout.data_size,
     )
     if comm.device.type == "cuda":
-        loader.pin_batches()
+        loader.pin_batches(comm.device)
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size
     else:

@@ -166,6 +166,18 @@ def pick_device(
     return device, DeviceReport(*rank, "cuda", uuid=chosen[world.rank], visible=own.names)
 
 
+def use_in_this_thread(device: "torch.device") -> None:
+    """Make this rank's GPU that of the current thread, which begins with the first GPU instead.
+
+    For threads that call CUDA: even a call that needs no device, as when memory is pinned, makes a
+    context on the thread's own. That takes some 500 MB of a GPU that is another rank's
+    (https://github.com/pytorch/pytorch/issues/58626).
+    """
+    import torch
+
+    torch.cuda.set_device(device)
+
+
 def nodes_of_gpus(seen: Mapping[int, Gpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU, where it has one and that is known (pure)."""
     chosen = assign({rank: gpus.names for rank, gpus in seen.items()})

@@ -125,7 +125,7 @@ def run(engine, store, world, rank, watch):
     place = {"rank": world.coordinates(rank).data, "size": world.data_size}
     rows = MICROS * world.data_size
     loader = Loader(PackedRows(store, order), order, global_size=rows, prefetch_bytes=0, **place)
-    loader.pin_batches()
+    loader.pin_batches(DEVICE)
     noted = {}
 
     def note(what):

@@ -5,14 +5,16 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load, load_file
 
 from hpc_tune.checkpoint import staging
-from hpc_tune.checkpoint.staging import bytes_of, bytes_to_copy, pieces_of_all
+from hpc_tune.checkpoint.staging import CudaDevice, bytes_of, bytes_to_copy, pieces_of_all
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
@@ -277,3 +279,53 @@ def test_a_full_disk_is_such_an_error(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left"):
         finished(Writer({tmp_path / "full": regions_of(tensors(2000))}, 0))
+
+
+class GpusOfThreads:
+    """Which GPU each thread has, as in CUDA: at first number 0, and a context once it is set."""
+
+    def __init__(self):
+        self.here, self.with_context = threading.local(), {3}
+
+    def now(self):
+        return getattr(self.here, "number", 0)
+
+    def set(self, gpu):
+        self.here.number = torch.device(gpu).index
+        self.with_context.add(self.here.number)
+
+    def maybe_set(self, number):
+        before, self.here.number = self.now(), number
+        return before
+
+    def stream(self, device=None):
+        number = self.now() if device is None else torch.device(device).index
+        return SimpleNamespace(
+            **{"device": torch.device("cuda", number), "wait_stream": lambda _: None},
+            **{"stream_id": 0, "device_index": number, "device_type": 1},
+        )
+
+    def set_stream(self, stream_id, device_index, device_type):
+        if self.now() != device_index:
+            self.set(f"cuda:{device_index}")
+
+
+def test_a_save_makes_no_context_on_another_gpu(monkeypatch):
+    """torch's own ``cuda.stream`` goes back to what was the thread's GPU, and so to the first."""
+    gpus = GpusOfThreads()
+    for name, stand_in in {
+        **{"is_available": lambda: True, "current_device": gpus.now, "set_device": gpus.set},
+        **{"current_stream": gpus.stream, "Stream": lambda: gpus.stream("cuda:3")},
+        **{"_set_stream_by_id": gpus.set_stream, "_exchange_device": gpus.maybe_set},
+        "_maybe_exchange_device": gpus.maybe_set,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = CudaDevice()
+
+    def copy():
+        with device.stream():
+            return gpus.now()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(copy).result() == 3
+    assert gpus.with_context == {3}

@@ -1,11 +1,12 @@
 import dataclasses
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from hpc_tune.batch import IGNORED_LABEL
+from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.data import loader as loader_module
 from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
@@ -321,3 +322,20 @@ def test_a_file_that_is_cut_off_in_use_ends_the_stream_with_its_name(tmp_path, p
         for _ in range(1000):  # what was built ahead comes first
             loader.next_step()
     loader.close()
+
+
+def test_the_thread_that_pins_batches_does_so_on_the_ranks_own_gpu(store, monkeypatch):
+    """A thread begins on the first GPU, where it would make a context for what it asks of CUDA."""
+    here, pinned = threading.local(), []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(here, "gpu", gpu))
+
+    def pin(batch):
+        pinned.append((threading.current_thread().name, str(getattr(here, "gpu", "cuda:0"))))
+        return batch
+
+    monkeypatch.setattr(Batch, "pinned", pin)
+    for limit in (0, 1 << 20):
+        loader = _loader(store, prefetch_bytes=limit)
+        loader.pin_batches(torch.device("cuda", 3))
+        _all_steps(loader)
+    assert set(pinned) == {("MainThread", "cuda:3"), ("prefetch", "cuda:3")}
