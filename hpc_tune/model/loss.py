@@ -4,8 +4,9 @@ Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
 
 Only positions with a label reach the output head, in chunks whose fp32 logits stay under a bound. A
 frozen head's logits become the gradient of the hidden states in place, chunk by chunk, and none is
-kept. Those of a trained head are recomputed in the backward pass, chunk by chunk (GPUs with torch
->= 2.13 use its ``linear_cross_entropy`` instead; on a CPU that was slower than plain logits).
+kept. Those of a trained head are recomputed in the backward pass, chunk by chunk. torch 2.13's
+``linear_cross_entropy`` does that too, but it knows no autocast: it would compute in fp32, refuse
+hidden states and weights of two dtypes, and round losses to 16 bits.
 """
 
 from collections.abc import Callable
@@ -172,15 +173,6 @@ def token_losses(
     chunk = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
-    if hidden_ND.is_cuda and plain and hasattr(F, "linear_cross_entropy"):
-        return F.linear_cross_entropy(
-            hidden_ND,
-            head.weight,
-            labels_N,
-            linear_bias=head.bias,
-            reduction="none",
-            options=nn.LinearCrossEntropyOptions(),
-        ).float()
     parts = (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
     return torch.cat(
         [

@@ -151,3 +151,24 @@ def test_a_scale_that_is_none_changes_nothing():
     logits = torch.linspace(-9, 9, 7)
     unset = config(logit_scale=None, logits_scaling=None, final_logit_softcapping=None)
     assert torch.equal(scale_logits(logits, unset), logits)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_trained_head_computes_in_the_dtype_of_autocast_on_a_gpu_too(monkeypatch, dtype):
+    """Weights that are sharded are gathered in bf16, others cast; hidden states are fp32."""
+    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 1)
+    hidden_ND, head, labels_N = problem(300)
+    head = head.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_NV = head(hidden_ND)
+        losses_N = token_losses(hidden_ND.as_subclass(OnGpu), head, labels_N, config())
+    assert logits_NV.dtype == torch.bfloat16
+    assert losses_N.dtype == torch.float32
+    wanted_N = torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+    assert torch.equal(losses_N.as_subclass(torch.Tensor), wanted_N)
