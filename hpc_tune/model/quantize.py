@@ -82,7 +82,9 @@ class FourBitLinear(nn.Linear):
             out = out if bias is None else out + bias
         else:
             shape = (self.out_features, self.in_features)
-            out = matmul_4bit(given, self.weight, quant_state=self._state(shape), bias=bias)
+            # Transposed, as releases before 0.50 want it.
+            packed = self.weight.t()
+            out = matmul_4bit(given, packed, quant_state=self._state(shape), bias=bias)
         return out.to(x.dtype)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:

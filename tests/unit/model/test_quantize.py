@@ -102,6 +102,27 @@ def test_products_are_those_of_the_documented_values_whatever_the_width(
         assert (one - other).abs().max() <= rounding * other.abs().max()
 
 
+@pytest.mark.parametrize(("rows", "width"), [(64, 64), (32, 128)])
+def test_releases_of_bitsandbytes_before_050_give_the_same_product(
+    tmp_path, monkeypatch, rows, width
+):
+    """They go by the shape of the packed bytes, as their own layer has them."""
+
+    def product_of_049(x, packed, quant_state, bias):
+        whole = values_of(packed.reshape(-1, 1), quant_state)
+        as_they_see_it = whole.t() if packed.shape[0] == 1 else whole
+        return nn.functional.linear(x, as_they_see_it.t(), bias)
+
+    torch.manual_seed(1)
+    values, x = torch.randn(rows, width), torch.randn(3, width)
+    write_regions(tmp_path / "model.safetensors", regions_of({"w": values}))
+    layer = FourBitLinear(nn.Linear(width, rows), torch.float32)
+    fill_packed(layer, layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
+    wanted = layer(x)
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", product_of_049)
+    assert torch.allclose(layer(x), wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(40, 64), (24, 40), (7, 30), (300, 17)])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_pieces_and_shards_give_the_bytes_of_the_whole(
