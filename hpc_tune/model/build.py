@@ -47,7 +47,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that ``model.dtype`` means on this device (auto: bf16 on a GPU with it)."""
     if name == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        # Before 8.0 torch takes it for supported too, and computes it by way of fp32.
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float32
     return DTYPES[name]
 

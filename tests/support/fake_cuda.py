@@ -203,7 +203,7 @@ def fake_cuda() -> Iterator[Any]:
         *((torch.cuda, name, lambda *_: True) for name in ("is_available", "is_initialized")),
         *((torch.cuda, name, lambda *_: 0) for name in ("current_device", "memory_allocated")),
         (torch.cuda, "is_current_stream_capturing", lambda *_: False),
-        (torch.cuda, "is_bf16_supported", lambda *_: True),
+        (torch.cuda, "is_bf16_supported", lambda **_: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         *((torch.cuda, name, nothing) for name in ("_lazy_init", "manual_seed_all", "set_device")),
