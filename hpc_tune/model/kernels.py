@@ -12,6 +12,9 @@ SwiGLU, and chooses what to keep of them. Without one torch has a fused norm for
 fused SwiGLU, of which our own keeps one tensor less. Our LoRA product is for plain matrices: peft's
 stays for a base in 4 bits or float8, for DoRA and for dropout. torch 2.11 to 2.13 do not differ in
 any of it.
+
+Experts are grouped products everywhere. On a GPU torch has a kernel for these in bf16 alone, from
+Hopper on; elsewhere it asks the device for the numbers of rows and multiplies expert by expert.
 """
 
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from hpc_tune.model.config_json import common_value
 from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MIN_CAPABILITY, MULTIPLE
 
 Source = Literal["own", "F.rms_norm", "transformers"]
+_GROUPED_SINCE = (9, 0)  # compute capability
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
 _ATTENTION = {
     "varlen": "varlen (torch.nn.attention.varlen)",
@@ -38,7 +42,8 @@ class Kernels:
 
     ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
     where there are none. ``mask_reason``: why one of both has a T x T mask, "" if neither has.
-    ``lora``: of the adapters' products, None without adapters.
+    ``lora``: of the adapters' products, None without adapters. ``one_by_one``: why the experts of a
+    mixture are multiplied one after the other, "" if they are not.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -47,6 +52,7 @@ class Kernels:
     swiglu: Source
     lora: Literal["own", "peft"] | None = "own"
     mask_reason: str = ""
+    one_by_one: str = ""
 
     def __str__(self) -> str:
         """Return it in words, as a run's start says it."""
@@ -55,7 +61,8 @@ class Kernels:
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
-        return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}"
+        slow = f", experts one by one: {self.one_by_one}" if self.one_by_one else ""
+        return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
 def choose(
@@ -121,6 +128,21 @@ def lora_by(method: str, dropout: float, float8: bool) -> Literal["own", "peft"]
     if method == "full":
         return None
     return "own" if method == "lora" and not dropout and not float8 else "peft"
+
+
+def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a device multiplies experts in ``dtype`` one after the other; "" if not."""
+    if device.type != "cuda":
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == torch.bfloat16 and capability >= _GROUPED_SINCE:
+        return ""
+    wanted, found = (".".join(map(str, pair)) for pair in (_GROUPED_SINCE, capability))
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"torch groups their products in bfloat16 from compute capability {wanted} on, this is "
+        f"{name} on {found}"
+    )
 
 
 def windows_of(config: Any) -> list[int | None]:

@@ -7,7 +7,14 @@ import torch
 
 from hpc_tune.model import blocks, varlen_attention
 from hpc_tune.model.blocks import use_own_layers
-from hpc_tune.model.kernels import Kernels, choose, kernels_of, lora_by, windows_of
+from hpc_tune.model.kernels import (
+    Kernels,
+    choose,
+    kernels_of,
+    lora_by,
+    why_one_by_one,
+    windows_of,
+)
 from hpc_tune.model.loss import LossModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -147,6 +154,24 @@ def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
 )
 def test_adapters_of_plain_matrices_have_a_product_of_their_own(method, dropout, float8, by):
     assert lora_by(method, dropout, float8) == by
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "found"),
+    [
+        ((9, 0), torch.bfloat16, ""),
+        ((10, 3), torch.bfloat16, ""),
+        ((8, 0), torch.bfloat16, "bfloat16 on 8.0"),
+        ((9, 0), torch.float32, "float32 on 9.0"),
+    ],
+)
+def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capability, dtype, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert why_one_by_one(dtype, CPU) == ""
+    why = why_one_by_one(dtype, GPU)
+    assert why.endswith(found)
+    said = str(Kernels("varlen", None, "F.rms_norm", "own", one_by_one=why))
+    assert ("experts one by one: torch groups their products" in said) == bool(found)
 
 
 @pytest.mark.parametrize("within", [True, False])
