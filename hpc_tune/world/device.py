@@ -244,8 +244,9 @@ def _for_idle(reports: Sequence[DeviceReport], num_gpus: int) -> str:
     )
     if apart and num_gpus > most:
         return (
-            f"a rank was given up to {most} GPUs and uses one: start with --gpus-per-task=1, and "
-            f"--ntasks-per-node={num_gpus} to use all"
+            f"a rank was given up to {most} GPUs and uses one: start {num_gpus} per node "
+            f"(--ntasks-per-node={num_gpus}) that see all of its GPUs (--gpus-per-node={num_gpus}, "
+            "without --gpus-per-task)"
         )
     return (
         f"start one rank per GPU (--ntasks-per-node={num_gpus}), or hide the GPUs that are not for "
@@ -267,8 +268,7 @@ def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[in
     if together >= len(seen):
         return (
             f"{text}, while its {len(seen)} ranks see {together} together; show each rank all GPUs "
-            "of the job (without --gpu-bind and --gpus-per-task), or one of its own "
-            "(--gpus-per-task=1)"
+            "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
         f"{text}; {len(seen)} ranks run there and see {together} together: start {together} per "

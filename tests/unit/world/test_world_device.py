@@ -161,8 +161,7 @@ REFUSED = {
         ["ab"] * 3 + ["cd"],
         2,
         r"ranks 0, 1, 2 on n0 share 2 GPUs \(a, b\), while its 4 ranks see 4 together; show each "
-        r"rank all GPUs of the job \(without --gpu-bind and --gpus-per-task\), or one of its own "
-        r"\(--gpus-per-task=1\)",
+        r"rank all GPUs of the job \(without --gpu-bind and --gpus-per-task\)",
     ),
     "some, by way of another": (
         ["ab", "b", "a", "cde"],
@@ -185,8 +184,9 @@ def test_a_second_gpu_of_each_task_is_idle_and_the_remedy_names_the_option():
     with pytest.raises(WorldError) as refused:
         check_devices(reports, launched=True)
     assert str(refused.value) == (
-        "n0: 4 of 8 GPUs idle (b, d, f, h); a rank was given up to 2 GPUs and uses one: start with "
-        "--gpus-per-task=1, and --ntasks-per-node=8 to use all"
+        "n0: 4 of 8 GPUs idle (b, d, f, h); a rank was given up to 2 GPUs and uses one: start 8 "
+        "per node (--ntasks-per-node=8) that see all of its GPUs (--gpus-per-node=8, without "
+        "--gpus-per-task)"
     )
     with pytest.raises(WorldError, match="--ntasks-per-node=4"):
         check_devices([gpu(0, "a", "abcd"), gpu(1, "b", "abcd")], launched=True)
