@@ -87,16 +87,18 @@ class PreferenceSums:
     def measures(self, num_pairs: int) -> dict[str, float]:
         """Return what is reported: means over answers, and log-probabilities per token.
 
-        ``margin`` is the mean reward of chosen answers less that of rejected ones.
+        ``margin`` is the mean reward of chosen answers less that of rejected ones. Labelled answers
+        may all be of one kind: of the other there is nothing to report.
         """
-        chosen = self.chosen_reward / max(1.0, self.num_chosen)
-        rejected = self.rejected_reward / max(1.0, self.num_rejected)
-        return {
-            "accuracy": self.right / max(1, num_pairs),
-            "margin": chosen - rejected,
-            "chosen_log_prob": self.chosen_log_prob / max(1.0, self.chosen_tokens),
-            "rejected_log_prob": self.rejected_log_prob / max(1.0, self.rejected_tokens),
-        }
+        found = {"accuracy": self.right / max(1, num_pairs)}
+        if self.num_chosen and self.num_rejected:
+            chosen = self.chosen_reward / self.num_chosen
+            found["margin"] = chosen - self.rejected_reward / self.num_rejected
+        if self.chosen_tokens:
+            found["chosen_log_prob"] = self.chosen_log_prob / self.chosen_tokens
+        if self.rejected_tokens:
+            found["rejected_log_prob"] = self.rejected_log_prob / self.rejected_tokens
+        return found
 
 
 def measures_of(sums: Sequence[float], num_pairs: int) -> dict[str, float]:

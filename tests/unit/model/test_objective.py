@@ -128,6 +128,16 @@ def test_labelled_answers_are_compared_with_the_mean_divergence():
     assert (sums.chosen_tokens, sums.rejected_tokens) == (2, 6)
 
 
+def test_of_a_kind_of_answers_that_is_not_there_nothing_is_measured():
+    losses_N = torch.tensor(LOSSES)
+    for is_good, own in ((True, "chosen"), (False, "rejected")):
+        batch = batch_of([[2, 0], [6, 0]], [is_good, is_good])
+        sums = PreferenceSums(*Preference("kto", 0.1).sums(losses_N, batch).tolist())
+        measured = sums.measures(2)
+        assert measured.keys() == {"accuracy", f"{own}_log_prob"}
+        assert measured[f"{own}_log_prob"] == pytest.approx(-sum(LOSSES) / 8)
+
+
 def test_an_answer_of_certain_tokens_has_finite_odds():
     losses_N = torch.zeros(8, requires_grad=True)
     loss = Preference("orpo", 0.1).sums(losses_N, batch_of())[0]
