@@ -122,7 +122,9 @@ class RunState:
     ``governor`` are the governor's actions in effect, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured. ``model_sample`` is
     a hash over values of the base, where they are used. ``experts`` says of a mixture which
-    parts are trained.
+    parts are trained. ``held_out`` is a hash of what held-out losses are over, empty where it is
+    not known. ``start`` is one of the adapter with which the model began that preferences are
+    compared with, empty for the base alone, None where nothing is compared or it is not known.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -139,6 +141,8 @@ class RunState:
     governor: list[str] = field(default_factory=list)
     model_sample: str = ""
     experts: str = ""
+    held_out: str = ""
+    start: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals, RunState
@@ -31,7 +32,7 @@ from hpc_tune.train.governor import Governor, facts_of, loader_levers
 from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import require_equal_reference
+from hpc_tune.train.reference import require_equal_reference, start_of
 from hpc_tune.train.saver import Saver, open_saver
 from hpc_tune.train.startup.describe import experts_of
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
@@ -356,6 +357,7 @@ def prepare_control(
         job.config.model_dump(),
         model_sample=model.sample,
         experts=experts_of(model.size, model.built.config),
+        start=job.setup_comm.on_rank_0("looking at the adapter", partial(start_of, config.tune)),
     )
     recorder = open_recorder(job, model, plan, data, step)
     return Control(job, trainer, saver, governor, evaluation, recorder, state)

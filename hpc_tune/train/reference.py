@@ -20,11 +20,14 @@ import numpy as np
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.config.section import flat
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.weights import ADAPTER_FILE
@@ -110,25 +113,56 @@ def _compute(
     return reference.astype(np.float32)
 
 
+def start_of(tune: TuneConfig) -> str | None:
+    """Return a hash of the adapter with which the reference begins; empty for the base alone.
+
+    None where nothing is compared with a reference.
+
+    Raises:
+        DataError: if the adapter cannot be read.
+    """
+    if not tune.has_reference:
+        return None
+    if tune.init_from is None:
+        return ""
+    try:
+        weights = (Path(tune.init_from) / ADAPTER_FILE).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
+            f"in it cannot be read ({error.strerror}); bring it back"
+        ) from None
+    return hashlib.sha256(weights).hexdigest()
+
+
+def require_same_start(saved: RunState, tune: TuneConfig) -> None:
+    """Check that a run which goes on compares answers with the model that it did before.
+
+    Raises:
+        ConfigError: if it would be another. DataError: see ``start_of``.
+    """
+    now = start_of(tune)
+    if now is None or saved.start in (None, now):
+        return
+    before, path = flat(saved.config).get("tune.init_from"), tune.init_from
+    said = f"{path} has other weights than in the checkpoint's run"
+    if before != path:
+        said = f"that began with {before or 'no adapter'}, and {path or 'none'} is given now"
+    raise ConfigError(
+        f"tune.init_from: with tune.objective={tune.objective} answers are compared with the model "
+        f"as it was at the start, and {said}. Give the old adapter, or another run.dir"
+    )
+
+
 def _key(model: Model, store: TokenStore) -> str:
     """Return a hash of what the log-probabilities follow from."""
     tune = model.config.tune
-    adapter = ""
-    if tune.init_from is not None:
-        try:
-            weights = (Path(tune.init_from) / ADAPTER_FILE).read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
-                f"in it cannot be read ({error.strerror}); bring it back"
-            ) from None
-        adapter = hashlib.sha256(weights).hexdigest()
     facts = [
         store.attributes.content,
         store.attributes.tokenizer_fingerprint,
         model.built.identity,
         model.sample,
-        adapter,
+        start_of(tune),
         str(model.built.dtype),
         tune.method == "qlora",
     ]

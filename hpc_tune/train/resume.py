@@ -17,6 +17,7 @@ from hpc_tune.rundir import nearby
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.reference import require_same_start
 from hpc_tune.train.sources import changes_since
 from hpc_tune.world.comm import Comm
 
@@ -39,6 +40,7 @@ def find_checkpoint(job: Job) -> Path | None:
     def step_of() -> int:
         state = RunState.from_json(read_state(path), str(path))
         require_settings(state, settings)
+        require_same_start(state, job.config.tune)
         return state.step
 
     # Before anything that takes time, such as preparing data.

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.support.ranks import python, rank_environment, run_ranks
-from tests.support.training import SMALL, losses, many_runs, worst_gap
+from tests.support.training import SMALL, launch_runs, losses, many_runs, worst_gap
 
 LAYOUTS = {
     "replicate": ["parallel.replicate=2"],
@@ -101,6 +101,24 @@ def test_a_run_of_preferences_resumes_on_other_ranks(alone):
     assert many_runs(2, jobs, folder) == [75]
     assert many_runs(1, [{"overrides": words}], folder) == [0]
     assert worst_gap(losses(folder / "resumed"), references["dpo"]) < 1e-5
+
+
+def test_a_run_that_began_with_an_adapter_goes_on_against_it_alone(tmp_path):
+    data = write(tmp_path / "pairs.jsonl", pairs(30))
+    answers = ({"messages": row["prompt"] + row["chosen"]} for row in pairs(30))
+    first = settings(
+        tmp_path, "sft", write(tmp_path / "sft.jsonl", answers), "sft", "optim.lr=1e-2"
+    )
+    words = settings(tmp_path, "dpo", data, "dpo")
+    with_it = [*words, f"tune.init_from={tmp_path}/sft/export/adapter"]
+    jobs = [{"overrides": first}, {"overrides": with_it, "stop_after": 2}]
+    assert many_runs(1, jobs, tmp_path) == [0, 75]
+    without, again = launch_runs(1, [{"overrides": words}, {"overrides": with_it}], tmp_path)
+    assert (without.code, again.code) == (2, 0), without.output
+    assert "/sft/export/adapter, and none is given now" in without.output
+    whole = settings(tmp_path, "whole", data, "dpo", with_it[-1])
+    assert many_runs(1, [{"overrides": whole}], tmp_path) == [0]
+    assert worst_gap(losses(tmp_path / "dpo"), losses(tmp_path / "whole")) < 1e-6
 
 
 @pytest.mark.parametrize(

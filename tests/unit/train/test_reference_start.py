@@ -1,0 +1,56 @@
+"""With which model a run that resumes compares answers."""
+
+import hashlib
+
+import pytest
+
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.train.reference import require_same_start, start_of
+
+WEIGHTS = b"weights"
+HASH = hashlib.sha256(WEIGHTS).hexdigest()
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    return str(tmp_path)
+
+
+def saved(start, init_from=None):
+    config = {"tune": {"init_from": init_from}}
+    return RunState(10, 40, "", {}, {}, 1, config, start=start)
+
+
+def test_the_start_is_that_of_the_adapter_where_answers_are_compared(adapter):
+    assert start_of(TuneConfig(objective="dpo", init_from=adapter)) == HASH
+    assert start_of(TuneConfig(objective="kto")) == ""
+    assert start_of(TuneConfig(objective="orpo", init_from=adapter)) is None
+    with pytest.raises(DataError, match="adapter_model.safetensors in it cannot be read"):
+        start_of(TuneConfig(objective="dpo", init_from=f"{adapter}/gone"))
+
+
+def test_the_same_start_goes_on_wherever_it_lies(adapter):
+    tune = TuneConfig(objective="dpo", init_from=adapter)
+    require_same_start(saved(HASH, "moved/since"), tune)
+    require_same_start(saved(None), tune)  # of a version that did not keep it
+    require_same_start(saved("", adapter), TuneConfig(objective="dpo"))
+    require_same_start(saved("other"), TuneConfig(objective="simpo"))
+
+
+@pytest.mark.parametrize(
+    ("start", "before", "has_adapter", "said"),
+    [
+        (HASH, "runs/sft", False, "that began with runs/sft, and none is given now"),
+        ("", None, True, "that began with no adapter, and {adapter} is given now"),
+        ("other", "{adapter}", True, "{adapter} has other weights than in the checkpoint's run"),
+    ],
+)
+def test_another_start_is_refused(adapter, start, before, has_adapter, said):
+    tune = TuneConfig(objective="dpo", init_from=adapter if has_adapter else None)
+    with pytest.raises(ConfigError) as refused:
+        require_same_start(saved(start, before and before.format(adapter=adapter)), tune)
+    assert said.format(adapter=adapter) in str(refused.value)
+    assert "Give the old adapter, or another run.dir" in str(refused.value)
