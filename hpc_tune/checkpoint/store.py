@@ -142,7 +142,7 @@ class Store:
             for path in steps[end:]:
                 require_wanted()
                 _supersede(path)
-            stays = {self._best(steps[:end])} | {p for p in old if self._is_every(p)}
+            stays = self._best(steps[:end]) | {p for p in old if self._is_every(p)}
             for leftover in self.folder.glob("step-*.tmp"):
                 require_wanted()
                 shutil.rmtree(leftover)
@@ -171,21 +171,27 @@ class Store:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
 
-    def _best(self, steps: list[Path]) -> Path | None:
+    def _best(self, steps: list[Path]) -> set[Path]:
         """Return the checkpoint with the lowest held-out loss, the newest of equal ones.
+
+        Of each held-out data one, where a run has had several: their losses say nothing of each
+        other.
 
         Raises:
             UnreadableError: if the file system refuses to tell a loss.
         """
-        losses = []
-        for number, path in enumerate(steps if self._keep_best else ()):
+        best: dict[str, tuple[float, Path]] = {}
+        for path in steps if self._keep_best else ():
             try:
-                loss = read_state(path).get("eval_loss")
+                state = read_state(path)
             except CheckpointError:
                 continue
-            if isinstance(loss, float) and math.isfinite(loss):
-                losses.append((loss, -number, path))
-        return min(losses)[2] if losses else None
+            loss, held_out = state.get("eval_loss"), str(state.get("held_out"))
+            if not isinstance(loss, float) or not math.isfinite(loss):
+                continue
+            if held_out not in best or loss <= best[held_out][0]:
+                best[held_out] = loss, path
+        return {path for _, path in best.values()}
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 
 from hpc_tune.batch import Batch
-from hpc_tune.checkpoint.state import Evals, RunState
+from hpc_tune.checkpoint.state import RunState
 from hpc_tune.engine.adamw import for_batch
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.profile import StepProfile
@@ -27,7 +27,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
-from hpc_tune.train.evaluate import Evaluation, held_out_batches
+from hpc_tune.train.evaluate import Evaluation, evals_so_far, held_out_batches, mark_of
 from hpc_tune.train.governor import Governor, facts_of, loader_levers
 from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
@@ -335,7 +335,7 @@ def prepare_control(
     optim = for_batch(config.optim, config.batch.global_size)
     steps = range(step, data.total_steps)
     trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.answers_device)
-    evals = Evals.from_json(saved.evals if saved is not None else {})
+    held_out = mark_of(data, config.train.eval_rows)
     batches = held_out_batches(job, model, plan, data)
     evaluation = Evaluation(
         job.step_comm,
@@ -344,7 +344,7 @@ def prepare_control(
         batches,
         config.train,
         data.total_steps,
-        evals,
+        evals_so_far(saved, held_out),
         config.tune.form == "labels",
     )
     state = RunState(
@@ -357,6 +357,7 @@ def prepare_control(
         job.config.model_dump(),
         model_sample=model.sample,
         experts=experts_of(model.size, model.built.config),
+        held_out=held_out or (saved.held_out if saved is not None else ""),
         start=job.setup_comm.on_rank_0("looking at the adapter", partial(start_of, config.tune)),
     )
     recorder = open_recorder(job, model, plan, data, step)

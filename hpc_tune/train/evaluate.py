@@ -1,5 +1,7 @@
 """The held-out loss of a run: when it is measured, and how."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hpc_tune.batch import Batch
-from hpc_tune.checkpoint.state import Evals
+from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
@@ -43,6 +45,34 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
             held_out.set_reference(data.eval_references[number])
         found[source.name] = partial(_batches_of, held_out, data.loader)
     return found
+
+
+def mark_of(data: Data, num_rows: int | None) -> str:
+    """Return a hash of what held-out losses are over, empty where nothing is held out.
+
+    ``num_rows``: of each source, None for all. Losses with different marks cannot be compared.
+    """
+    if not data.held_out:
+        return ""
+    sources = sorted((s.store.attributes.content, s.limit or 0) for s in data.held_out)
+    return hashlib.sha256(json.dumps([sources, num_rows]).encode()).hexdigest()[:16]
+
+
+def evals_so_far(saved: RunState | None, mark: str) -> Evals:
+    """Return the evaluations that ``saved`` tells of, if they were over what ``mark`` is of."""
+    if saved is None:
+        return Evals()
+    evals = Evals.from_json(saved.evals)
+    if evals.last is None or "" in (mark, saved.held_out) or mark == saved.held_out:
+        return evals
+    log.warning(
+        "resume: the held-out losses up to step %d are over other held-out data, or another "
+        "train.eval_rows: they are not compared with those from here on, of which the lowest is "
+        "the best",
+        evals.last[0],
+        extra=OF_ALL,
+    )
+    return Evals()
 
 
 def _batches_of(held_out: HeldOut, loader: Loader) -> Iterator[Batch]:

@@ -162,7 +162,11 @@ class Saver:
         A stop may have cut the evaluation that this one makes up for.
         """
         if state.eval_loss is not None:
-            changes = {"eval_loss": state.eval_loss, "evals": state.evals}
+            changes = {
+                "eval_loss": state.eval_loss,
+                "evals": state.evals,
+                "held_out": state.held_out,
+            }
             self._comm.on_rank_0(
                 "adding an evaluation to a checkpoint",
                 lambda: self._store.amend(state.step, changes),

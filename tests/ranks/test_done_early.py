@@ -37,6 +37,8 @@ def launched(tmp_path_factory):
         "resumed": job("cut"),
         "again": job("cut"),
         "not kept": job("lost", "checkpoint.keep_best=false"),
+        "few rows": job("other", stop_after=2),
+        "other rows": job("other", "train.eval_rows=2"),
     }
     ended = launch_runs(2, list(jobs.values()), folder)
     return folder, dict(zip(jobs, ended, strict=True))
@@ -69,3 +71,16 @@ def test_a_best_that_is_not_kept_is_told_of_before_and_after(launched):
     _, ended = launched
     assert "which are not kept: set checkpoint.keep_best=true" in ended["not kept"].output
     assert "had the lowest held-out loss, are not kept" in ended["not kept"].output
+
+
+def test_losses_over_other_held_out_rows_are_not_compared_after_a_resume(launched):
+    folder, ended = launched
+    assert [ended[name].code for name in ("few rows", "other rows")] == [75, 0]
+    assert "up to step 2 are over other held-out data" in ended["other rows"].output
+    losses = rows(folder / "other", "eval_loss")
+    best = min((step for step in losses if step >= 2), key=losses.get)
+    found = outcome(folder / "other")
+    assert f"below {losses[best]:.4f} of step {best} for" in found["reason"]
+    kept = [int(p.name[-8:]) for p in Store(folder / "other" / "checkpoints", keep=1).steps()]
+    assert {best, found["step"]} <= {*kept}
+    assert f"lowest held-out loss, {losses[best]:.4f}" in ended["other rows"].output

@@ -119,6 +119,14 @@ def test_the_best_stays_as_well_until_there_is_a_better_one(tmp_path):
     assert kept == [[10], [20], [20, 30], [20, 40], [50], [50, 60]]
 
 
+def test_the_best_of_each_held_out_data_stays(tmp_path):
+    store = Store(tmp_path, keep=1, keep_best=True)
+    for step, loss, held_out in ((10, 2.0, "a"), (20, 3.0, "a"), (30, 5.0, "b"), (40, 6.0, "b")):
+        state = {"step": step, "eval_loss": loss, "held_out": held_out}
+        store.commit(store.begin(step), state, [])
+    assert [int(name[5:]) for name in names(store)] == [10, 30, 40]
+
+
 def test_a_loss_that_is_measured_late_makes_a_checkpoint_the_best(tmp_path, warnings):
     store = Store(tmp_path, keep=1, keep_best=True)
     path = save(store, 10)

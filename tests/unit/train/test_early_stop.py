@@ -11,11 +11,29 @@ from transformers import (
     TrainingArguments,
 )
 
-from hpc_tune.checkpoint.state import Evals
+from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TrainConfig
-from hpc_tune.train.evaluate import Evaluation
+from hpc_tune.train.evaluate import Evaluation, evals_so_far
 from hpc_tune.train.startup.describe import lost_best
+
+
+def saved(held_out, *losses):
+    evals = Evals()
+    for number, loss in enumerate(losses):
+        evals = evals.with_(number, loss)
+    return RunState(9, 40, "", {}, {}, 1, {}, evals=vars(evals), held_out=held_out)
+
+
+def test_losses_over_other_held_out_data_are_not_compared(caplog):
+    before = saved("a", 3.0, 1.0, 2.0)
+    assert evals_so_far(None, "a") == evals_so_far(saved("a"), "b") == Evals()
+    assert not caplog.messages
+    for of, mark in ((before, "a"), (before, ""), (saved("", 3.0, 1.0, 2.0), "a")):
+        assert evals_so_far(of, mark) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
+    assert not caplog.messages
+    assert evals_so_far(before, "b") == Evals()
+    assert "up to step 2 are over other held-out data" in caplog.text
 
 
 def evaluation(evals, patience):
