@@ -1,7 +1,7 @@
 """Pairs and labelled answers -> documents of two sides each.
 
     Pair      chosen and rejected answer                              -> both sides -> one document
-    Labelled  an answer, and after the same prompt the next row's one -> both sides -> one document
+    Labelled  an answer, and after the same prompt that of another prompt -> both -> one document
 
 Both sides begin with the same tokens up to the first learned one: else the sums of their
 log-probabilities would be of different prompts. What is longer than ``seq_len`` loses the left of
@@ -10,6 +10,8 @@ its prompt, on both sides alike, and nothing of an answer.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +61,8 @@ class PreferenceEncoder:
         self.counters: Counters = self._own.counters
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Block]:
-        """Yield blocks; labelled answers take others' from the next row, the last from the first.
+        """Yield blocks; labelled answers take others' from the next row of another prompt, the last
+        from the first row.
 
         Raises:
             DataError: for messages where the tokenizer has no chat template.
@@ -200,12 +203,27 @@ def _why_unfit(sides: list[Side]) -> str | None:
 
 
 def _with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Yield each row with the one after it, and the last with the first; one alone with None."""
-    rest = iter(rows)
-    first = before = next(rest, None)
-    for row in rest:
+    """Yield each row with the next one that has another prompt, and the last ones with the first;
+    with None where there is no other prompt.
+
+    Rows of one prompt are often neighbours: pairs that were split into labelled answers.
+    """
+    groups = (list(rows) for _, rows in groupby(rows, _prompt_of))
+    first = before = next(groups, None)
+    for group in groups:
         assert before is not None
-        yield before, row
-        before = row
-    if before is not None:
-        yield before, None if before is first else first
+        yield from ((row, group[0]) for row in before)
+        before = group
+    if first is not None and before is not None:
+        is_other = _prompt_of(first[0]) != _prompt_of(before[0])
+        yield from ((row, first[0] if is_other else None) for row in before)
+
+
+def _prompt_of(row: Row) -> Any:
+    """Return what rows with the same prompt have in common; of pairs, which need none, all."""
+    if not isinstance(row, Labelled):
+        return row
+    answer = row.answers[0]
+    if isinstance(answer, Completion):
+        return answer.prompt, answer.system, answer.history
+    return answer.messages[:-1], answer.tools

@@ -49,7 +49,8 @@ from hpc_tune.world.comm import RunAndAgree, alone
 
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
-_MEANING = 3  # of what is learned of a row: files of another are prepared again
+# Of what is learned of a row: files of another are prepared again.
+_MEANING, _MEANING_OF_LABELS = 3, 4
 Report = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -303,7 +304,8 @@ def _key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    facts = [version, _MEANING, __version__, identity(paths), mark, *values.values()]
+    meaning = _MEANING_OF_LABELS if settings.reading.form == "labels" else _MEANING
+    facts = [version, meaning, __version__, identity(paths), mark, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

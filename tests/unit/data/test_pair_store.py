@@ -175,6 +175,30 @@ def test_each_labelled_answer_has_the_next_rows_answer_after_its_prompt():
     assert counters.unmatched == 0
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_an_answer_to_the_same_prompt_is_no_mismatched_one(as_chat):
+    def row(question, answer):
+        fields = {"prompt": question, "completion": answer}
+        if as_chat:
+            turns = (
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            )
+            fields = {"messages": [*turns]}
+        return to_labelled({**fields, "label": True})
+
+    rows = [row(*qa) for qa in (("p", "1"), ("p", "2"), ("q", "3"), ("r", "4"), ("r", "5"))]
+    documents, counters = sides_of(byte_tokenizer(), rows)
+    learned = [[own.removesuffix("<|im_end|>") for _, own in sides] for sides in documents]
+    assert learned == [["1", "3"], ["2", "3"], ["3", "4"], ["4", "1"], ["5", "1"]]
+    assert counters.unmatched == 0
+    for only, others in ((rows[:2], []), ([rows[0], rows[2], rows[1]], ["3", "2"])):
+        documents, counters = sides_of(byte_tokenizer(), only)
+        own = [sides[1][1].removesuffix("<|im_end|>") for sides in documents if len(sides) > 1]
+        assert own == others
+        assert counters.unmatched == len(only) - len(others)
+
+
 def test_mismatched_answers_are_rendered_by_the_chat_template():
     documents, counters = sides_of(byte_tokenizer(), [labelled(n) for n in range(2)])
     turn = "<|im_start|>user\nq0 <|im_end|>\n<|im_start|>assistant\n"
