@@ -204,7 +204,8 @@ class Preference:
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
             is_chosen_P = pairs.desirable_P
-            is_right_P = (rewards_P2[:, 0] > self.beta * pairs.kl) == is_chosen_P
+            above_P = rewards_P2[:, 0] - self.beta * pairs.kl
+            is_right_P = torch.where(is_chosen_P, above_P > 0, above_P < 0)
             # Of each answer, what it adds on its side.
             side_P2 = torch.stack([is_chosen_P, ~is_chosen_P], 1).float()
             answers = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))

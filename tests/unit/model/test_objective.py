@@ -138,6 +138,18 @@ def test_of_a_kind_of_answers_that_is_not_there_nothing_is_measured():
         assert measured[f"{own}_log_prob"] == pytest.approx(-sum(LOSSES) / 8)
 
 
+def test_of_equal_rewards_none_is_right():
+    losses_N = torch.tensor([0.5] * 8)
+    for objective, desirable in (("dpo", ()), ("kto", [True, False])):
+        counts = [[2, 2], [2, 2]] if objective == "dpo" else [[4, 0], [4, 0]]
+        own = torch.tensor([[-1.0, -1.0]] * 2 if objective == "dpo" else [[-2.0, 0.0]] * 2)
+        batch = batch_of(counts, desirable)
+        batch = replace(batch, pairs=replace(batch.pairs, reference_P2=own))
+        sums = PreferenceSums(*Preference(objective, 0.1).sums(losses_N, batch).tolist())
+        assert sums.right == 0
+        assert sums.measures(2)["accuracy"] == 0
+
+
 def test_an_answer_of_certain_tokens_has_finite_odds():
     losses_N = torch.zeros(8, requires_grad=True)
     loss = Preference("orpo", 0.1).sums(losses_N, batch_of())[0]
