@@ -207,7 +207,7 @@ def build(
     }
     if tune.method == "qlora":
         quantize_stacks(block_list(model), dtype)
-    used = {*base_names.values(), names.stored(names.head, index) or ""}
+    used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
     return BuiltModel(

@@ -26,6 +26,7 @@ _NOT_COMPUTED = frozenset(
         *("lora_dropout", "bias", "qalora_group_size"),
     )
 )
+_ADAPTERS = "base_model.model."
 # As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
 _BASE_UNTOUCHED = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -61,6 +62,7 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
+    _name_as_in_whole(index, built)
     _refuse_one_by_one(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
@@ -97,6 +99,17 @@ def _settings_of(directory: Path) -> dict[str, Any]:
         return {**saved}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
+
+
+def _name_as_in_whole(index: TensorIndex, built: BuiltModel) -> None:
+    """Give an adapter that was made on a language model by itself its names in the whole model."""
+    needed = {*built.saved_names.values()}
+    tables: tuple[dict[str, Any], ...] = (index.pieces, index.shapes, index.dtypes)
+    for table in tables:
+        for name in [name for name in table if name not in needed]:
+            whole = _ADAPTERS + built.names.of_whole(name.removeprefix(_ADAPTERS))
+            if whole in needed:
+                table[whole] = table.pop(name)
 
 
 def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import refuse_kernels, require_an_end
 from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
-from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
+from hpc_tune.model.joined import joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.own_functions import use_own_functions_on_cpu
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
@@ -172,11 +172,12 @@ def stock_class(config: Any) -> Any:
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )
 
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    kind = config.model_type
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    # Of some (Qwen3.5, Llama 4) both are listed: one of text alone, and what their files hold.
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and whole not in (config.architectures or ()):
         return AutoModelForCausalLM
-    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return AutoModelForImageTextToText
-    return None
+    return None if whole is None else AutoModelForImageTextToText
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,24 +193,24 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Names:
     """What the tensors of a language model are called elsewhere.
 
-    ``decoder`` is the path of its decoder in itself and ``in_whole`` that in the whole model; of a
-    whole model that has it with its head as one part (Nemotron Omni) they are of that part.
-    ``renamed`` maps a name of the whole model to that in the files, where transformers renames it,
-    and ``prefix`` is one that files may have, or not, before each. ``head``: the output head.
+    ``decoder`` and ``head`` are the paths of its decoder and output head in itself, ``in_whole``
+    and ``head_in_whole`` those in the whole model. ``renamed`` maps a name of the whole model to
+    that in the files, where transformers renames it; these may have ``prefix``, or not, before it.
     """
 
     decoder: str = ""
     in_whole: str = ""
-    prefix: str = ""
     head: str = ""
+    head_in_whole: str = ""
+    prefix: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def of_whole(self, name: str) -> str:
         """Return what the whole model calls a tensor of the language model."""
-        if self.in_whole and not self.decoder:
-            return f"{self.in_whole}.{name}"
-        inside = f"{self.decoder}."
-        return self.in_whole + name[len(self.decoder) :] if name.startswith(inside) else name
+        for own, whole in ((self.decoder, self.in_whole), (self.head, self.head_in_whole)):
+            if whole and name.startswith(f"{own}."):
+                return whole + name.removeprefix(own)
+        return name
 
     def stored(self, name: str, index: Any, tied: bool = False) -> str | None:
         """Return what the files call a tensor of the language model; None if they have none.
@@ -221,7 +222,8 @@ class Names:
             return self.renamed[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
         stored = next((c for c in candidates if c in index.pieces), None)
-        return self.stored(self.head, index) if stored is None and tied else stored
+        head = f"{self.head}.weight"
+        return self.stored(head, index) if stored is None and tied else stored
 
 
 @dataclass(frozen=True)
@@ -304,21 +306,17 @@ def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
 
 
 def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
-    paths = [{id(part): path for path, part in root.named_modules()} for root in (model, whole)]
-    head = model.get_output_embeddings()
-    part = decoder_of(whole)
-    is_with_head = type(part) is type(model) and part is not whole
-    return Names(
-        "" if is_with_head else paths[0][id(decoder_of(model))],
-        paths[1][id(part)],
-        f"{whole.base_model_prefix}.",
-        f"{paths[0].get(id(head), '')}.weight",
-        {} if index is None else renamed_tensors(whole, index),
-    )
-
-
-def _parts(index: TensorIndex, name: str) -> tuple[Part, ...]:
-    return index.joined[name].parts if name in index.joined else ()
+    places = []
+    for root in (model, whole):
+        paths = {id(part): path for path, part in root.named_modules()}
+        lm = root
+        if type(decoder_of(root)) is type(model):
+            lm = decoder_of(root)  # with its head one part of the whole (Nemotron Omni)
+        parts = decoder_of(lm), lm.get_output_embeddings()
+        places.append([paths.get(id(part), "") for part in parts])
+    (decoder, head), (in_whole, head_in_whole) = places
+    renamed = {} if index is None else renamed_tensors(whole, index)
+    return Names(decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed)
 
 
 def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
@@ -331,7 +329,8 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
     in_blocks = {_before_number(name) for name in used}
-    used = {*used, *(part.stored for name in used for part in _parts(index, name))}
+    joined = [index.joined[name] for name in used if name in index.joined]
+    used = {*used, *(part.stored for one in joined for part in one.parts)}
     for name in index.stored:
         if name not in used and not name.endswith(_CONSTANTS):
             blocks = _before_number(name)
@@ -353,7 +352,8 @@ def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
     embedding = f"{paths[id(language.model.get_input_embeddings())]}.weight"
-    stored = [language.names.stored(name, index) for name in (embedding, language.names.head)]
+    head = f"{language.names.head}.weight"
+    stored = [language.names.stored(name, index) for name in (embedding, head)]
     if None in stored or stored[0] == stored[1]:
         return False
     first, second = (str(name) for name in stored)
@@ -391,7 +391,7 @@ def storage_of(directory: Path, index: TensorIndex) -> Storage:
     language = language_model(read_config(directory), directory, torch.float32, index)
     names, modules = language.names, language.model.named_modules()
     transposed = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
-    head = names.stored(names.head, index) if language.is_tied else None
+    head = names.stored(f"{names.head}.weight", index) if language.is_tied else None
     embedding = language.model.get_input_embeddings()
     (path,) = (n for n, m in language.model.named_modules() if m is embedding)
     if head == names.stored(f"{path}.weight", index, tied=True):

@@ -131,7 +131,8 @@ class LossModel(nn.Module):
 def decoder_of(lm: Any) -> Any:
     """Return a causal LM's decoder, without its head."""
     decoder = lm.get_decoder()
-    return lm.model if decoder is lm else decoder  # of Llama 4 transformers does not find it
+    # Of Llama 4 transformers does not find it, alone or within the whole model.
+    return decoder.model if decoder is lm or hasattr(decoder, "lm_head") else decoder
 
 
 def plain_losses(

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -15,7 +16,9 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.language import read_config, read_shape, stock_class
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import write_small
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import METHODS, trained
@@ -27,7 +30,9 @@ KINDS = {
     "gemma4": {},  # without images; a linear layer lies beside its blocks
     "mistral3": {},  # a head of its own, though config.json says tied
     "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
-    "qwen3_5": {},  # transformers' own class for it is of text alone
+    "qwen3_5": {},  # of text alone, which transformers has a class for
+    "qwen3_5-whole": {"architectures": ["Qwen3_5ForConditionalGeneration"]},  # as it is published
+    "llama4-whole": {"architectures": ["Llama4ForConditionalGeneration"]},
     "smolvlm": {},
 }
 
@@ -35,15 +40,24 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    write_small(AutoConfig.for_model(request.param, **KINDS[request.param]), folder)
+    kind = request.param.removesuffix("-whole")
+    write_small(AutoConfig.for_model(kind, **KINDS[request.param]), folder)
+    is_whole = "architectures" in KINDS[request.param]
+    assert not is_whole or any("visi" in name or "visual" in name for name in stored(folder))
     write_tiny(folder / "tiny")
     for file in (folder / "tiny").glob("tokenizer*"):
         shutil.copyfile(file, folder / file.name)
     return folder
 
 
+def stored(directory):
+    return load_file(directory / "model.safetensors")
+
+
 def stock(directory, like=None):
-    auto = stock_class(read_config(like or directory))
+    config = read_config(like or directory)
+    named = (config.architectures or [""])[0]
+    auto = getattr(transformers, named) if named else stock_class(config)
     return auto.from_pretrained(directory, dtype=torch.float32).eval()
 
 
@@ -89,8 +103,26 @@ def test_an_adapter_fits_the_whole_model_and_changes_its_language_model_alone(ba
     ours, theirs = both_losses(module, wrapped)
     assert near(ours, theirs)
     adapted = {name for name, _ in wrapped.named_parameters() if "lora_A" in name}
-    stored = {name for name in load_file(out / "adapter_model.safetensors") if "lora_A" in name}
-    assert {name.replace(".default", "") for name in adapted} == stored
+    saved = {name for name in load_file(out / "adapter_model.safetensors") if "lora_A" in name}
+    assert {name.replace(".default", "") for name in adapted} == saved
+
+
+def test_an_adapter_of_a_language_model_by_itself_is_where_training_begins(tmp_path):
+    """As the Trainer saves it of Qwen3.5, which it loads without the part for images."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    write_small(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
+    module = trained(base, METHODS["lora"], tmp_path / "step")
+    export_adapter(tmp_path / "step", METHODS["lora"], base, adapter)
+    file = adapter / "adapter_model.safetensors"
+    alone = {name.replace(".language_model.", "."): t for name, t in load_file(file).items()}
+    assert any(name.startswith("base_model.model.model.layers.0.") for name in alone)
+    save_file(alone, file, metadata={"format": "pt"})
+    built = start_from(build(base, torch.float32, METHODS["lora"], 0), adapter)
+    allocate(built.module, torch.device("cpu"))
+    load_weights(built)
+    tokens = row(docs()[1])
+    assert near(our_loss(built.module.eval(), tokens), our_loss(module, tokens))
 
 
 def test_what_is_left_as_it_is_is_named(base):
@@ -100,7 +132,9 @@ def test_what_is_left_as_it_is_is_named(base):
         "gemma3": {"vision_tower", "multi_modal_projector"},
         "gemma4": set(),
         "mistral3": {"vision_tower", "multi_modal_projector"},
+        "llama4": {"vision_model", "multi_modal_projector"},
         "qwen2_5_vl": {"visual"},
+        "qwen3_5": {"visual"},
         "qwen3_5_text": set(),
         "smolvlm": {"vision_model", "connector"},
     }
