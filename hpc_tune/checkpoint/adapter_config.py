@@ -17,15 +17,25 @@ _ALWAYS = (
 def write_config(config: Any, base: Path, out: Path) -> None:
     """Write peft's ``config`` of an adapter of ``base`` into the folder ``out``.
 
-    Newer fields are left out where they have their default, which older versions do as well.
+    Newer fields are left out where they have their default, which older versions do as well. Whole
+    numbers are written as such: Ollama cannot read a lora_alpha of 32.0.
     """
     found = name_of(base)
     config.base_model_name_or_path, config.revision = found.place, found.revision
     config.inference_mode = True
     default = type(config)().to_dict()
     fields = {
-        key: sorted(value) if isinstance(value, set) else value
+        key: _plain(value)
         for key, value in sorted(config.to_dict().items())
         if key in _ALWAYS or value != default[key]
     }
     (out / "adapter_config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return sets as lists, and numbers without a fraction as whole ones."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return sorted(value) if isinstance(value, set) else value

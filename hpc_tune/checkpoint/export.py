@@ -28,6 +28,7 @@ from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
+from hpc_tune.model.scaled import QUANTIZATION
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
@@ -76,6 +77,7 @@ def export_adapter(
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
     stacks = stacks_in(base)
+    _say_scales(index, tune, out)
     if lost := passed_over_by_peft(index, base) if stacks else []:
         log.warning(
             "peft does not load %d of the adapters in %s, such as of %s: for this kind of model it "
@@ -85,6 +87,22 @@ def export_adapter(
     if any(n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] in stacks for n in index.pieces):
         _export_per_expert(checkpoint, base, out, template)
     return out
+
+
+def _say_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
+    """Warn of scales that are not alpha / rank: most programs but peft know no others."""
+    parts = (name.removeprefix(ADAPTER_PREFIX).partition(".lora_") for name in index.pieces)
+    scales = {tune.scale_of(layer) for layer, lora, _ in parts if lora}
+    if scales != {tune.alpha / tune.rank}:
+        settings = ("rslora", "rank_pattern", "alpha_pattern")
+        log.warning(
+            "%s: with %s layers are scaled by other numbers than alpha / rank = %g. peft does so; "
+            "servers and converters (vLLM, SGLang, llama.cpp) may take that one for all layers "
+            "and not say so. Use export --to merged there",
+            out,
+            " and ".join(f"tune.{name}" for name in settings if getattr(tune, name)),
+            tune.alpha / tune.rank,
+        )
 
 
 def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str | None) -> None:
@@ -126,9 +144,9 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         config.lora_dropout = 0.0  # else peft refuses them; an adapter that is loaded drops nothing
     elif tune.targets == "all-linear" or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
-    if within:  # the other parts of such a model may have layers of the same names
-        kinds = "|".join(sorted(config.target_modules))
-        config.target_modules = rf"{re.escape(within.group())}(.*\.)?({kinds})"
+    if within:  # by whole names: other parts of such a model may have layers of the same
+        kinds = config.target_modules
+        config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
             others = (path for path in paths if ".lora_" not in path and SUFFIX not in path)
             saved = {path.rpartition(".")[0] for path in others}
@@ -250,19 +268,21 @@ def _shards(merged: Merged) -> list[list[str]]:
 def _is_companion(file: Path) -> bool:
     """Whether a file of the base directory belongs to the model but is not its weights.
 
-    An adapter's configuration would make transformers look for an adapter of the merged model.
+    An adapter's configuration would make transformers look for an adapter of the merged model, and
+    ModelOpt's of a quantisation a server for scales, which merged weights have none of.
     """
-    others = (".index.json", "adapter_config.json")
+    others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
     return file.suffix in _COMPANIONS and not file.name.endswith(others)
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
     """Write the dtype into a config.json, and no quantization: merged weights have none."""
     config = json.loads(file.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts if dtype is not None else ():
-        for key in {"dtype", "torch_dtype"} & part.keys():
+    for part in parts:
+        for key in part.keys() & QUANTIZATION:
+            del part[key]
+        for key in {"dtype", "torch_dtype"} & part.keys() if dtype is not None else ():
             part[key] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 

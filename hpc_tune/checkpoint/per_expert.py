@@ -10,6 +10,7 @@ names that vLLM gives them.
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +132,14 @@ def _region(
 def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str]) -> None:
     """Write adapter_config.json: that of ``peft``, with layers in the place of stacks.
 
-    The rank of experts is in patterns for who reads them; their scale is that of the others.
+    The rank of experts is in patterns for who reads them; their scale is that of the others. It is
+    alpha / rank in rsLoRA too, whose root of the rank some versions of vLLM forget for experts.
     """
     config = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
+    if ranks.keys() == alphas.keys() and config.pop("use_rslora", False):
+        config["lora_alpha"] *= math.sqrt(config["r"])
+        config["alpha_pattern"] = {k: alphas[k] * math.sqrt(rank) for k, rank in ranks.items()}
     config["target_modules"] = sorted(layers | of_experts)
     stacks = config.pop("target_parameters", None) or []
     for key in ("rank_pattern", "alpha_pattern"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpc_tune.model.weights import TensorIndex
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZATION = ("quantization_config", "compression_config")  # in config.json or a part of it
 _ROWS = 128  # as many are multiplied at once, in fp32
 _SCALES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
 _INPUT_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
@@ -79,13 +80,14 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
 
 
 def quantization_of(directory: Path) -> dict[str, Any]:
-    """Return quantization_config of a directory's config.json; empty if there is none."""
+    """Return quantization_config of a directory's config.json, or of a part; empty without one."""
     try:
         config = config_json(directory)
     except (OSError, ValueError):
         return {}
-    settings = config.get("quantization_config") if isinstance(config, dict) else None
-    return settings if isinstance(settings, dict) else {}
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    found = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION]
+    return next((settings for settings in found if isinstance(settings, dict)), {})
 
 
 def refuse_quantised(index: "TensorIndex", directory: Path) -> None:

@@ -56,3 +56,19 @@ def test_settings_and_tensors_are_those_that_vllm_takes(tmp_path, targets):
 def test_a_dora_adapter_says_that_it_is_one_which_vllm_refuses(tmp_path):
     config, _ = exported(tmp_path, method="dora")
     assert config["use_dora"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, None),
+        ({"rslora": True}, "tune.rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "tune.rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}, None),
+    ],
+)
+def test_scales_that_others_than_peft_may_not_know_are_told_of(tmp_path, caplog, settings, named):
+    with caplog.at_level("WARNING", logger="hpc_tune"):
+        exported(tmp_path, **settings)
+    assert ("alpha / rank = 1.5" in caplog.text) == (named is not None)
+    assert named is None or f"with {named} layers are scaled" in caplog.text

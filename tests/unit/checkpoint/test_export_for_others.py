@@ -1,6 +1,7 @@
 """Exports for those who load them elsewhere: with older peft, by the base's name, in fp16."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.unit.checkpoint.test_export import (
     trained,
     write_llama,
 )
+from tests.unit.model.test_scaled import stored
 
 LORA = METHODS["lora"]
 # The fields of LoraConfig in peft 0.6 (2023); use_dora came with 0.9.
@@ -54,6 +56,7 @@ def test_adapter_config_has_only_fields_that_peft_of_years_ago_takes(tmp_path, m
     assert config.keys() - OLD_FIELDS == ({"use_dora"} if method == "dora" else set())
     assert config["target_modules"] == sorted(config["target_modules"])
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 6.0, "CAUSAL_LM")
+    assert type(config["lora_alpha"]) is int, "Ollama reads no 6.0"
     wrapped = PeftModel.from_pretrained(stock(tmp_path / "base"), out).eval()
     assert close(logits(wrapped), logits(ours))
 
@@ -177,3 +180,20 @@ def test_trained_weights_that_fp16_cannot_hold_are_refused_by_name(tmp_path):
     trained(tmp_path / "wide", METHODS["full"], tmp_path / "step")
     with pytest.raises(CheckpointError, match=rf"{name} .* \[3, 2\] would be inf in float16"):
         export_merged(tmp_path / "step", METHODS["full"], tmp_path / "base", tmp_path / "out")
+
+
+def test_a_merged_model_says_nothing_of_how_its_base_was_quantised(tmp_path):
+    """A server would look for scales: ModelOpt's file, a part's settings, older names of both."""
+    base, settings = tmp_path / "base", {"quant_method": "fp8"}
+    stored(base, "tensor", settings, "_scale")
+    config = json.loads((base / "config.json").read_text())
+    config |= {"compression_config": settings, "part": {"quantization_config": settings, "n": 1}}
+    (base / "config.json").write_text(json.dumps(config))
+    for name in ("hf_quant_config.json", "quantize_config.json"):
+        (base / name).write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    ours = trained(base, LORA, tmp_path / "step")
+    out = export_merged(tmp_path / "step", LORA, base, tmp_path / "out")
+    text = "".join(file.read_text() for file in out.glob("*.json"))
+    assert not re.search("quant_|quantization|compression", text)
+    assert json.loads((out / "config.json").read_text())["part"] == {"n": 1}
+    assert (logits(stock(out)) - logits(ours)).abs().max() < 0.05 * logits(ours).abs().max()  # bf16

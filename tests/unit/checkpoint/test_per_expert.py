@@ -100,6 +100,23 @@ def test_added_to_the_experts_of_stacks_it_gives_our_logits(tmp_path, family):
     assert config["alpha_pattern"] == {rf"experts\.\d+\.({names})": 3.0}
 
 
+def test_the_root_of_the_rank_is_in_alpha(tmp_path):
+    """Some versions of vLLM forget it for experts."""
+    base = write_mixture("mixtral", tmp_path / "base")
+    tune = FUSED.model_copy(update={"rslora": True})
+    module, config, deltas = exported(base, tune, tmp_path)
+    assert "use_rslora" not in config
+    assert config["lora_alpha"] == 6.0 * 4**0.5
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for layer, delta in deltas.items():
+        tensors[f"{layer}.weight"] += delta
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.allclose(logits(stock(base)), logits(module), atol=1e-5)
+    (rank,), (alpha,) = config["rank_pattern"].values(), config["alpha_pattern"].values()
+    assert alpha / rank == pytest.approx(config["lora_alpha"] / config["r"])
+
+
 def test_an_adapter_on_no_expert_has_no_second_folder(tmp_path):
     base = write_mixture("mixtral", tmp_path / "base")
     tune = TuneConfig(method="lora", rank=4)

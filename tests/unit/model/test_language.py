@@ -105,6 +105,8 @@ def test_an_adapter_fits_the_whole_model_and_changes_its_language_model_alone(ba
     adapted = {name for name, _ in wrapped.named_parameters() if "lora_A" in name}
     saved = {name for name in load_file(out / "adapter_model.safetensors") if "lora_A" in name}
     assert {name.replace(".default", "") for name in adapted} == saved
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert isinstance(targets, list), "SGLang takes no pattern"
 
 
 def test_an_adapter_of_a_language_model_by_itself_is_where_training_begins(tmp_path):
