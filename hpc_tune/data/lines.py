@@ -142,9 +142,31 @@ def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
     return start
 
 
+class _Objects:
+    """Makes JSON's objects and notes keys that one has twice: a dict would keep the last alone."""
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.twice.append(next(name for name in names if names.count(name) > 1))
+        return made
+
+    def checked(self, value: Any) -> Any:
+        """Return a value, or in its place what is wrong if objects in it had a key twice."""
+        if not self.twice:
+            return value
+        name, self.twice = self.twice[0], []
+        return WrongRecord(f"the key {name!r} is there twice in one object; keep one of them")
+
+
 def _parse(line: bytes) -> Any:
+    objects = _Objects()
     try:
-        return json.loads(line.decode("utf-8"))
+        return objects.checked(json.loads(line.decode("utf-8"), object_pairs_hook=objects))
     except UnicodeDecodeError as error:
         if line.startswith(_GZIP):
             return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
@@ -167,7 +189,8 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: for what is no JSON: where the next element begins is not known then.
     """
-    decoder, number, position, is_end = json.JSONDecoder(), 1, 1, False
+    objects, number, position, is_end = _Objects(), 1, 1, False
+    decoder = json.JSONDecoder(object_pairs_hook=objects)
     where = f"{file}, element"
     with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
         try:
@@ -184,6 +207,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     value, position = decoder.raw_decode(text, position)
                 except json.JSONDecodeError:
+                    objects.twice.clear()  # it is read again with what follows
                     if is_end:
                         raise
                     if len(text) - position > MAX_LINE_BYTES:
@@ -193,7 +217,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                     more = text_file.read(max(READ_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + more, 0, not more
                     continue
-                yield number, value
+                yield number, objects.checked(value)
                 number += 1
         except UnicodeDecodeError as error:
             raise DataError(f"{where} {number} of the array: {error}") from error

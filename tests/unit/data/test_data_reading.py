@@ -146,6 +146,8 @@ BAD_LINES = {
     b'{"text": "half \\ud83d"}': "half a character",
     b'{"messages": [{"role": "assistant", "content": "half \\ud83d"}]}': "half a character",
     b'{"prompt": "half \\ud83d", "completion": "a"}': "half a character",
+    b'{"text": "a", "text": "b"}': "the key 'text' is there twice",
+    b'{"messages": [{"role": "user", "content": "q", "content": "r"}]}': "the key 'content' is",
     b'{"n": ' + b"1" * 5000 + b"}": "cannot be read",
     b'{"messages": "[{"}': "messages is text that is not JSON",
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "type image",

@@ -210,6 +210,9 @@ def test_errors_in_a_json_array_name_the_element(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "a"}, {"tex": "b"}]')
     with pytest.raises(DataError, match=r"element 2 of the array: found the fields tex"):
         _read(tmp_path / "d.json")
+    (tmp_path / "d.json").write_text('[{"text": "a"}, {"text": "b", "text": "c"}]')
+    with pytest.raises(DataError, match=r"element 2 of the array: the key 'text' is there twice"):
+        _read(tmp_path / "d.json")
     (tmp_path / "d.json").write_text('[{"text": "a"}, {"text": ')
     with pytest.raises(DataError, match=r"element 2 of the array: not JSON"):
         _read(tmp_path / "d.json")
