@@ -40,6 +40,8 @@ SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _SPLIT = re.compile(r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
 # How the hub names a file: the split, and which of how many.
 _HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+# One part of several: train-00000-of-00003.parquet, c4-train.00000-of-01024.json.gz.
+_PART = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|contributing|code_of_conduct|"
@@ -182,6 +184,7 @@ def _of_folder(folder: Path) -> Found:
         held_out = _held_out(files, folder)
         kept = _one_configuration(folder, [file for file in files if file not in held_out])
         unread = [(file, _IS_HELD_OUT) for file in held_out]
+    _require_all_parts(folder, kept)
     kinds = {str(kind_of(file)): file for file in kept}
     if len(kinds) > 1:
         mixed = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
@@ -291,6 +294,38 @@ def _one_configuration(folder: Path, files: list[Path]) -> list[Path]:
             f"of them in a list: data.path={' or '.join(choices[:_MAX_NAMES])}"
         )
     return files
+
+
+def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder that lacks files which the names of others count, or has two sets of them.
+
+    Raises:
+        DataError: naming what is missing, or both sets.
+    """
+    sets: dict[tuple[Path, str], dict[str, dict[int, Path]]] = {}
+    for file in files:
+        if m := _PART.match(file.name):
+            parts = sets.setdefault((file.parent, m["of"]), {}).setdefault(m["total"], {})
+            parts[int(m["number"])] = file
+    for several in sets.values():
+        (total, parts), *others = several.items()
+        file = next(iter(parts.values()))
+        if others:
+            other = next(iter(others[0][1].values()))
+            raise DataError(
+                f"{folder} has {file.name} and {other.name}: parts of two sets, which may hold the "
+                "same rows; remove the older set, or name the files that are meant"
+            )
+        counts_from_0 = 0 in parts or (int(total) not in parts and total.startswith("0"))
+        numbers = range(int(not counts_from_0), int(total) + int(not counts_from_0))
+        missing = next((number for number in numbers if number not in parts), None)
+        if missing is not None:
+            number = str(missing).zfill(len(total) if total.startswith("0") else 1)
+            raise DataError(
+                f"{folder} lacks {int(total) - len(parts):,} of the {int(total):,} parts that "
+                f"{file.name} is one of, such as {number}-of-{total}; copy them, or, to train on "
+                f"the others alone, name these: data.path='{file.parent}/*{file.suffix}'"
+            )
 
 
 def _saved_dataset(path: Path) -> Found:

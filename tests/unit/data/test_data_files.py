@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,6 +46,38 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
     assert "README.md" in said
     assert "make.py: of no known kind of data" in said
     assert "unsupervised-00000-of-00001.parquet: by its name a split to hold out" in said
+
+
+MISSING = {
+    "train-00001-of-00003.parquet": (
+        "data/train-00000-of-00003.parquet",
+        "data/train-00002-of-00003.parquet",
+    ),
+    "c4.00000-of-00002.json.gz": ("c4.00001-of-00002.json.gz",),
+    "part-2-of-2.jsonl": ("part-1-of-2.jsonl",),
+}
+
+
+@pytest.mark.parametrize(("missing", "names"), MISSING.items(), ids=MISSING)
+def test_a_folder_that_lacks_parts_which_file_names_count_is_refused(tmp_path, missing, names):
+    _put(tmp_path, *names)
+    number = re.search(r"\d+-of-\d+", missing)[0]
+    with pytest.raises(DataError, match=rf"lacks 1 of the \d parts .*such as {number};"):
+        find(str(tmp_path))
+    folder = (tmp_path / names[0]).parent
+    assert len(find(f"{folder}/*{folder.joinpath(names[0]).suffix}").files) == len(names)
+    _put(folder, missing)
+    assert len(find(str(tmp_path)).files) == len(names) + 1
+
+
+def test_a_folder_with_two_sets_of_parts_is_refused(tmp_path):
+    """As it is when a dataset is written again in more parts: rows would be learned twice."""
+    _put(
+        tmp_path,
+        *(f"train-0000{n}-of-0000{total}.parquet" for total in (2, 3) for n in range(total)),
+    )
+    with pytest.raises(DataError, match=r"00000-of-00002.* and train-00000-of-00003.*two sets"):
+        find(str(tmp_path))
 
 
 def test_a_card_alone_is_no_data_and_is_read_only_if_it_is_named(tmp_path):
