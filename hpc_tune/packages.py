@@ -6,6 +6,7 @@ Imports nothing but Python's own, since anything else may be what is broken.
 import importlib.metadata
 import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ def why_unusable(error: BaseException) -> str | None:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
     needs = required().get(_plain(package))
+    if remedy := _remedy_of_mapping(lines[0]):
+        return f"{text}. {remedy}"
     text += f"; expected {package}{needs}" if needs else ""
     return f"{text}. {_remedy(folder)}"
 
@@ -104,6 +107,19 @@ def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str
     if folder is not None and folder.resolve() in [f.resolve() for f in _folders_of(environ)]:
         return f"Unset PYTHONPATH, or take {folder} out of it"
     return "Install the versions that docs/laptop.md names into this environment"
+
+
+def _remedy_of_mapping(problem: str) -> str | None:
+    """Return what to do where the kernel refuses to map a library: its version is not the cause."""
+    if "failed to map segment" not in problem and "Cannot allocate memory" not in problem:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return "Memory is full, or the file system is mounted noexec: install on another one"
+    return (
+        f"ulimit -v, or the batch system, gives this process {limit >> 20} MiB of addresses, and "
+        "libraries need more than they use: take the limit off, or raise it"
+    )
 
 
 def _plain(name: str) -> str:

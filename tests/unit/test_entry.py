@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -156,6 +157,15 @@ def test_one_that_can_be_imported_is_warned_of(site):
     assert warning.startswith(f"PYTHONPATH has transformers 4.30.1 in {folder}, in front of")
     assert "expected transformers" in warning
     assert in_front({}) == []
+
+
+def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
+    with pytest.raises(ImportError) as raised:
+        raise ImportError("lib.so: failed to map segment from shared object", name="torch")
+    said = why_unusable(raised.value)
+    assert "ulimit -v, or the batch system, gives this process 3072 MiB of addresses" in said
+    assert "Install the versions" not in said
 
 
 def test_an_error_of_our_own_is_no_package():
