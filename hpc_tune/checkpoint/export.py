@@ -298,7 +298,20 @@ def copy_tokenizer(base: Path, out: Path) -> None:
     if has_vocabulary and not (base / "tokenizer.json").is_file():
         load_tokenizer(base).save_pretrained(out)
     for file in files:
-        _copy(file, out)
+        if not _is_told_again(file):
+            _copy(file, out)
+
+
+def _is_told_again(file: Path) -> bool:
+    """Whether added_tokens.json has what tokenizer.json has: SGLang takes it for an adapter's own.
+
+    Such adapters, with tokens of their own, are refused by some of its versions.
+    """
+    whole = file.with_name("tokenizer.json")
+    if file.name != "added_tokens.json" or not whole.is_file():
+        return False
+    added, tokenizer = (json.loads(one.read_text(encoding="utf-8")) for one in (file, whole))
+    return dict(added).items() <= {t["content"]: t["id"] for t in tokenizer["added_tokens"]}.items()
 
 
 def _copy(file: Path, out: Path) -> None:

@@ -87,6 +87,19 @@ def test_a_tokenizer_of_a_vocabulary_and_merges_is_whole_in_every_export(tmp_pat
     assert not (base / "tokenizer.json").exists(), "nothing is written into the base"
 
 
+@pytest.mark.parametrize("further", [{}, {"<|more|>": 300}])
+def test_added_tokens_that_the_tokenizer_has_are_no_adapters_own(tmp_path, further):
+    base = tmp_path / "base"
+    write_tiny(base)
+    tokens = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
+    added = {token["content"]: token["id"] for token in tokens} | further
+    (base / "added_tokens.json").write_text(json.dumps(added))
+    trained(base, LORA, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", LORA, base, tmp_path / "adapter")
+    assert (out / "added_tokens.json").exists() == bool(further)
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
 def test_a_base_that_has_lost_its_vocabulary_is_refused(tmp_path):
     """transformers makes a tokenizer of a few special tokens of what is left."""
     write_gpt2(tmp_path)
