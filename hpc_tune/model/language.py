@@ -309,11 +309,8 @@ def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
     places = []
     for root in (model, whole):
         paths = {id(part): path for path, part in root.named_modules()}
-        lm = root
-        if type(decoder_of(root)) is type(model):
-            lm = decoder_of(root)  # with its head one part of the whole (Nemotron Omni)
-        parts = decoder_of(lm), lm.get_output_embeddings()
-        places.append([paths.get(id(part), "") for part in parts])
+        lm = decoder_of(root) if type(decoder_of(root)) is type(model) else root  # Nemotron Omni
+        places.append([paths.get(id(p), "") for p in (decoder_of(lm), lm.get_output_embeddings())])
     (decoder, head), (in_whole, head_in_whole) = places
     renamed = {} if index is None else renamed_tensors(whole, index)
     return Names(decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed)
