@@ -311,7 +311,8 @@ def _is_told_again(file: Path) -> bool:
     if file.name != "added_tokens.json" or not whole.is_file():
         return False
     added, tokenizer = (json.loads(one.read_text(encoding="utf-8")) for one in (file, whole))
-    return dict(added).items() <= {t["content"]: t["id"] for t in tokenizer["added_tokens"]}.items()
+    known = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return dict(added).items() <= known.items()
 
 
 def _copy(file: Path, out: Path) -> None:

@@ -74,8 +74,11 @@ class Merged:
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
-        if renamed := self._storage.names.renamed.get(path):
+        names = self._storage.names
+        if renamed := names.renamed.get(path):
             return renamed
+        if (whole := names.of_whole(path)) in self._stored.pieces:
+            return whole  # of a run before its model was known as a part of a whole one
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from typing import Any
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.language import Names
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
@@ -62,7 +63,7 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
-    _name_as_in_whole(index, built)
+    name_as_in_whole(index, built.names)
     _refuse_one_by_one(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
@@ -101,15 +102,17 @@ def _settings_of(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
 
-def _name_as_in_whole(index: TensorIndex, built: BuiltModel) -> None:
-    """Give an adapter that was made on a language model by itself its names in the whole model."""
-    needed = {*built.saved_names.values()}
+def name_as_in_whole(index: TensorIndex, names: Names) -> None:
+    """Give an adapter that was made on a language model by itself its names in the whole model.
+
+    In a checkpoint the optimizer's state has them as well.
+    """
     tables: tuple[dict[str, Any], ...] = (index.pieces, index.shapes, index.dtypes)
     for table in tables:
-        for name in [name for name in table if name not in needed]:
-            whole = _ADAPTERS + built.names.of_whole(name.removeprefix(_ADAPTERS))
-            if whole in needed:
-                table[whole] = table.pop(name)
+        for name in list(table):
+            part, prefix, own = name.partition(_ADAPTERS)
+            if prefix and not own.startswith(f"{names.in_whole}."):
+                table[part + prefix + names.of_whole(own)] = table.pop(name)
 
 
 def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:

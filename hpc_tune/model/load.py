@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
+from hpc_tune.model.init_adapter import name_as_in_whole
 from hpc_tune.model.language import stored_tensors
 from hpc_tune.model.positions import fix_positions
 from hpc_tune.model.quantize import fill_packed, packed_weights
@@ -123,6 +124,8 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
         CheckpointError: if a file is damaged or a tensor has another shape.
     """
     index = index_checkpoint(checkpoint)
+    name_as_in_whole(index, built.names)
+    index.require(built.saved_names.values())
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
             for region in built.regions(name, parameter):

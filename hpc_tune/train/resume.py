@@ -12,6 +12,7 @@ from hpc_tune.checkpoint.store import MANIFEST, Store, damage_of, newest_valid, 
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.init_adapter import name_as_in_whole
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.rundir import nearby
 from hpc_tune.train.data import Data
@@ -92,6 +93,7 @@ def resume(
         ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
+        name_as_in_whole(index, model.built.names)
         engine.load(index, state.step)
         return state
 

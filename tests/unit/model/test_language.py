@@ -16,10 +16,11 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.init_adapter import name_as_in_whole, start_from
 from hpc_tune.model.language import read_config, read_shape, stock_class
-from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.load import allocate, load_trained, load_weights
 from hpc_tune.model.stock import write_small
+from hpc_tune.model.weights import index_checkpoint
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import METHODS, trained
 from tests.unit.model.test_model_build import loaded, our_loss, row, stock_loss
@@ -51,7 +52,7 @@ def base(request, tmp_path_factory):
 
 
 def stored(directory):
-    return load_file(directory / "model.safetensors")
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def stock(directory, like=None):
@@ -88,8 +89,7 @@ def test_what_is_merged_is_the_whole_model_with_its_other_parts_as_they_were(
     ours, merged = both_losses(module, stock(out, base))
     assert near(ours, merged)
     assert not near(ours, stock_loss(stock(base), docs()))
-    before = load_file(base / "model.safetensors")
-    after = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    before, after = stored(base), stored(out)
     assert before.keys() == after.keys()
     others = [name for name in before if "vision" in name or "visual" in name]
     assert others or re.search("qwen3_5|gemma4", str(base))
@@ -125,6 +125,31 @@ def test_an_adapter_of_a_language_model_by_itself_is_where_training_begins(tmp_p
     load_weights(built)
     tokens = row(docs()[1])
     assert near(our_loss(built.module.eval(), tokens), our_loss(module, tokens))
+
+
+def test_a_checkpoint_of_before_its_model_was_a_part_of_a_whole_is_read(tmp_path):
+    base, step = tmp_path / "base", tmp_path / "step"
+    base.mkdir()
+    write_small(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
+    module = trained(base, METHODS["lora"], step)
+    now = export_merged(step, METHODS["lora"], base, tmp_path / "now")
+    for file in step.glob("rank-*.safetensors"):
+        raw = file.read_bytes()
+        stop = 8 + int.from_bytes(raw[:8], "little")
+        header = raw[8:stop].replace(b".language_model.", b".")
+        assert len(header) < stop - 8
+        file.write_bytes(raw[:8] + header.ljust(stop - 8) + raw[stop:])
+    built = build(base, torch.float32, METHODS["lora"], 0)
+    allocate(built.module, torch.device("cpu"))
+    load_weights(built)
+    load_trained(built, step)
+    wanted = dict(module.named_parameters())
+    assert all(torch.equal(p, wanted[n]) for n, p in built.module.named_parameters())
+    index = index_checkpoint(step)
+    name_as_in_whole(index, built.names)
+    index.require(f"exp_avg.{name}" for name in built.saved_names.values())
+    then = stored(export_merged(step, METHODS["lora"], base, tmp_path / "then"))
+    assert all(torch.equal(tensor, then[name]) for name, tensor in stored(now).items())
 
 
 def test_what_is_left_as_it_is_is_named(base):
