@@ -108,7 +108,7 @@ class TrainConfig(Section):
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
         "steps on GPUs after a minute of compiling, which short runs do not earn back; on CPUs "
         "hpc_tune's own layers may be as fast. It needs a C++ compiler. The losses are the same; "
-        "tune.dropout draws other numbers.",
+        "tune.dropout draws other numbers, and on GPUs needs a torch before 2.13.",
     )
     float8: bool = Field(
         False,

@@ -30,6 +30,9 @@ Forward = Callable[..., Any]
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
 # for each kind of block that a model mixes. torch gives up at 8.
 MAX_GRAPHS = 64
+# Since then inductor draws four numbers at a time in one-dimensional kernels of a GPU alone, as if
+# their offsets were contiguous, and another kernel that draws them again has others.
+_WRONG_MASKS = "2.13"
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -44,23 +47,30 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def prepare_compiler(
-    cache: Path, node: int, device: torch.device, threads: int, host_bytes: int
+    cache: Path,
+    node: int,
+    device: torch.device,
+    threads: int,
+    host_bytes: int,
+    dropout: float = 0.0,
 ) -> None:
     """Set up torch.compile for this rank, before anything is compiled.
 
     The ranks of node number ``node`` share a folder below ``cache``, which the next start reuses on
     whichever machine is node number ``node`` then. ``host_bytes`` is the rank's share of the host's
     memory: its workers are capped by that and by its threads (stock torch starts 32 per rank).
+    ``dropout`` is the rate in the blocks.
 
     Raises:
         ConfigError: if there is no working C++ compiler, or no Triton for a GPU, or ``cache``
-            cannot be written.
+            cannot be written, or torch's compiled dropout is wrong here.
     """
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
+    _refuse_wrong_masks(device, dropout)
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -95,6 +105,16 @@ def prepare_compiler(
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.reset()
     log.info("compile one decoder block for all, %d workers, cache %s", workers, folder)
+
+
+def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:
+    if dropout and device.type == "cuda" and torch.__version__ >= _WRONG_MASKS:
+        raise ConfigError(
+            f"train.compile=true with tune.dropout={dropout:g} on a GPU, and this torch is "
+            f"{torch.__version__}: since {_WRONG_MASKS} its compiled dropout repeats values of a "
+            "mask, and the backward pass may draw another mask than the forward pass; set "
+            "tune.dropout=0 or train.compile=false, or install torch 2.11 or 2.12"
+        )
 
 
 def num_workers(threads: int, host_bytes: int) -> int:

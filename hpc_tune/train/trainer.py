@@ -46,7 +46,9 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         share = monitor.limit.num_bytes // comm.world.local_size
         comm.run_and_agree(
             "preparing to compile",
-            lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
+            lambda: prepare_compiler(
+                cache, comm.world.node, comm.device, comm.threads, share, config.tune.dropout
+            ),
         )
     if multiplies_in_tf32(config.train, model.built.dtype, capability_of(comm.device)):
         use_tf32(model.built.module)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from hpc_tune.engine import compile as engine_compile
 from hpc_tune.engine.compile import num_workers, prepare_compiler
@@ -40,6 +41,31 @@ def test_a_cache_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="run.compile_cache: .* cannot be made"):
         prepare_compiler(tmp_path / "file", 0, torch.device("cpu"), 1, GIB)
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "dropout", "is_refused"),
+    [
+        ("2.13.0+cu130", "cuda", 0.05, True),
+        ("2.12.1+cu128", "cuda", 0.05, False),
+        ("2.13.0+cu130", "cuda", 0.0, False),
+        ("2.13.0+cpu", "cpu", 0.05, False),
+    ],
+)
+def test_dropout_that_torch_compiles_wrongly_for_gpus_is_refused(
+    tmp_path, monkeypatch, version, device, dropout, is_refused
+):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+
+    def prepare():
+        prepare_compiler(tmp_path, 0, torch.device(device), 1, GIB, dropout)
+
+    if not is_refused:
+        prepare()
+        return
+    with pytest.raises(ConfigError, match="tune.dropout=0.05 .* torch is 2.13.0.*; set tune.dropo"):
+        prepare()
 
 
 def test_on_a_cpu_it_says_that_little_may_be_gained(tmp_path, caplog, monkeypatch):
