@@ -34,6 +34,8 @@ from hpc_tune.train.startup.proof import Proof, prove, trained_part
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
+_MOST_WITH_MASK = 1 << 16
+
 
 @dataclass(frozen=True)
 class Model:
@@ -58,6 +60,19 @@ class Model:
         slow = why_one_by_one(built.dtype, device) if is_mixture(built.module) else ""
         lora = lora_by(tune.method, tune.dropout, train.float8)
         return replace(found, lora=lora, one_by_one=slow)
+
+    def require_readable_masks(self, device: torch.device) -> None:
+        """Refuse rows so long that a GPU would read their masks at other places, without a word.
+
+        torch's memory-efficient attention counts in 32 bits where a token's part of a mask begins.
+        """
+        seq_len, most = self.config.data.seq_len, _MOST_WITH_MASK
+        if device.type == "cuda" and seq_len > most and (why := self.kernels(device).mask_reason):
+            raise ConfigError(
+                f"data.seq_len={seq_len}: attention has a mask of tokens x tokens here ({why}), "
+                f"and on GPUs torch's is wrong with one of more than {most} x {most}; set "
+                f"data.seq_len to at most {most}"
+            )
 
 
 def build_model(job: Job, fresh: bool) -> Model:
@@ -105,7 +120,9 @@ def build_model(job: Job, fresh: bool) -> Model:
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
     built = _watched(built, proof, config.train.compile)
-    return Model(built, measure(built.module, config.optim.is_8bit), config, sample)
+    model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)
+    model.require_readable_masks(comm.device)
+    return model
 
 
 def _say_of_model(built: BuiltModel, seq_len: int) -> None:

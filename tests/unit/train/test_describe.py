@@ -9,6 +9,7 @@ import torch
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
+from hpc_tune.errors import ConfigError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights
@@ -179,6 +180,28 @@ def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, ca
     ],
 )
 def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
+    model = model_of(kind, within, compiled)
+    assert model.kernels(torch.device(device)).mask_reason == why
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "seq_len", "is_refused"),
+    [
+        ("opt", "cuda", 65537, True),
+        ("opt", "cuda", 65536, False),
+        ("opt", "cpu", 65537, False),
+    ],
+)
+def test_rows_whose_mask_a_gpu_would_misread_are_refused(kind, device, seq_len, is_refused):
+    model = model_of(kind, True, False, seq_len)
+    if not is_refused:
+        model.require_readable_masks(torch.device(device))
+        return
+    with pytest.raises(ConfigError, match=r"=65537: .* \(opt models need it\).* at most 65536"):
+        model.require_readable_masks(torch.device(device))
+
+
+def model_of(kind, within, compiled, seq_len=64):
     config = SimpleNamespace(
         model_type=kind, num_attention_heads=4, hidden_size=32, num_hidden_layers=2
     )
@@ -186,9 +209,9 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
     built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     tune = SimpleNamespace(method="lora", dropout=0.0)
     train = SimpleNamespace(compile=compiled, float8=False)
-    settings: Any = SimpleNamespace(train=train, tune=tune)
+    settings: Any = SimpleNamespace(train=train, tune=tune, data=SimpleNamespace(seq_len=seq_len))
     size: Any = None
-    assert Model(built, size, settings).kernels(torch.device(device)).mask_reason == why
+    return Model(built, size, settings)
 
 
 @pytest.mark.parametrize(
