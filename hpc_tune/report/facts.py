@@ -383,6 +383,8 @@ def event_text(event: Row) -> str:
             return str(event.get("reason"))
         case "mixture":
             return f"from here on: {event.get('changes')}"
+        case "held_out":
+            return "held-out losses before this are over other data, or another number of rows"
         case _:
             return str(event.get("message", ""))
 

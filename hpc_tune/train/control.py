@@ -344,7 +344,7 @@ def prepare_control(
         batches,
         config.train,
         data.total_steps,
-        evals_so_far(saved, held_out),
+        evals_so_far(saved, held_out, job.events),
         config.tune.form == "labels",
     )
     state = RunState(

@@ -17,6 +17,7 @@ from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import OF_ALL, log
 from hpc_tune.model.objective import measures_of
 from hpc_tune.rundir import displacement
+from hpc_tune.rundir.json_lines import Events
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -58,8 +59,11 @@ def mark_of(data: Data, num_rows: int | None) -> str:
     return hashlib.sha256(json.dumps([sources, num_rows]).encode()).hexdigest()[:16]
 
 
-def evals_so_far(saved: RunState | None, mark: str) -> Evals:
-    """Return the evaluations that ``saved`` tells of, if they were over what ``mark`` is of."""
+def evals_so_far(saved: RunState | None, mark: str, events: Events) -> Evals:
+    """Return the evaluations that ``saved`` tells of, if they were over what ``mark`` is of.
+
+    Else none, which is logged and recorded.
+    """
     if saved is None:
         return Evals()
     evals = Evals.from_json(saved.evals)
@@ -72,6 +76,7 @@ def evals_so_far(saved: RunState | None, mark: str) -> Evals:
         evals.last[0],
         extra=OF_ALL,
     )
+    events.write("held_out", saved.step)
     return Evals()
 
 

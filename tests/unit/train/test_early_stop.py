@@ -1,5 +1,6 @@
 """When a run ends since its held-out loss has stopped falling, against transformers."""
 
+import json
 import math
 import random
 
@@ -14,6 +15,7 @@ from transformers import (
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TrainConfig
+from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.evaluate import Evaluation, evals_so_far
 from hpc_tune.train.startup.describe import lost_best
 
@@ -25,15 +27,17 @@ def saved(held_out, *losses):
     return RunState(9, 40, "", {}, {}, 1, {}, evals=vars(evals), held_out=held_out)
 
 
-def test_losses_over_other_held_out_data_are_not_compared(caplog):
-    before = saved("a", 3.0, 1.0, 2.0)
-    assert evals_so_far(None, "a") == evals_so_far(saved("a"), "b") == Evals()
-    assert not caplog.messages
+def test_losses_over_other_held_out_data_are_not_compared(caplog, tmp_path):
+    events, before = Events(tmp_path / "events.jsonl"), saved("a", 3.0, 1.0, 2.0)
+    assert evals_so_far(None, "a", events) == evals_so_far(saved("a"), "b", events) == Evals()
     for of, mark in ((before, "a"), (before, ""), (saved("", 3.0, 1.0, 2.0), "a")):
-        assert evals_so_far(of, mark) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
+        assert evals_so_far(of, mark, events) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
     assert not caplog.messages
-    assert evals_so_far(before, "b") == Evals()
+    assert evals_so_far(before, "b", events) == Evals()
     assert "up to step 2 are over other held-out data" in caplog.text
+    events.close()
+    (told,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (told["kind"], told["step"]) == ("held_out", 9)
 
 
 def evaluation(evals, patience):
