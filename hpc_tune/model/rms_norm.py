@@ -68,7 +68,10 @@ def _torchs_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock
-    return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+    # It computes in fp32 inside. Since torch 2.12 a GPU's autocast also has copies of x and of the
+    # result in fp32, even where both are in 16 bits.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -1,15 +1,18 @@
 """RMS norms that keep one tensor for the backward pass, against transformers'."""
 
 import copy
+import types
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from hpc_tune.model import rms_norm
 from hpc_tune.model.rms_norm import use_rms_norm
 
 SHAPE = 3, 7, 96
@@ -119,6 +122,22 @@ def test_torchs_norm_is_one_operator():
         norm(torch.randn(SHAPE, dtype=torch.bfloat16))
     assert torch.nn.functional.rms_norm in seen
     assert not {torch.rsqrt, torch.Tensor.rsqrt, torch.Tensor.float, torch.Tensor.mul_} & {*seen}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_under_a_gpus_autocast_the_result_has_transformers_dtype(dtype):
+    norm = LlamaRMSNorm(8)
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast refuses to, without a GPU
+    try:
+        with FakeTensorMode():
+            weight = torch.empty(8, dtype=dtype, device="cuda")
+            norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+            x = torch.empty(SHAPE[0], 8, dtype=dtype, device="cuda")
+            stock = norm(x)
+            norm.forward = types.MethodType(rms_norm._torchs_forward, norm)
+            assert norm(x).dtype == stock.dtype == dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def test_what_counts_is_what_a_class_computes_and_not_its_source():
