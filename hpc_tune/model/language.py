@@ -309,8 +309,8 @@ def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
     places = []
     for root in (model, whole):
         paths = {id(part): path for path, part in root.named_modules()}
-        lm = decoder_of(root) if type(decoder_of(root)) is type(model) else root  # Nemotron Omni
-        places.append([paths.get(id(p), "") for p in (decoder_of(lm), lm.get_output_embeddings())])
+        head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
+        places.append([paths.get(id(part), "") for part in (decoder_of(root), head)])
     (decoder, head), (in_whole, head_in_whole) = places
     renamed = {} if index is None else renamed_tensors(whole, index)
     return Names(decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed)

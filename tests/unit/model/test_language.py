@@ -34,6 +34,7 @@ KINDS = {
     "qwen3_5": {},  # of text alone, which transformers has a class for
     "qwen3_5-whole": {"architectures": ["Qwen3_5ForConditionalGeneration"]},  # as it is published
     "llama4-whole": {"architectures": ["Llama4ForConditionalGeneration"]},
+    "nemotron_h_omni": {},  # its language model is with its head one part
     "smolvlm": {},
 }
 
@@ -160,6 +161,7 @@ def test_what_is_left_as_it_is_is_named(base):
         "gemma4": set(),
         "mistral3": {"vision_tower", "multi_modal_projector"},
         "llama4": {"vision_model", "multi_modal_projector"},
+        "nemotron_h_omni": {"vision_model", "mlp1"},
         "qwen2_5_vl": {"visual"},
         "qwen3_5": {"visual"},
         "qwen3_5_text": set(),
