@@ -123,7 +123,9 @@ class PackedRows:
         if state.get("content") != self.store.attributes.content:
             raise ConfigError(
                 f"data.path={self.store.attributes.source} is not the data this run was trained "
-                "on, or it was prepared in another way. Give the old data, or another run.dir"
+                "on, or it was prepared in another way. Give the old data, or another run.dir; if "
+                "hpc_tune was updated since, give the .h5 in the run's folder data that was "
+                "prepared before"
             )
 
     def set_reference(self, reference_D2: np.ndarray) -> None:
