@@ -18,7 +18,7 @@ from hpc_tune.atomic_file import sync_folder
 from hpc_tune.checkpoint.adapter_config import write_config
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.chat_template import OTHERS, write_template
-from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, Merged, read_tensor
+from hpc_tune.checkpoint.merge import Merged, read_tensor
 from hpc_tune.checkpoint.mixture import of_mixture, passed_over_by_peft, stacks_in
 from hpc_tune.checkpoint.per_expert import per_expert
 from hpc_tune.checkpoint.store import synced
@@ -33,6 +33,7 @@ from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
     PIECE_BYTES,
     TensorIndex,
     index_checkpoint,

@@ -16,9 +16,8 @@ from hpc_tune.model.joined import Part
 from hpc_tune.model.language import Storage, read_shape, storage_of
 from hpc_tune.model.regions import Region
 from hpc_tune.model.token_rows import SUFFIX, token_ids
-from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
+from hpc_tune.model.weights import ADAPTER_PREFIX, PIECE_BYTES, TensorIndex
 
-ADAPTER_PREFIX = "base_model.model."
 # Where values are too large for the dtype that they would be written in.
 _INSTEAD = {
     torch.float16: ", whose largest is 65504; write the model in another dtype (--dtype bf16), or "

@@ -16,12 +16,11 @@ import torch
 from hpc_tune.model.experts import Adapted, adapted_tensors, has_experts
 from hpc_tune.model.joined import renamed_again
 from hpc_tune.model.language import language_model, read_config, read_shape, whole_model
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex
 
 if TYPE_CHECKING:
     from hpc_tune.model.adapters import Targets
 
-_ADAPTERS = "base_model.model."
 _TAKEN_FOR_STACKS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
@@ -43,8 +42,8 @@ def _stacks_in(base: Path) -> Mapping[str, Adapted]:
 
 def passed_over_by_peft(index: TensorIndex, base: Path) -> list[str]:
     """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
-    adapters = (n for n in index.pieces if n.startswith(_ADAPTERS) and ".lora_" in n)
-    named = (n.removeprefix(_ADAPTERS) for n in adapters)
+    adapters = (n for n in index.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" in n)
+    named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
     lost = renamed_again(whole_model(read_config(base)), named)
     return sorted({name.partition(".lora_")[0] for name in lost})
 
@@ -62,7 +61,7 @@ def of_mixture(
             tensor = _BLOCK.sub("", stack.tensor)
             parameters.add(tensor)
             adapted.add(tensor.rpartition(".")[0])
-            rank = index.shapes[f"{_ADAPTERS}{layer}.lora_A.weight"][0] // stack.num_experts
+            rank = index.shapes[f"{ADAPTER_PREFIX}{layer}.lora_A.weight"][0] // stack.num_experts
         elif own.rpartition(".")[2] in _TAKEN_FOR_STACKS:
             parameters.add(f"{own}.weight")
         else:

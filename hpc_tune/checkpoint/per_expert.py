@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, read_tensor
+from hpc_tune.checkpoint.merge import read_tensor
 from hpc_tune.model.experts import Adapted
 from hpc_tune.model.language import storage_of
 from hpc_tune.model.regions import Region, write_regions
-from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex, index_model_directory
+from hpc_tune.model.weights import ADAPTER_FILE, ADAPTER_PREFIX, TensorIndex, index_model_directory
 
 # What vLLM calls the matrices of an expert in a stack of this name.
 _IN_STACK = {

@@ -38,9 +38,8 @@ from hpc_tune.model.quantize import quantize_linears, quantize_stacks
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import TokenRows
-from hpc_tune.model.weights import TensorIndex, index_model_directory
+from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex, index_model_directory
 
-_ADAPTERS = "base_model.model."  # before the names of adapters in peft's files
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -298,6 +297,6 @@ def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
 
 def _peft_name(name: str, names: Names) -> str:
     """Return the name that peft saves a parameter of its adapter ``default`` under."""
-    inside = names.of_whole(name.removeprefix(f"model.{_ADAPTERS}"))
+    inside = names.of_whole(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
     plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
-    return _ADAPTERS + plain.replace(".default", "")
+    return ADAPTER_PREFIX + plain.replace(".default", "")

@@ -11,7 +11,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.language import Names
-from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
+from hpc_tune.model.weights import ADAPTER_FILE, ADAPTER_PREFIX, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
 _FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
@@ -27,7 +27,6 @@ _NOT_COMPUTED = frozenset(
         *("lora_dropout", "bias", "qalora_group_size"),
     )
 )
-_ADAPTERS = "base_model.model."
 # As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
 _BASE_UNTOUCHED = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -110,7 +109,7 @@ def name_as_in_whole(index: TensorIndex, names: Names) -> None:
     tables: tuple[dict[str, Any], ...] = (index.pieces, index.shapes, index.dtypes)
     for table in tables:
         for name in list(table):
-            part, prefix, own = name.partition(_ADAPTERS)
+            part, prefix, own = name.partition(ADAPTER_PREFIX)
             if prefix and not own.startswith(f"{names.in_whole}."):
                 table[part + prefix + names.of_whole(own)] = table.pop(name)
 

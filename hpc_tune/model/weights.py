@@ -27,6 +27,7 @@ from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+ADAPTER_PREFIX = "base_model.model."  # before the names of its tensors
 SHARDS_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster

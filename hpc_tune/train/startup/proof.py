@@ -39,6 +39,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes, with_plain_linears
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.stock import NoTrial, reference, software
+from hpc_tune.model.weights import ADAPTER_PREFIX
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
@@ -368,7 +369,7 @@ def _without_gradient(built: BuiltModel) -> str:
 
 def trained_part(saved: str) -> str:
     """Return what ``Proof.untrained`` calls a trained tensor, by its name in checkpoints."""
-    layer = re.split(r"\.lora_", saved.removeprefix("base_model.model."))[0]
+    layer = re.split(r"\.lora_", saved.removeprefix(ADAPTER_PREFIX))[0]
     return re.sub(r"\.\d+\.", ".*.", layer)
 
 
@@ -376,8 +377,7 @@ def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
     for name, gradient in expected.items():
         if name not in actual:
             return f"{name} gets no gradient"
-        norm = gradient.norm()
-        gap = (actual[name] - gradient).norm()
+        norm, gap = gradient.norm(), (actual[name] - gradient).norm()
         if not gap <= GRADIENT_TOLERANCE * norm + 1e-6:
             return f"the gradient of {name} is off by {gap / norm:.1e} of its norm"
     return ""

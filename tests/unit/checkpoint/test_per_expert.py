@@ -63,6 +63,16 @@ def exported(base, tune, folder):
     return module, config, deltas
 
 
+def merged(base, deltas):
+    """Add them to the tensors of a base's file; return its logits by stock transformers."""
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for layer, delta in deltas.items():
+        tensors[f"{layer}.weight"] += delta
+    save_file(tensors, file, metadata={"format": "pt"})
+    return logits(stock(base))
+
+
 @pytest.mark.parametrize("family", ONE_BY_ONE)
 def test_added_to_the_files_own_matrices_it_gives_our_logits(tmp_path, family):
     """Each of its layers is a tensor of the base's files; nothing else is needed to merge it."""
@@ -70,12 +80,7 @@ def test_added_to_the_files_own_matrices_it_gives_our_logits(tmp_path, family):
     module, config, deltas = exported(base, TUNE, tmp_path)
     assert config["target_modules"] == ONE_BY_ONE[family].split()
     assert not config.get("target_parameters")
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    for layer, delta in deltas.items():
-        tensors[f"{layer}.weight"] += delta
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert torch.allclose(logits(stock(base)), logits(module), atol=1e-5)
+    assert torch.allclose(merged(base, deltas), logits(module), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", STACKED)
@@ -107,12 +112,7 @@ def test_the_root_of_the_rank_is_in_alpha(tmp_path):
     module, config, deltas = exported(base, tune, tmp_path)
     assert "use_rslora" not in config
     assert config["lora_alpha"] == 6.0 * 4**0.5
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    for layer, delta in deltas.items():
-        tensors[f"{layer}.weight"] += delta
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert torch.allclose(logits(stock(base)), logits(module), atol=1e-5)
+    assert torch.allclose(merged(base, deltas), logits(module), atol=1e-5)
     (rank,), (alpha,) = config["rank_pattern"].values(), config["alpha_pattern"].values()
     assert alpha / rank == pytest.approx(config["lora_alpha"] / config["r"])
 
