@@ -94,7 +94,7 @@ def _say_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
     """Warn of scales that are not alpha / rank: most programs but peft know no others."""
     parts = (name.removeprefix(ADAPTER_PREFIX).partition(".lora_") for name in index.pieces)
     scales = {tune.scale_of(layer) for layer, lora, _ in parts if lora}
-    if scales != {tune.alpha / tune.rank}:
+    if scales - {tune.alpha / tune.rank}:
         settings = ("rslora", "rank_pattern", "alpha_pattern")
         log.warning(
             "%s: with %s layers are scaled by other numbers than alpha / rank = %g. peft does so; "
