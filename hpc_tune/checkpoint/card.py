@@ -134,5 +134,6 @@ def _class_of(config: Path) -> str:
     """Return transformers' class for a whole model: its own, where it has parts for images."""
     if not config.is_file():
         return _CAUSAL
-    named = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [_CAUSAL]
-    return str(named[0]) if named[0].endswith("ForConditionalGeneration") else _CAUSAL
+    named = json.loads(config.read_text(encoding="utf-8")).get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
+    return first if first.endswith("ForConditionalGeneration") else _CAUSAL

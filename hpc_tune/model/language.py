@@ -172,10 +172,11 @@ def stock_class(config: Any) -> Any:
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )
 
-    kind = config.model_type
+    kind, held = config.model_type, config.architectures
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
     # Of some (Qwen3.5, Llama 4) both are listed: one of text alone, and what their files hold.
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and whole not in (config.architectures or ()):
+    is_held = isinstance(held, list) and whole in held
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_held:
         return AutoModelForCausalLM
     return None if whole is None else AutoModelForImageTextToText
 
@@ -348,9 +349,8 @@ def _before_number(name: str) -> str:
 def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
-    embedding = f"{paths[id(language.model.get_input_embeddings())]}.weight"
-    head = f"{language.names.head}.weight"
-    stored = [language.names.stored(name, index) for name in (embedding, head)]
+    layers = paths[id(language.model.get_input_embeddings())], language.names.head
+    stored = [language.names.stored(f"{path}.weight", index) for path in layers]
     if None in stored or stored[0] == stored[1]:
         return False
     first, second = (str(name) for name in stored)

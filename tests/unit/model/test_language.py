@@ -192,6 +192,16 @@ def test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same(tm
     assert ("lm_head.weight" in names) is not alike
 
 
+@pytest.mark.parametrize("named", [1, "LlamaForCausalLM", [1], [], {}])
+def test_classes_that_config_json_does_not_name_as_a_list_are_not_looked_at(tmp_path, named):
+    write_tiny(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": named}))
+    trained(tmp_path / "base", METHODS["lora"], tmp_path / "step")
+    export_adapter(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "out")
+    assert "AutoModelForCausalLM" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_model_for_sound_is_refused_by_name(tmp_path):
     AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path)
     with pytest.raises(DataError, match="a qwen2_audio model has parts for other things than text"):
