@@ -219,8 +219,8 @@ def test_init_files_of_packages_are_empty():
     assert not [f for f in ROOT.glob("*/**/__init__.py") if f.read_text().strip()]
 
 
-def test_no_file_is_over_400_lines():
-    assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 400}
+def test_no_file_is_over_600_lines():
+    assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 600}
 
 
 # What layers must know of the micro-batch, and the log: the documented seams.
