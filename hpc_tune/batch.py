@@ -4,7 +4,7 @@ Shapes: B rows, T tokens per row, N tokens with loss. Tokens, labels and positio
 shape BT; those that wait for a GPU to copy them are int32, in pinned memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,18 +37,9 @@ class Pairs:
         """All three."""
         return self.counts_P2, self.reference_P2, self.desirable_P
 
-    def to(self, device: torch.device) -> "Pairs":
-        """Return these on ``device``; a GPU copies them while the host goes on."""
-        if device.type == "cpu":
-            return self
-        return self._with(t.to(device, non_blocking=True) for t in self.tensors)
-
-    def pinned(self) -> "Pairs":
-        """Return these in pinned memory."""
-        return self._with(t.pin_memory() for t in self.tensors)
-
-    def _with(self, tensors: Iterable[torch.Tensor]) -> "Pairs":
-        counts_P2, reference_P2, desirable_P = tensors
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Pairs":
+        """Return these with each tensor changed."""
+        counts_P2, reference_P2, desirable_P = map(change, self.tensors)
         return Pairs(counts_P2, reference_P2, desirable_P, self.kl)
 
 
@@ -111,7 +102,7 @@ class Batch:
     def all_tensors(self) -> list[torch.Tensor]:
         """All that it holds."""
         tensors = [*self.tensors, *(self.pairs.tensors if self.pairs else ())]
-        tensors += self.mismatched.tensors if self.mismatched else ()
+        tensors += self.mismatched.all_tensors if self.mismatched else ()
         return tensors if self.weights_N is None else [*tensors, self.weights_N]
 
     @property
@@ -127,16 +118,7 @@ class Batch:
 
     def pinned(self) -> "Batch":
         """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
-        pinned = self._with(tensor.int().pin_memory() for tensor in self.tensors)
-        if self.weights_N is not None:
-            pinned = replace(pinned, weights_N=self.weights_N.pin_memory())
-        if self.pairs is None:
-            return pinned
-        others = self.mismatched
-        return pinned._with_pairs(
-            self.pairs.pinned(),
-            others and others._with(tensor.int().pin_memory() for tensor in others.tensors),
-        )
+        return self._each(lambda t: t.int().pin_memory(), lambda t: t.pin_memory())
 
     @property
     def real_lengths(self) -> list[int]:
@@ -150,26 +132,30 @@ class Batch:
         if device.type == "cpu":
             return self
         source = self if self.tokens_BT.is_pinned() else self.pinned()
-        moved = source._on(device)
-        if source.pairs is None:
-            return moved
-        others = source.mismatched
-        return moved._with_pairs(source.pairs.to(device), others and others._on(device))
+        return source._each(
+            lambda t: t.to(device, non_blocking=True).long(),
+            lambda t: t.to(device, non_blocking=True),
+        )
 
-    def _on(self, device: torch.device) -> "Batch":
-        moved = self._with(t.to(device, non_blocking=True).long() for t in self.tensors)
-        if self.weights_N is None:
-            return moved
-        return replace(moved, weights_N=self.weights_N.to(device, non_blocking=True))
+    def _each(
+        self,
+        token_wise: Callable[[torch.Tensor], torch.Tensor],
+        other: Callable[[torch.Tensor], torch.Tensor],
+    ) -> "Batch":
+        """Return this batch with its tensors of shape BT, and all others, changed.
 
-    def _with_pairs(self, pairs: Pairs, mismatched: "Batch | None") -> "Batch":
-        """Return this batch with pairs, which ``mismatched`` shares."""
-        others = None if mismatched is None else replace(mismatched, pairs=pairs)
-        return replace(self, pairs=pairs, mismatched=others)
-
-    def _with(self, tensors: Iterable[torch.Tensor]) -> "Batch":
-        tokens_BT, labels_BT, positions_BT = tensors
-        return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT, positions_BT=positions_BT)
+        A mismatched batch has pairs of its own: the same answers with other counts.
+        """
+        tokens_BT, labels_BT, positions_BT = map(token_wise, self.tensors)
+        return replace(
+            self,
+            tokens_BT=tokens_BT,
+            labels_BT=labels_BT,
+            positions_BT=positions_BT,
+            pairs=self.pairs and self.pairs.each(other),
+            mismatched=self.mismatched and self.mismatched._each(token_wise, other),
+            weights_N=None if self.weights_N is None else other(self.weights_N),
+        )
 
 
 def full_batch(num_rows: int, seq_len: int) -> Batch:
@@ -195,5 +181,5 @@ def empty_batch(first_row: int, form: Form = "answers") -> Batch:
     if form == "answers":
         return batch
     none = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool)
-    others = empty_batch(first_row) if form == "labels" else None
-    return batch._with_pairs(Pairs(*none), others)
+    batch = replace(batch, pairs=Pairs(*none))
+    return replace(batch, mismatched=batch) if form == "labels" else batch

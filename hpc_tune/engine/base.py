@@ -72,9 +72,9 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
-    ``repeats_steps``: after an ``accumulate`` that raises OutOfMemoryError no other rank waits for
-    this one, and it can be run again. ``levers``: what the governor may do to this
-    engine between two steps.
+    ``repeats_steps``: a pass that runs out of memory leaves no other rank waiting for this one, and
+    the step can be run again: ``accumulate`` returns the error then. ``levers``: what the governor
+    may do to this engine between two steps.
     """
 
     saves_in_background: bool
@@ -83,13 +83,19 @@ class Engine(Protocol):
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
-    ) -> None:
+    ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
         The loss is the objective's sum over all ranks divided by ``global_terms``, so neither the
         number of ranks nor the micro-batches change the gradient. That of routers' losses is
         divided by ``global_tokens``, those of all ranks without padding. Weights and optimizer
         state stay as they are.
+
+        Returns the error if this rank ran out of memory, has sent the step's messages all the same,
+        and can run it again.
+
+        Raises:
+            torch.OutOfMemoryError: if it ran out where others wait for it.
         """
 
     def update(self, lr: float) -> StepResult:
@@ -125,7 +131,9 @@ def train_step(
     global_tokens: float = 1.0,
 ) -> StepResult:
     """Run one optimizer step where nothing else reads the weights meanwhile."""
-    engine.accumulate(batches, global_terms, global_tokens)
+    error = engine.accumulate(batches, global_terms, global_tokens)
+    if error is not None:
+        raise error
     return engine.update(lr)
 
 

@@ -117,7 +117,7 @@ class NativeEngine:
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
-    ) -> None:
+    ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.forget()  # an evaluation's is not this step's
@@ -128,15 +128,15 @@ class NativeEngine:
         except torch.OutOfMemoryError as error:
             if not self.repeats_steps:
                 raise
-            ran_out = error
+            ran_out = error.with_traceback(None)  # its frames hold the tensors of the pass
         # Other ranks wait for these.
         self._reduce_gradients()
         sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
-        if ran_out is not None:
-            raise ran_out
-        self._step_sums = torch.cat([sums.double(), self._clip().reshape(1)])
-        self._step_terms = global_terms
+        if ran_out is None:
+            self._step_sums = torch.cat([sums.double(), self._clip().reshape(1)])
+            self._step_terms = global_terms
+        return ran_out
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
@@ -158,20 +158,22 @@ class NativeEngine:
         for module in modules:
             module.eval()
             module.objective = objective or trained
-        remaining = iter(batches)
-        while group := list(islice(remaining, 2 * self._layout.pipeline)):
-            used = self._computed(group, training=False)
-            self._copies.begin(used)
-            if self._pipeline is not None:
-                outputs = self._pipeline.evaluate(used, self._forward)
-            else:
-                outputs = [self._forward(0, batch, None) for batch in used]
-            if outputs and self._mesh.coordinates.tensor == 0:
-                yield from zip(used, outputs, strict=True)
-        for module in modules:
-            release_gathered(module)
-            module.train()
-            module.objective = trained
+        try:
+            remaining = iter(batches)
+            while group := list(islice(remaining, 2 * self._layout.pipeline)):
+                used = self._computed(group, training=False)
+                self._copies.begin(used)
+                if self._pipeline is not None:
+                    outputs = self._pipeline.evaluate(used, self._forward)
+                else:
+                    outputs = [self._forward(0, batch, None) for batch in used]
+                if outputs and self._mesh.coordinates.tensor == 0:
+                    yield from zip(used, outputs, strict=True)
+        finally:
+            for module in modules:
+                release_gathered(module)
+                module.train()
+                module.objective = trained
 
     def regions(self) -> list[Region]:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
@@ -285,10 +287,12 @@ class NativeEngine:
     def _state_of(self, trained: Trained) -> Iterator[tuple[str, int, LocalRegion]]:
         """Yield names in checkpoints, the numbers of regions of each, and the regions."""
         state = self._adamw.state[trained.parameter]
-        named = [("", trained.parameter), *((f"{part}.", state[part]) for part in MOMENTS)]
+        parameter = trained.parameter
+        named = [("", parameter), *((f"{part}.", state[part]) for part in MOMENTS)]
         for prefix, tensor in named:
             if not isinstance(tensor, Quantized):
-                for number, region in enumerate(trained.stage.regions(trained.name, tensor)):
+                regions = trained.stage.regions(trained.name, parameter, tensor)
+                for number, region in enumerate(regions):
                     yield f"{prefix}{trained.saved_name}", number, region
 
     def _quantized(self, trained: Trained) -> Iterator[tuple[str, Quantized, LocalRegion]]:

@@ -133,14 +133,21 @@ class BuiltModel:
         stored = self.base_names.get(name)
         return None if stored is None else (self.index, stored)
 
-    def regions(self, name: str, tensor: torch.Tensor) -> list[LocalRegion]:
-        """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is.
+    def regions(
+        self, name: str, parameter: torch.Tensor, values: torch.Tensor | None = None
+    ) -> list[LocalRegion]:
+        """Return what this rank holds of ``parameter``, or of ``values`` laid out as it is.
 
-        One region, but for a slice of each of several parts. They are views of the tensor.
+        ``values`` may be this rank's part alone: optimizer state on the host is no DTensor. One
+        region, but for a slice of each of several parts. They are views of the tensor.
         """
-        local, offset = local_region(tensor.detach())
+        local, offset = local_region(parameter.detach())
+        if values is not None:
+            own = local_region(values.detach())[0]
+            assert own.shape == local.shape, f"{name}: {own.shape} beside {local.shape}"
+            local = own
         if (cut := self.slices.get(name)) is None:
-            return [LocalRegion(local, offset, tuple(tensor.shape))]
+            return [LocalRegion(local, offset, tuple(parameter.shape))]
         dim, width = cut.dim, cut.full_shape[cut.dim] // cut.parts
         return [
             LocalRegion(

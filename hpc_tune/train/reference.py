@@ -11,12 +11,14 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
@@ -193,29 +195,42 @@ def _write(file: Path, reference: np.ndarray) -> None:
         raise DataError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
+class Differences(NamedTuple):
+    """What mismatched answers differ from their reference by, added up, and how many they are."""
+
+    moved: float = 0.0
+    number: float = 0.0
+
+
+def differences(engine: Engine, mismatched: Iterable[Batch]) -> Differences:
+    """Return what this rank's mismatched answers add to the step's KL.
+
+    The host waits for a device once, at the end.
+    """
+    counted, found = [], []
+    for batch, log_probs in engine.outputs(mismatched, LogProbabilities()):
+        if batch.pairs is not None and len(batch.pairs.counts_P2):
+            counted.append(batch.pairs)
+            found.append(log_probs)
+    if not found:
+        return Differences()
+    moved_P = torch.cat(found).view(-1, 2)[:, 1].cpu()
+    moved_P = moved_P - torch.cat([pairs.reference_P2[:, 1] for pairs in counted])
+    is_there_P = torch.cat([pairs.counts_P2[:, 1] for pairs in counted]) > 0
+    return Differences(float(moved_P[is_there_P].double().sum()), int(is_there_P.sum()))
+
+
+def mean_of(moved: float, number: float) -> float:
+    """Return the mean difference of all ranks' mismatched answers, not below 0."""
+    return max(0.0, moved / max(1.0, number))
+
+
 def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
     """Return the mean difference to the reference of mismatched answers, not below 0. Collective.
 
     Over all of a step's, so that it depends neither on ranks nor on micro-batches.
     """
-    moved = num_answers = 0.0
-    for batch, log_probs in engine.outputs(mismatched, LogProbabilities()):
-        if batch.pairs is not None and len(batch.pairs.counts_P2):
-            is_there_P = batch.pairs.counts_P2[:, 1] > 0
-            moved_P = log_probs.view(-1, 2)[:, 1].cpu() - batch.pairs.reference_P2[:, 1]
-            moved += float(moved_P[is_there_P].double().sum())
-            num_answers += int(is_there_P.sum())
-    total, number = comm.sum([moved, num_answers])
-    return max(0.0, total / max(1.0, number))
-
-
-def with_kl(engine: Engine, batches: Sequence[Batch], comm: Comm) -> Sequence[Batch]:
-    """Return a step's labelled answers with its ``mean_kl``; others as they are. Collective."""
-    mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
-    if not mismatched:
-        return batches
-    kl = mean_kl(engine, mismatched, comm)
-    return [batch.with_kl(kl) for batch in batches]
+    return mean_of(*comm.sum([*differences(engine, mismatched)]))
 
 
 def require_equal_reference(result: StepResult, plan: StepPlan) -> None:

@@ -34,7 +34,7 @@ from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import with_kl
+from hpc_tune.train.reference import Differences, differences, mean_of
 from hpc_tune.world.comm import Comm
 
 
@@ -132,15 +132,38 @@ class Trainer:
             torch.OutOfMemoryError: if this rank has no room, and the step cannot be run again.
         """
         self.ran_out = None
-        try:
-            batches = with_kl(self.engine, batches, self._comm)
-            self.engine.accumulate(batches, global_terms, global_tokens)
-        except torch.OutOfMemoryError as error:
-            if not self._repeats:
-                raise
-            self.ran_out = what_failed(error)
+        if any(batch.mismatched is not None for batch in batches):
+            kl = self._kl(batches)
+            if kl is None:
+                return self._give_up()
+            batches = [batch.with_kl(kl) for batch in batches]
+        error = self.engine.accumulate(batches, global_terms, global_tokens)
+        if error is not None:
+            self._take_in(error)
+            del error
         if not self._repeats or self._comm.sum([self.ran_out is not None]) == [0]:
             return True
+        return self._give_up()
+
+    def _kl(self, batches: Sequence[Batch]) -> float | None:
+        """Return the step's KL; None if a rank had no room for the passes that it takes.
+
+        The other ranks learn that with the sum itself: they wait in no other collective.
+        """
+        found = Differences()
+        try:
+            found = differences(self.engine, [b.mismatched for b in batches if b.mismatched])
+        except torch.OutOfMemoryError as error:
+            self._take_in(error)
+        moved, number, ran_out = self._comm.sum([*found, self.ran_out is not None])
+        return None if ran_out else mean_of(moved, number)
+
+    def _take_in(self, error: torch.OutOfMemoryError) -> None:
+        if not self._repeats:
+            raise error
+        self.ran_out = what_failed(error)
+
+    def _give_up(self) -> bool:
         # What the error held is free only now, and in fragments.
         trim_heap()
         give_back_cache()

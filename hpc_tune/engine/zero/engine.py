@@ -105,7 +105,7 @@ class ZeroEngine:
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
-    ) -> None:
+    ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.forget()  # an evaluation's is not this step's
@@ -120,6 +120,7 @@ class ZeroEngine:
         sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
         self._step_sums, self._step_terms = sums, global_terms
+        return None  # DeepSpeed sends within a pass
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
@@ -141,13 +142,15 @@ class ZeroEngine:
         self._module.eval()
         trained, skips = self._module.objective, self._settings.plan.skips_empty(training=False)
         self._module.objective = objective or trained
-        for batch in batches:
-            if batch.num_loss_tokens or not skips:
-                with autocast(self._device, self._autocast):
-                    sums = self._module(batch.to(self._device))
-                yield batch, sums
-        self._module.train()
-        self._module.objective = trained
+        try:
+            for batch in batches:
+                if batch.num_loss_tokens or not skips:
+                    with autocast(self._device, self._autocast):
+                        sums = self._module(batch.to(self._device))
+                    yield batch, sums
+        finally:
+            self._module.train()
+            self._module.objective = trained
 
     def regions(self) -> list[Region]:
         """Return the values that this rank updates; see ``base.Engine``."""

@@ -122,19 +122,27 @@ class Ranks:
         self._others, self.votes = list(others), []
 
     def sum(self, values):
-        self.votes += values
-        return [float(values[0]) + self._others.pop(0)]
+        self.votes.append(values[-1])
+        return [*map(float, values[:-1]), float(values[-1]) + self._others.pop(0)]
 
 
 class Engine:
-    """An engine that fails in accumulating, in updating, or not at all."""
+    """An engine that fails in its passes, in accumulating, in updating, or not at all."""
 
     def __init__(self, fails=None, repeats_steps=True):
         self._fails, self.repeats_steps, self.num_updates = fails, repeats_steps, 0
+        self.num_accumulated = 0
+
+    def outputs(self, batches, objective):
+        if self._fails == "comparing":
+            raise torch.OutOfMemoryError(ERROR)
+        yield from ()
 
     def accumulate(self, batches, global_terms, global_tokens):
-        if self._fails == "accumulating":
+        self.num_accumulated += 1
+        if self._fails == "waited for":
             raise torch.OutOfMemoryError(ERROR)
+        return torch.OutOfMemoryError(ERROR) if self._fails == "accumulating" else None
 
     def update(self, lr):
         if self._fails == "updating":
@@ -190,16 +198,31 @@ def test_all_ranks_give_a_step_up_or_none_does(fails, others, has_gradients, vot
     assert trained.step == 3
 
 
+@pytest.mark.parametrize(("fails", "others"), [(None, 1), ("comparing", 0), ("comparing", 1)])
+def test_a_rank_without_room_for_mismatched_answers_gives_the_step_up_with_all(fails, others):
+    """It tells the others with the sum that they wait for; no gradient is computed by any."""
+    ranks, engine = Ranks(others), Engine(fails)
+    trained = trainer_of(ranks, engine)
+    rows = trained.next_batches()
+    labelled = [empty_batch(row.first_row, "labels") for row in rows]
+    assert trained.accumulate(labelled, 1) is False
+    assert ranks.votes == [fails is not None]
+    assert engine.num_accumulated == 0
+    assert first_rows(trained.next_batches()) == first_rows(rows)
+
+
 @pytest.mark.parametrize(
-    ("engine", "answers"),
+    ("engine", "answers", "form"),
     [
-        (Engine("accumulating", repeats_steps=False), True),
-        (Engine("accumulating"), False),
+        (Engine("accumulating"), False, "answers"),
+        (Engine("waited for"), True, "answers"),
+        (Engine("comparing", repeats_steps=False), True, "labels"),
+        (Engine("comparing"), False, "labels"),
     ],
 )
-def test_an_error_that_cannot_be_answered_goes_on(engine, answers):
+def test_an_error_that_cannot_be_answered_goes_on(engine, answers, form):
     with pytest.raises(torch.OutOfMemoryError):
-        trainer_of(Ranks(0), engine, answers).accumulate([], 1)
+        trainer_of(Ranks(0), engine, answers).accumulate([empty_batch(0, form)], 1)
 
 
 def test_an_error_of_an_update_goes_on():
