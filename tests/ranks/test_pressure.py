@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc_tune.errors import EXIT_RESUMABLE
 from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.units import format_bytes
 from tests.support.cgroup import memory_group
+from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, find_mpirun, rank_environment, run_ranks, started
-from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
+from tests.support.training import SMALL, events, losses, many_runs, outcome, rows, worst_gap
 
 MIB = 1 << 20
 LAYOUTS = [
@@ -52,6 +54,67 @@ def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n, l
         actions += ["recompute"] if "zero" in layout else ["recompute", "move_optimizer"]
         assert done == actions
         assert gap < 1e-5
+
+
+LADDER = ["trim", "shrink_buffers", "save_in_pieces", *["split_micro_batches"] * 2, "recompute"]
+LADDER.append("move_optimizer")
+MOVED_ONLY = ["move_optimizer"]
+
+
+def ladder_cases():
+    """(ranks, layout, method, actions after which a run is gone on with)."""
+    axes = {"replicate": 2, "shard": 2, "expert": 4}
+    for axis, n in axes.items():
+        for method in ("lora", "full"):
+            is_sample = (axis, method) in {("shard", "full"), ("replicate", "lora")}
+            actions = MOVED_ONLY if is_sample else LADDER
+            marks = () if is_sample else pytest.mark.full
+            yield pytest.param(n, axis, method, actions, marks=marks, id=f"{axis} {method}")
+    yield pytest.param(2, "shard", "full", LADDER, marks=pytest.mark.full, id="shard full, all")
+
+
+def ladder_settings(folder, axis, method):
+    words = [*SETTINGS, "optim.lr=1e-3", "checkpoint.every_steps=1", "checkpoint.keep=40"]
+    words += [f"tune.method={method}", "optim.schedule=constant", "tune.dropout=0"]
+    if axis != "expert":
+        return [*words, f"parallel.{axis}=2"]
+    targets = ["tune.targets=[q_proj,experts]"] if method == "lora" else []
+    model = write_mixture("qwen3_moe", folder / "mixture", num_experts=8)
+    words += [f"model.path={model}", "model.dtype=fp32", *targets]
+    return [*words, "parallel.shard=4", "parallel.expert=2"]
+
+
+@pytest.mark.parametrize(("n", "axis", "method", "actions"), [*ladder_cases()])
+def test_what_is_saved_after_each_action_is_gone_on_with_elsewhere(
+    tmp_path, n, axis, method, actions
+):
+    """On one rank, whose next loss must be the one that the run itself had."""
+    pressed = tmp_path / "pressed"
+    words = ladder_settings(tmp_path, axis, method)
+    job = {"overrides": [*words, f"run.dir={pressed}"], "levels": PRESSED}
+    assert many_runs(n, [job], tmp_path, 600, "tests.support.runs_at_levels") == [0]
+    done = [event for event in events(pressed, "governor") if "action" in event]
+    assert [event["action"] for event in done] == LADDER
+    steps = [event["step"] + 1 for event in done if event["action"] in actions]
+    alone = [word for word in words if not word.startswith("parallel.")]
+    jobs = [
+        {
+            "overrides": [
+                *(*alone, f"run.dir={tmp_path / str(step)}"),
+                f"checkpoint.resume={pressed / 'checkpoints' / f'step-{step:08d}'}",
+            ],
+            "levels": ["CALM"],
+            "stop_after": 1,
+        }
+        for step in steps
+    ]
+    codes = many_runs(1, jobs, tmp_path, 600, "tests.support.runs_at_levels")
+    assert codes == [EXIT_RESUMABLE] * len(jobs)
+    own = rows(pressed, "loss")
+    for step in steps:
+        [(after, loss)] = rows(tmp_path / str(step), "loss").items()
+        assert after == step + 1
+        assert abs(loss - own[after]) < 1e-5
 
 
 # What a single rank of builtin:tiny takes is less than half of it.

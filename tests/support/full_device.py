@@ -4,7 +4,8 @@
 
 JOBS.json is a list of {"overrides": [...], "where": "forward", "backward", "zero" or null}: where
 the last rank's device runs out of memory, if a micro-batch has more than two rows ("zero": in a
-pass of DeepSpeed). The error is raised where torch's allocator would; all that follows is real.
+pass of DeepSpeed). "step K" and "evaluation K": there, once, in the K-th pass of step 2 or of what
+is evaluated after it. The error is raised where torch's allocator would; all that follows is real.
 """
 
 import os
@@ -89,9 +90,37 @@ def with_room_under_zero() -> Faults:
     return Faults(device=Device())
 
 
+class Once:
+    """A device that runs out in one pass of step 2, or of what is evaluated after it."""
+
+    def __init__(self, phase: str, number: int) -> None:
+        self._begins, self._left = (
+            {"step": ("step", 2), "evaluation": ("extremes", 2)}[phase],
+            number,
+        )
+        self._counts = False
+
+    def at(self, place: str, step: int) -> None:
+        self._counts = (place, step) == self._begins
+
+    def compute(self, num_rows: int) -> None:
+        if self._counts:
+            self._left -= 1
+            if self._left == 0:
+                raise torch.OutOfMemoryError(ERROR)
+
+    def faults(self) -> Faults:
+        return Faults(device=Device(), compute=self.compute, at=self.at, moves_on_host=True)
+
+
 def faults_of(job: dict[str, Any]) -> Faults:
     """Return what happens on this rank."""
-    match job["where"] if rank_hint(os.environ) == LAST_RANK else None:
+    last = min(LAST_RANK, int(job.get("ranks", 2)) - 1)
+    where = job["where"] if rank_hint(os.environ) == last else None
+    if where and where.split()[0] in ("step", "evaluation"):
+        phase, number = where.split()
+        return Once(phase, int(number)).faults()
+    match where:
         case "forward":
             return with_room_for(ROOM_ROWS)
         case "backward":
