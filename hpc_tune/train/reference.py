@@ -217,7 +217,8 @@ def differences(engine: Engine, mismatched: Iterable[Batch]) -> Differences:
     moved_P = torch.cat(found).view(-1, 2)[:, 1].cpu()
     moved_P = moved_P - torch.cat([pairs.reference_P2[:, 1] for pairs in counted])
     is_there_P = torch.cat([pairs.counts_P2[:, 1] for pairs in counted]) > 0
-    return Differences(float(moved_P[is_there_P].double().sum()), int(is_there_P.sum()))
+    moved_P = torch.where(is_there_P, moved_P, 0.0)
+    return Differences(float(moved_P.double().sum()), int(is_there_P.sum()))
 
 
 def mean_of(moved: float, number: float) -> float:

@@ -99,6 +99,7 @@ def fake_cuda() -> Iterator[Any]:
             pins = kwargs.pop("pin_memory", False)
             if func is aten._pin_memory.default:
                 out, pins = aten.empty_like.default(args[0]), True
+                out.constant = None  # real values, of at most one, are for no fake device
             else:
                 out = func(*args, **kwargs)
             if pins:

@@ -26,15 +26,20 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.reading import Reading
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
+from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.plan.trace import _fake_world
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
+from hpc_tune.train.reference import differences
+from tests.support.data import write_jsonl
 from tests.support.fake_cuda import NOTES, fake_cuda
 from tests.support.fake_world import make_inputs
 
@@ -51,6 +56,9 @@ LAYOUTS = {
     "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
     "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
+    "dpo": {},
+    "kto": {},
+    "kto, shard 2": {"shard": 2, "reshard": "block"},
     "mixture": {},
     "mixture, shard 2": {"shard": 2, "reshard": "block"},
     "mixture, expert 2": {"shard": 2, "expert": 2},
@@ -60,6 +68,7 @@ AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
 
+PREFERENCES = {"dpo": "pairs", "kto": "labels"}
 # The method of which a layout cuts, gathers or moves more; the other one is for make test-all.
 IN_FULL = (
     *("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_params=cpu"),
@@ -97,7 +106,9 @@ def main() -> None:
     ):
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config | more_said))
-    store = TokenStore.open(data)
+    stores = {"sft": TokenStore.open(data)}
+    for objective, form in PREFERENCES.items():
+        stores[objective] = prepared(folder, model, objective, form)
     varlen_attention.kernel_fault = lambda *_: ""  # its check computes
     for layout, method, recompute, dtype in more_cases() if more else cases():
         if layout not in chosen and not more:
@@ -108,6 +119,8 @@ def main() -> None:
         rank = world.size - 1  # the last stage, which has the loss
         shape = model if parallel.stages_per_rank > 1 else small
         tune = TuneConfig(method=method)
+        if (objective := layout.split(",")[0]) in PREFERENCES:
+            tune = TuneConfig(method=method, objective=objective)
         if "mixture" in layout:
             shape, tune = mixture, TuneConfig(method=method, targets=["q_proj", "experts"])
         built = build(shape, DTYPES[dtype], tune, 0, weights=False)
@@ -115,8 +128,19 @@ def main() -> None:
             plan = StepPlan.of(built, world, parallel)
             optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
             settings = EngineSettings(plan, DEVICE, optim)
+            store = stores[tune.objective]
             noted = run(NativeEngine(built, settings), store, world, rank, watch)
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
+
+
+def prepared(folder, model, objective, form):
+    """Return a store of pairs or of labelled answers."""
+    answers = {"pairs": {"chosen": "yes", "rejected": "no"}, "labels": {"completion": "yes"}}
+    rows = ({"prompt": f"{n}?", "label": n % 2 == 0, **answers[form]} for n in range(200))
+    raw = write_jsonl(folder / f"{objective}.jsonl", rows)
+    out, settings = folder / f"{objective}.h5", PrepareSettings(SEQ_LEN, reading=Reading(form=form))
+    prepare(str(raw), out, load_tokenizer(model), settings)
+    return TokenStore.open(out)
 
 
 def run(engine, store, world, rank, watch):
@@ -135,8 +159,10 @@ def run(engine, store, world, rank, watch):
 
     def step(what):
         batches = loader.next_step()
-        assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.tensors)
+        assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.all_tensors)
         watch.begin()
+        if store.form == "labels":
+            differences(engine, [batch.mismatched for batch in batches])
         train_step(engine, batches, 100, 1e-3)
         note(what)
 

@@ -122,7 +122,9 @@ def _peak_of(work: Callable[[], None]) -> int:
 
     watcher = threading.Thread(target=watch, name="memory of one row", daemon=True)
     watcher.start()
-    work()
-    finished.set()
-    watcher.join()
+    try:
+        work()
+    finally:
+        finished.set()
+        watcher.join()
     return max(peak, own_bytes()) - before
