@@ -89,7 +89,8 @@ PLACES = {
 
 def rows_of(objective):
     for n in range(40):
-        answer = {"sft": {"completion": f"is {n}"}, "dpo": {"chosen": "yes " * (n + 1), "rejected": "no"}}
+        pair = {"chosen": "yes " * (n + 1), "rejected": "no"}
+        answer = {"sft": {"completion": f"is {n}"}, "dpo": pair}
         labelled = {"completion": f"is {n}", "label": n % 3 == 0}
         yield {"prompt": f"what {n}", **answer.get(objective, labelled)}
 

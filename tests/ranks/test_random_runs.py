@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.load import load_config
-from tests.support.random_runs import Draw, Start, draw, write
+from tests.support.random_runs import Draw, Start, draw, draw_mixed, write
 from tests.support.stock_run import stock_losses
 from tests.support.training import SMALL, Ended, launch_runs, losses, rows
 
@@ -45,13 +45,13 @@ class Trial:
         return {"overrides": words, "stop_after": start.stop_after}
 
 
-def try_out(seeds, folder):
+def try_out(seeds, folder, drawn=draw):
     """Train the draws of ``seeds`` in every way; return what was found of each."""
     trials = []
     for seed in seeds:
         place = folder / str(seed)
         place.mkdir()
-        one = draw(seed)
+        one = drawn(seed)
         trials.append(Trial(one, place, write(one, place)))
     alone = launch_runs(1, [t.job("alone", PLAIN) for t in trials], folder)
     whole = [t for t, ended in zip(trials, alone, strict=True) if _has_ended(t, PLAIN, ended)]
@@ -88,13 +88,13 @@ def _has_ended(trial: Trial, start: Start, ended: Ended) -> bool:
 
 
 def _differences(trial: Trial) -> list[str]:
-    """Compare the run of several starts with the one alone, and that one with stock parts."""
+    """Compare the run of several starts with the one alone; a plain one with stock parts too."""
     alone, run = trial.folder / "alone", trial.folder / "run"
     found = []
     for key, tolerance in (("loss", TOLERANCE), ("grad_norm", OF_NORMS), ("eval_loss", TOLERANCE)):
         found += _gaps(f"{key} of the starts", rows(run, key), rows(alone, key), tolerance)
     words = trial.job("alone", PLAIN)["overrides"]
-    if "tune.dropout=0.1" not in words:
+    if "tune.dropout=0.1" not in words and not trial.one.sources:
         model = trial.folder / "model"
         stock = dict(enumerate(stock_losses(load_config(None, words), alone, model), 1))
         for key, at, tolerance in (("loss", 0, TOLERANCE), ("grad_norm", 1, OF_NORMS)):
@@ -132,13 +132,23 @@ def test_a_dozen_draws_give_the_losses_of_one_start_and_of_stock_tools(tmp_path)
     assert sum(not t.refusals for t in trials) >= 6
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_draws_of_sources_preferences_and_experts_give_the_losses_of_one_start(tmp_path):
+    trials = try_out(range(6), tmp_path, draw_mixed)
+    check(trials)
+    assert sum(not t.refusals for t in trials) >= 3
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
-def test_many_draws_give_the_losses_of_one_start_and_of_stock_tools(tmp_path):
+@pytest.mark.parametrize("drawn", [draw, draw_mixed])
+def test_many_draws_give_the_losses_of_one_start_and_of_stock_tools(tmp_path, drawn):
     trials = []
     for first in range(FIRST, FIRST + NUM_DRAWS, TOGETHER):
         folder = tmp_path / str(first)
         folder.mkdir()
-        trials += try_out(range(first, min(first + TOGETHER, FIRST + NUM_DRAWS)), folder)
+        seeds = range(first, min(first + TOGETHER, FIRST + NUM_DRAWS))
+        trials += try_out(seeds, folder, drawn)
         print(f"{len(trials)} draws, {sum(bool(t.faults) for t in trials)} wrong", flush=True)
     check(trials)

@@ -1,7 +1,8 @@
 """Draws runs at random: a model, rows, settings, and the starts that a run is cut into.
 
-    draw(seed)   always the same run for a seed
-    write(draw)  its model and its rows as files
+    draw(seed)         always the same run for a seed
+    draw_mixed(seed)   one of several sources, preferences, experts, or all of these
+    write(draw)        its model and its rows as files
 
 Everything is small, so that a run of some steps takes a second: what is tried is how things go
 together, not how much of each there is.
@@ -9,8 +10,10 @@ together, not how much of each there is.
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +44,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {"rotary_pct": 0.5},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **{"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+        "shared_expert_intermediate_size": 48,
+    },
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+OF_EXPERTS = {2: (("shard=2", "expert=2"),), 4: (("shard=4", "expert=2"), ("shard=4", "expert=4"))}
 WITHOUT_KV_HEADS = ("gpt2", "gpt_neox")
 LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
     1: ((),),
@@ -83,6 +96,7 @@ class Draw:
     held_out: tuple[dict[str, Any], ...]
     overrides: tuple[str, ...]
     starts: tuple[Start, ...]
+    sources: tuple[tuple[dict[str, Any], ...], ...] = ()  # in place of ``rows``
 
     def __str__(self) -> str:
         """Name everything that was drawn but the rows."""
@@ -138,6 +152,61 @@ def draw(seed: int) -> Draw:
     )
 
 
+def draw_mixed(seed: int) -> Draw:
+    """Return a run with what ``draw`` leaves out, by seed."""
+    rng = random.Random(f"mixed {seed}")
+    has_experts, num_sources = rng.random() < 0.6, rng.choice((1, 2, 2, 3))
+    family = rng.choice(list(EXPERTS) if has_experts else ["llama", "qwen3", "gemma2", "olmo2"])
+    model = _model(rng, family)
+    objective = rng.choice(("sft", "dpo", "ipo", "simpo", "orpo", "kto", "kto"))
+    seq_len = rng.choice((160, 256))
+    sources = tuple(
+        tuple(_preference(rng, objective, seq_len) for _ in range(rng.randint(8, 24)))
+        for _ in range(num_sources)
+    )
+    steps = rng.randint(4, 8)
+    overrides = [
+        f"data.seq_len={seq_len}",
+        f"data.packing={rng.choice(('true', 'false'))}",
+        f"batch.global_size={rng.randint(2, 6)}",
+        f"train.seed={rng.randint(0, 99)}",
+        f"train.max_steps={steps}",
+        f"optim.schedule={rng.choice(('constant', 'cosine'))}",
+        f"optim.clip_norm={rng.choice((0, 1))}",
+        f"checkpoint.every_steps={rng.choice((1, 2, 100))}",
+        f"checkpoint.background={rng.choice(('true', 'false'))}",
+        f"tune.objective={objective}",
+        *_mixed_method(rng, has_experts),
+    ]
+    if rng.random() < 0.6:
+        overrides.append(f"train.eval_every_steps={rng.choice((1, 3))}")
+    return Draw(
+        *(seed, family, model, (), (), tuple(overrides)),
+        starts=_starts(rng, steps, False, OF_EXPERTS if has_experts else {}),
+        sources=sources,
+    )
+
+
+def _mixed_method(rng: random.Random, has_experts: bool) -> list[str]:
+    router = ["tune.router_aux_loss=0.01"] if has_experts and rng.random() < 0.4 else []
+    if rng.random() < 0.35:
+        return ["tune.method=full", "optim.lr=3e-4", *router]
+    targets = "[q_proj,v_proj,experts]" if has_experts and rng.random() < 0.6 else "[q_proj,v_proj]"
+    return ["tune.method=lora", "tune.rank=4", "optim.lr=3e-3", f"tune.targets={targets}", *router]
+
+
+def _preference(rng: random.Random, objective: str, seq_len: int) -> dict[str, Any]:
+    def text(most: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, max(1, most // 6))))
+
+    prompt = {"prompt": text(seq_len // 5)}
+    if objective == "sft":
+        return {**prompt, "completion": text(seq_len // 3)}
+    if objective == "kto":
+        return {**prompt, "completion": text(seq_len // 3), "label": rng.random() < 0.5}
+    return {**prompt, "chosen": text(seq_len // 4), "rejected": text(seq_len // 4) + "!"}
+
+
 def _model(rng: random.Random, family: str) -> dict[str, Any]:
     num_heads = rng.choice((2, 4))
     hidden = num_heads * 16
@@ -162,7 +231,7 @@ def _model(rng: random.Random, family: str) -> dict[str, Any]:
         sizes["num_key_value_heads"] = rng.choice((num_heads, num_heads // 2))
     if family.startswith(("gemma", "glm")):
         sizes["head_dim"] = 16
-    return sizes | FAMILIES[family]
+    return sizes | (FAMILIES | EXPERTS)[family]
 
 
 def _method(rng: random.Random, family: str) -> list[str]:
@@ -184,11 +253,18 @@ def _method(rng: random.Random, family: str) -> list[str]:
     return words
 
 
-def _starts(rng: random.Random, steps: int, is_dora: bool) -> tuple[Start, ...]:
+def _starts(
+    rng: random.Random,
+    steps: int,
+    is_dora: bool,
+    of_experts: Mapping[int, tuple[tuple[str, ...], ...]] = MappingProxyType({}),
+) -> tuple[Start, ...]:
     starts = []
     for _ in range(rng.randint(1, 3)):
         num_ranks = rng.choice((1, 1, 2, 2, 2, 2, 2, 3, 4))
         axes = rng.choice(LAYOUTS[num_ranks])
+        if num_ranks in of_experts and rng.random() < 0.6:
+            axes = rng.choice(of_experts[num_ranks])
         while is_dora and {"zero_stage=3", "tensor=2"} & set(axes):  # the configuration refuses it
             axes = rng.choice(LAYOUTS[num_ranks])
         words = [f"parallel.{axis}" for axis in axes]
@@ -232,10 +308,26 @@ def write(one: Draw, folder: Path) -> list[str]:
                 parameter.add_(torch.randn(parameter.shape), alpha=0.03)
         disable_progress_bar()
         stock.save_pretrained(model)
-    words = [f"model.path={model}", *_written(one.rows, folder / "rows.jsonl", "data.path")]
+    words = [f"model.path={model}"]
+    if one.sources:
+        return [*words, *_written_sources(one, folder)]
+    words += _written(one.rows, folder / "rows.jsonl", "data.path")
     if one.held_out:
         return words + _written(one.held_out, folder / "held-out.jsonl", "data.eval_path")
     return [*words, "data.eval_path=null"]
+
+
+def _written_sources(one: Draw, folder: Path) -> list[str]:
+    files = [folder / f"rows-{number}.jsonl" for number in range(len(one.sources))]
+    for rows, file in zip(one.sources, files, strict=True):
+        _written(rows, file, "path")
+    is_measured = any(word.startswith("train.eval_every") for word in one.overrides)
+    held_out = f"data.eval_path={files[0] if is_measured else 'null'}"
+    if len(files) == 1:
+        return [f"data.path={files[0]}", held_out]
+    share = 1 / len(files)
+    named = ", ".join(f"{{path: {f}, weight: {share}, max_epochs: 99}}" for f in files)
+    return [f"data.sources=[{named}]", held_out]
 
 
 def _written(rows: tuple[dict[str, Any], ...], file: Path, key: str) -> list[str]:
