@@ -194,8 +194,15 @@ class TensorIndex:
                 reserve(into.nbytes + PIECE_BYTES)
                 into.copy_(packed.read(rows, self._stored_box))
             return
+        pieces = self.pieces[name]
+        if len({piece.box.offset for piece in pieces}) < len(pieces):
+            raise self._error(
+                f"{pieces[0].file.parent}: {name} has several regions at the same place, so values "
+                "of others are missing: it was saved wrongly, and cannot be used; go on from "
+                "another checkpoint (checkpoint.resume=PATH)"
+            )
         covered = 0
-        for piece in self.pieces[name]:
+        for piece in pieces:
             covered += self._fill_from(piece, local, box, reserve)
         if covered != local.numel():
             raise self._error(

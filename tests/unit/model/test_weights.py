@@ -192,6 +192,16 @@ def test_a_region_of_which_a_piece_is_missing_is_refused_with_the_count(tmp_path
         index.fill(torch.zeros(3, 3), "w", (1, 0))
 
 
+def test_a_tensor_of_which_one_place_was_saved_twice_is_refused(tmp_path):
+    """The values may be as many as are needed, and others missing."""
+    full, files = torch.ones(4, 3), [tmp_path / f"rank-{n}.safetensors" for n in range(2)]
+    for file in files:
+        write_regions(file, [part_of("w", full, (slice(0, 2), slice(0, 3)))])
+    index = TensorIndex(files, CheckpointError)
+    with pytest.raises(CheckpointError, match="w has several regions at the same place"):
+        index.fill(torch.zeros(4, 3), "w")
+
+
 def test_a_large_file_goes_to_the_disk_stretch_by_stretch(tmp_path, monkeypatch):
     monkeypatch.setattr(regions, "PIECE_BYTES", 1 << 12)
     monkeypatch.setattr(regions, "SYNC_BYTES", 3 << 12)
