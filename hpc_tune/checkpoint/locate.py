@@ -99,8 +99,11 @@ def require_base(located: Located, option: str) -> Path:
             f"moved, name its folder with {option} DIR"
         )
     state = located.state
-    if state.model_sample and state.has_other_weights(
-        sample_of(index_model_directory(located.base))
+    is_used = state.config["tune"]["method"] != "full"
+    if (
+        is_used
+        and state.model_sample
+        and state.has_other_weights(sample_of(index_model_directory(located.base)))
     ):
         raise ConfigError(
             f"{located.base} is not the model that {located.checkpoint} was made from: "

@@ -121,10 +121,11 @@ class RunState:
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
     ``governor`` are the governor's actions in effect, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured. ``model_sample`` is
-    a hash over values of the base, where they are used. ``experts`` says of a mixture which
-    parts are trained. ``held_out`` is a hash of what held-out losses are over, empty where it is
-    not known. ``start`` is one of the adapter with which the model began that preferences are
-    compared with, empty for the base alone, None where nothing is compared or it is not known.
+    a hash over values of the base, where a run that goes on needs them. ``experts`` says of a
+    mixture which parts are trained. ``held_out`` is a hash of what held-out losses are over, empty
+    where it is not known. ``start`` is one of the adapter with which the model began that
+    preferences are compared with, empty for the base alone, None where nothing is compared or it is
+    not known.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

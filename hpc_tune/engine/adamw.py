@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
+from hpc_tune.model.vectors import is_decayed
 from hpc_tune.model.weights import Reserve, reserve_nothing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
@@ -72,23 +73,22 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return AdamW's groups, each with the ``lr_ratio`` by which its rate is lr's.
 
-    Matrices get weight decay, vectors (norms, biases, magnitudes) do not. The ratio of B and
+    Matrices get weight decay; norms, biases and vectors (magnitudes) do not. The ratio of B and
     vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``. What FSDP2 shards is
     apart from what it does not: the fused update takes no mixture of them.
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
-        is_vector = parameter.dim() < 2
-        is_faster = optim.lora_b_ratio != 1 and (is_vector or ".lora_B." in name)
-        key = (is_vector, is_faster, isinstance(parameter, DTensor))
+        is_faster = optim.lora_b_ratio != 1 and (parameter.dim() < 2 or ".lora_B." in name)
+        key = (not is_decayed(name, parameter), is_faster, isinstance(parameter, DTensor))
         groups.setdefault(key, []).append(parameter)
     return [
         {
             "params": parameters,
-            "weight_decay": 0.0 if is_vector else optim.weight_decay,
+            "weight_decay": 0.0 if is_spared else optim.weight_decay,
             "lr_ratio": optim.lora_b_ratio if is_faster else 1.0,
         }
-        for (is_vector, is_faster, _), parameters in sorted(
+        for (is_spared, is_faster, _), parameters in sorted(
             groups.items(), key=lambda item: item[0]
         )
     ]

@@ -102,12 +102,16 @@ class Engine(Protocol):
         """Update the weights and the optimizer state by what ``accumulate`` has computed."""
 
     def outputs(
-        self, batches: Iterable[Batch], objective: Objective | None = None
+        self,
+        batches: Iterable[Batch],
+        objective: Objective | None = None,
+        within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches, each with the sums of ``objective``, without gradients.
 
         Each rank brings equally many; of those that work on the same rows, one yields them. By
-        default the objective is the one that is trained.
+        default the objective is the one that is trained. The messages of a pass ``within_step``
+        count as the coming step's.
         """
 
     def regions(self) -> list[Region]:

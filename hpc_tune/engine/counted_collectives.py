@@ -37,6 +37,7 @@ class CountedCollectives:
         self._bytes: Counter[str] = Counter()
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
+        self._counts = True
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> None:
         """Add ``tensor`` up over the group, in place."""
@@ -86,13 +87,25 @@ class CountedCollectives:
 
     def count(self, kind: str, num_bytes: int) -> None:
         """Count bytes that are sent elsewhere."""
-        if num_bytes:
+        if num_bytes and self._counts:
             self._bytes[kind] += num_bytes
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing in the block, which is no step: nobody would ask for it, or clear it."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
 
     @contextmanager
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
         """Count bytes, and the time until the block has done its work or has given it out."""
         self.count(kind, num_bytes)
+        if not self._counts:
+            yield
+            return
         if not self._cuda:
             start_s = time.perf_counter()
             yield
@@ -104,17 +117,13 @@ class CountedCollectives:
         end.record()
         self._events.append((start, end))
 
-    def forget(self) -> None:
-        """Count anew. Nothing is read of what was counted: a GPU may still be at it."""
-        self._bytes.clear()
-        self._events.clear()
-        self._seconds = 0.0
-
     def take(self) -> tuple[dict[str, int], float]:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
         seconds = self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
         taken = dict(self._bytes), seconds
-        self.forget()
+        self._bytes.clear()
+        self._events.clear()
+        self._seconds = 0.0
         return taken
 
 

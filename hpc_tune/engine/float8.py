@@ -5,7 +5,7 @@ gain, and the output head too sensitive to lose digits. Weights stay what they a
 checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -45,11 +45,14 @@ def check_float8(device: torch.device) -> None:
         ) from None
 
 
-def use_float8(blocks: Sequence[nn.Module], emulate: bool = False) -> int:
+def use_float8(
+    blocks: Sequence[nn.Module], exact: Collection[nn.Module] = (), emulate: bool = False
+) -> int:
     """Make the products of the blocks' base layers float8; return how many layers that are.
 
-    It works on the meta device and inside of peft's layers, and changes no parameter's name.
-    ``emulate`` rounds to float8 without the hardware, for tests.
+    But those of ``exact`` (``special_linears.exact_layers``): experts would be chosen by scores of
+    8 bits. It works on the meta device and inside of peft's layers, and changes no parameter's
+    name. ``emulate`` rounds to float8 without the hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -58,11 +61,15 @@ def use_float8(blocks: Sequence[nn.Module], emulate: bool = False) -> int:
     # frozen weight's gradient is not computed there.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     for block in blocks:
-        convert_to_float8_training(block, module_filter_fn=_is_converted, config=config)
+        convert_to_float8_training(
+            block,
+            module_filter_fn=lambda module, name: module not in exact and _is_plain(module, name),
+            config=config,
+        )
     return sum(isinstance(m, Float8Linear) for block in blocks for m in block.modules())
 
 
-def _is_converted(module: nn.Module, name: str) -> bool:
+def _is_plain(module: nn.Module, name: str) -> bool:
     if type(module) is not nn.Linear or any(part.startswith("lora_") for part in name.split(".")):
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0

@@ -21,6 +21,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGathe
 from hpc_tune.engine.expert_parallel import experts_in
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.rings import sent_bytes
 
@@ -40,8 +41,8 @@ def shard(
     shards and then over the replicas (HSDP).
     """
     full, parallel = plan.size.is_full, plan.parallel
-    parameters = built.module.parameters()
-    whole = {p for p in parameters if plan.stays_whole(p.requires_grad, p.dim() < 2)}
+    named = built.module.named_parameters()
+    whole = {p for n, p in named if plan.stays_whole(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
         experts = [part for _, part in experts_in(built.module)]

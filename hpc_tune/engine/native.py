@@ -56,6 +56,7 @@ from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
+from hpc_tune.model.special_linears import exact_layers
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -120,7 +121,6 @@ class NativeEngine:
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
-        self._collectives.forget()  # an evaluation's is not this step's
         self._watch.begin(1 / global_tokens)
         sums, ran_out = self._no_sums(), None
         try:
@@ -150,9 +150,18 @@ class NativeEngine:
 
     @torch.no_grad()
     def outputs(
-        self, batches: Iterable[Batch], objective: Objective | None = None
+        self,
+        batches: Iterable[Batch],
+        objective: Objective | None = None,
+        within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
+        with nullcontext() if within_step else self._collectives.uncounted():
+            yield from self._outputs(batches, objective)
+
+    def _outputs(
+        self, batches: Iterable[Batch], objective: Objective | None
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
         modules = [stage.module for stage in self._stages]
         trained = modules[-1].objective
         for module in modules:
@@ -209,7 +218,8 @@ class NativeEngine:
         """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         # A single row would be compiled by itself, and the compiler's memory count as the row's.
         compiles = self._settings.train.compile
-        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        with eager, self._collectives.uncounted():
             self._forward_backward([batch], 1)
         self._zero_grad()
 
@@ -383,7 +393,7 @@ def _load_stage(
         require_whole_slices(stage)
     if train.float8:
         check_float8(device)
-        use_float8(blocks)
+        use_float8(blocks, exact_layers(stage.module.causal_lm(), block_list(stage.module)))
     use_own_layers(stage.module, blocks, train.compile, stage.dtype, device)
     if experts_group is not None:
         send_tokens(stage.module, experts_group, collectives)

@@ -165,8 +165,12 @@ class BuiltModel:
 
     @property
     def sample(self) -> str:
-        """See ``identity.sample_of``; "" if training does not start from the base's values."""
-        if self.tune.method == "full" or not isinstance(self.index, TensorIndex):
+        """See ``identity.sample_of``; "" where a run that goes on does not need the base's values.
+
+        Full fine-tuning does where answers are compared with the model as it was.
+        """
+        is_needed = self.tune.method != "full" or self.tune.has_reference
+        if not is_needed or not isinstance(self.index, TensorIndex):
             return ""
         return sample_of(self.index)
 

@@ -19,16 +19,15 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import holders_of, routers_of
+from hpc_tune.model.experts import holders_of
 from hpc_tune.model.grouped_experts import (
     is_decorated,
     packing_name,
     stack_names,
     use_grouped_experts,
 )
-from hpc_tune.model.kept_fp32 import kept_linears
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.special_linears import special_linears
+from hpc_tune.model.special_linears import exact_layers
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
 BLOCK = 64  # values that share a scale
@@ -138,9 +137,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_linears(model: Any, dtype: torch.dtype) -> None:
-    """Replace every linear layer inside of the decoder blocks, on the meta device.
-
-    But routers, layers that are not called as linear layers are, and those that are kept in fp32.
+    """Replace every linear layer inside of the decoder blocks but ``exact_layers``, on meta.
 
     Some families read a layer's weight themselves, unless the config says, as transformers does of
     what it has quantised, that it is no matrix (Jamba).
@@ -150,8 +147,7 @@ def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """
     require_bitsandbytes()
     blocks = block_list(model)
-    whole = {*routers_of(blocks), *special_linears(blocks)}
-    others = {*kept_linears(model), *(blocks.get_submodule(path) for path in whole)}
+    others = exact_layers(model, blocks)
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear and child not in others:

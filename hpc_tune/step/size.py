@@ -13,6 +13,7 @@ from hpc_tune.model.experts import ROUTED, chosen_experts, chosen_share, has_exp
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import Packed, packed_weights, scale_bytes
+from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of
 
@@ -35,8 +36,8 @@ class Weights:
 
     ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
     what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
-    all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
-    biases, of fewer than two dims. ``kind``: what they are in a mixture of experts
+    all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms, and
+    what has fewer than two dims. ``kind``: what they are in a mixture of experts
     (``experts.kinds_of``). ``by_block``: the values in each decoder block, where they differ.
     ``shape``: of each, empty for what no layout shards; of packed codes the first length alone.
     """
@@ -179,13 +180,13 @@ def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tup
     kinds, trained = kinds_of(module), {p for p in module.parameters() if p.requires_grad}
     adapters = trained if len(trained) < len(list(module.parameters())) else set()
     groups: dict[Weights, list[nn.Parameter]] = {}
-    for p in module.parameters():
+    for name, p in module.named_parameters():
         part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
         alike = Weights(
             part,
             roles.get(p, "whole"),
             p.requires_grad,
-            p.dim() < 2,
+            is_vector(name, p),
             kind=kinds.get(p, ""),
             shape=() if p in adapters else tuple(p.shape[:1] if p in packed else p.shape),
         )

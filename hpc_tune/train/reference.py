@@ -32,6 +32,7 @@ from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
+from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -41,6 +42,7 @@ from hpc_tune.train.sources import Opened
 from hpc_tune.units import format_seconds
 from hpc_tune.world.comm import Comm
 
+_DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
 _SUMMED = 1 << 16  # values in one message
 # By how much of their own size log-probabilities may differ from pass to pass: other rows are in
 # the products. A wrong mask, template or base differs by more than a tenth.
@@ -167,6 +169,8 @@ def _key(model: Model, store: TokenStore) -> str:
         start_of(tune),
         str(model.built.dtype),
         tune.method == "qlora",
+        model.config.train.float8,
+        model.built.seq_len if scaled_by_length(model.built.config) else None,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -175,7 +179,11 @@ def _read(file: Path, num_documents: int) -> np.ndarray | None:
     if not file.exists():
         return None
     try:
-        kept: np.ndarray = np.load(file, allow_pickle=False)
+        content = file.read_bytes()
+        values, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+        if hashlib.sha256(values).digest() != digest:
+            raise ValueError("its bytes are not those that were written")
+        kept: np.ndarray = np.load(io.BytesIO(values), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{file} is damaged ({error}); remove it, and it is computed anew"
@@ -190,7 +198,8 @@ def _write(file: Path, reference: np.ndarray) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         np.save(content, reference)
-        write_file(file, content.getvalue())
+        values = content.getvalue()
+        write_file(file, values + hashlib.sha256(values).digest())  # np.load reads it all the same
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror or error}") from None
 
@@ -202,13 +211,15 @@ class Differences(NamedTuple):
     number: float = 0.0
 
 
-def differences(engine: Engine, mismatched: Iterable[Batch]) -> Differences:
+def differences(
+    engine: Engine, mismatched: Iterable[Batch], within_step: bool = False
+) -> Differences:
     """Return what this rank's mismatched answers add to the step's KL.
 
     The host waits for a device once, at the end.
     """
     counted, found = [], []
-    for batch, log_probs in engine.outputs(mismatched, LogProbabilities()):
+    for batch, log_probs in engine.outputs(mismatched, LogProbabilities(), within_step):
         if batch.pairs is not None and len(batch.pairs.counts_P2):
             counted.append(batch.pairs)
             found.append(log_probs)

@@ -152,7 +152,8 @@ class Trainer:
         """
         found = Differences()
         try:
-            found = differences(self.engine, [b.mismatched for b in batches if b.mismatched])
+            mismatched = [b.mismatched for b in batches if b.mismatched]
+            found = differences(self.engine, mismatched, within_step=True)
         except torch.OutOfMemoryError as error:
             self._take_in(error)
         moved, number, ran_out = self._comm.sum([*found, self.ran_out is not None])

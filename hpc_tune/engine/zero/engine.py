@@ -108,7 +108,6 @@ class ZeroEngine:
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
-        self._collectives.forget()  # an evaluation's is not this step's
         self._watch.begin(self._size / global_tokens)  # as DeepSpeed divides by it
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
@@ -135,7 +134,10 @@ class ZeroEngine:
 
     @torch.no_grad()
     def outputs(
-        self, batches: Iterable[Batch], objective: Objective | None = None
+        self,
+        batches: Iterable[Batch],
+        objective: Objective | None = None,
+        within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
@@ -143,11 +145,12 @@ class ZeroEngine:
         trained, skips = self._module.objective, self._settings.plan.skips_empty(training=False)
         self._module.objective = objective or trained
         try:
-            for batch in batches:
-                if batch.num_loss_tokens or not skips:
-                    with autocast(self._device, self._autocast):
-                        sums = self._module(batch.to(self._device))
-                    yield batch, sums
+            with nullcontext() if within_step else self._collectives.uncounted():
+                for batch in batches:
+                    if batch.num_loss_tokens or not skips:
+                        with autocast(self._device, self._autocast):
+                            sums = self._module(batch.to(self._device))
+                        yield batch, sums
         finally:
             self._module.train()
             self._module.objective = trained
@@ -187,7 +190,8 @@ class ZeroEngine:
     def run_once(self, batch: Batch) -> None:
         """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
-        self._backward(batch, 1.0)
+        with self._collectives.uncounted():
+            self._backward(batch, 1.0)
         zero = self._zero
         zero.zero_grad(set_to_none=True)
         offloaded = zero.offload_optimizer if self._stage == 3 else zero.cpu_offload

@@ -18,6 +18,7 @@ from hpc_tune.engine.mesh import world_group
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import all_gather
@@ -36,8 +37,9 @@ def deepspeed_config(
     parameters = list(built.module.parameters())
     block = max(sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
     # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
-    adapters = [p.numel() for n, p in built.module.named_parameters() if ".lora_" in n]
-    kept = adapters + [p.numel() for p in parameters if p.dim() < 2]
+    named = list(built.module.named_parameters())
+    adapters = [p.numel() for n, p in named if ".lora_" in n]
+    kept = adapters + [p.numel() for n, p in named if is_vector(n, p)]
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "reduce_bucket_size": BUCKET_VALUES,

@@ -8,6 +8,7 @@ and changes old ones. So the model at hand is tried, in seconds, on a CPU, and t
 for its configuration and this software.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -50,14 +51,10 @@ LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
 FULL = TuneConfig(method="full")
-_SOURCES = (
-    "model",
-    "engine/tensor_parallel.py",
-    "engine/pipeline_parallel.py",
-    "train/startup/proof.py",
-    "train/startup/two_threads.py",
-    "data/loader.py",
-)
+
+
+class _Raised(str):
+    """How a trial ended by an exception: for want of memory or a library, as may be, not always."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,8 @@ def prove(config: Any, tune: TuneConfig = FULL) -> Proof:
         pass
     log.info("trying a small %s model against transformers' own", config.model_type)
     proof = try_out(config, tune)
+    if any(isinstance(said, _Raised) for said in vars(proof).values()):
+        return proof  # the next start may have more luck
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(asdict(proof)))
@@ -154,7 +153,8 @@ def _guarded(check: Callable[..., str], *given: Any) -> str:
 
 
 def _failed(error: Exception) -> str:
-    return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
+    what = f"{type(error).__name__}: {first_line(error)}"
+    return _Raised(f"a small model of this kind fails with {what}")
 
 
 def _documents() -> list[torch.Tensor]:
@@ -388,13 +388,18 @@ def _cache_file(config: Any, tune: TuneConfig) -> Path:
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
-    package = Path(__file__).parents[2]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(f"{software()} {tune.method} {tune.targets}".encode())
-    for source in _SOURCES:
-        path = package / source
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
+    digest.update(_own_code().encode())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached
     return cache / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a hash of the package's code: a trial runs much of it, directly or not."""
+    package, digest = Path(__file__).parents[2], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

@@ -6,13 +6,22 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
     TrainingArguments,
     get_cosine_with_hard_restarts_schedule_with_warmup,
     get_wsd_schedule,
 )
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import for_batch, learning_rate, make_adamw, set_rate
+from hpc_tune.engine.adamw import (
+    for_batch,
+    learning_rate,
+    make_adamw,
+    parameter_groups,
+    set_rate,
+)
 
 
 def rates(total_steps, **values):
@@ -237,3 +246,37 @@ def test_cosines_with_restarts_are_those_of_transformers(warmup, total_steps, re
     settings = {"schedule": "cosine_with_restarts", "restarts": restarts, "min_lr_ratio": 0.0}
     ours = rates(total_steps, warmup_steps=warmup, **settings)
     assert ours == pytest.approx(stepped(schedule, warmup, total_steps), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "spared"),
+    [
+        ("cohere", {"use_qk_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+        (
+            "gpt_oss",
+            {"num_local_experts": 4},
+            {"experts.gate_up_proj_bias", "experts.down_proj_bias"},
+        ),
+        ("llama", {}, set()),
+        ("stablelm", {"qk_layernorm": True}, set()),
+        ("falcon", {"bias": True}, set()),
+    ],
+)
+def test_weight_decay_spares_the_norms_and_biases_that_transformers_does(kind, said, spared):
+    """Some families give them two dimensions: ``spared``, by how their names end."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **said))
+    stock = set(Trainer.get_decay_parameter_names(None, model))
+    named = dict(model.named_parameters())
+    decayed = {
+        name
+        for group in parameter_groups(named.items(), OptimConfig(weight_decay=0.1))
+        for name, parameter in named.items()
+        if group["weight_decay"] and any(parameter is one for one in group["params"])
+    }
+    # Of vectors with other names, such as gpt-oss's sinks, only the Trainer lets them decay.
+    assert decayed == {name for name in stock if name in named and named[name].dim() > 1}
+    of_two_dims = {n for n, p in named.items() if p.dim() > 1 and n not in decayed}
+    assert {".".join(name.split(".")[-2:]) for name in of_two_dims} == spared

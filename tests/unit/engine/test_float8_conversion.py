@@ -4,6 +4,8 @@ from torch import nn
 
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.special_linears import exact_layers
 
 
 def block_with_adapters():
@@ -48,3 +50,42 @@ def test_base_layers_inside_of_adapters_are_converted_and_nothing_else():
     assert 0 < (rounded - exact).abs().max() < 0.1 * exact.abs().max()
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
     assert trained == {n for n in names if "lora_" in n}
+
+
+# Families whose routers are linear layers of their own, by how their paths end.
+ROUTERS = {
+    "dbrx": "ffn.router.layer",
+    "hunyuan_v1_moe": "mlp.gate.wg",
+    "jamba": "feed_forward.router",
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_routers_choose_by_scores_of_all_their_digits(family):
+    pytest.importorskip("torchao")
+    from torchao.float8.float8_linear import Float8Linear
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4}
+    sizes = {
+        "dbrx": {"ffn_config": {"ffn_hidden_size": 64}, "attn_config": attention},
+        "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 2, "head_dim": 16},
+        "jamba": {
+            **{"num_experts": 16, "mamba_dt_rank": 16, "attn_layer_period": 2},
+            "attn_layer_offset": 1,
+        },
+    }
+    common = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "dbrx":
+        common = {"d_model": 64, "n_heads": 4, "n_layers": 2}
+    said = common | sizes[family]
+    config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **said)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    blocks = block_list(model)
+    routers = [n for n, m in model.named_modules() if n.endswith(ROUTERS[family])]
+    assert use_float8(list(blocks), exact_layers(model, blocks), emulate=True) > 2
+    converted = [n for n, m in model.named_modules() if isinstance(m, Float8Linear)]
+    assert routers
+    assert not [name for name in converted if name in routers]

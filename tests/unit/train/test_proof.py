@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,6 +308,36 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert prove(config) == Proof()
+
+
+@pytest.mark.parametrize("changed", ["step/slices.py", "data/packed_rows.py", "batch.py"])
+def test_a_trial_by_other_code_does_not_count(tmp_path, monkeypatch, changed):
+    package = tmp_path / "hpc_tune"
+    shutil.copytree(Path(proof.__file__).parents[2], package)
+    monkeypatch.setattr(proof, "__file__", str(package / "train/startup/proof.py"))
+    names = []
+    for _ in range(2):
+        proof._own_code.cache_clear()
+        names.append(proof._cache_file(config_of("llama"), proof.FULL).name)
+        with (package / changed).open("a") as file:
+            file.write("\n")
+    monkeypatch.undo()
+    proof._own_code.cache_clear()
+    assert len(set(names)) == 2
+
+
+def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch):
+    """For want of memory, or of a library, which may be there at the next start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as unlucky:
+        unlucky.setattr(proof._Trial, "wrong_packing", fail)
+        assert "fails with RuntimeError: out of luck" in prove(config_of("llama")).packing
+    assert not list(tmp_path.rglob("*.json"))
+    assert prove(config_of("llama")) == Proof()
 
 
 def test_where_nothing_can_be_remembered_the_trial_is_made_each_time(tmp_path, monkeypatch):

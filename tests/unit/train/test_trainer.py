@@ -133,7 +133,7 @@ class Engine:
         self._fails, self.repeats_steps, self.num_updates = fails, repeats_steps, 0
         self.num_accumulated = 0
 
-    def outputs(self, batches, objective):
+    def outputs(self, batches, objective, within_step):
         if self._fails == "comparing":
             raise torch.OutOfMemoryError(ERROR)
         yield from ()

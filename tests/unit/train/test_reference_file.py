@@ -1,0 +1,125 @@
+"""The file of a reference: of what it is, and what becomes of it between two starts."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpc_tune.config.load import load_config
+from hpc_tune.errors import DataError
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.train import exit, reference
+from hpc_tune.train.run import run
+from tests.support.many_runs import StopAfter
+from tests.support.training import SMALL, losses
+
+DYNAMIC = SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
+PLAIN = SimpleNamespace(rope_parameters={"rope_type": "default"})
+
+
+def key_of(**changes):
+    """Return the key of a reference with something changed."""
+    said = {
+        **{"content": "c", "tokenizer": "t", "identity": "i", "sample": "s", "seq_len": 64},
+        **{"dtype": torch.float32, "method": "lora", "init_from": None, "float8": False},
+        "positions": PLAIN,
+    } | changes
+    tune = SimpleNamespace(method=said["method"], init_from=said["init_from"], has_reference=True)
+    train = SimpleNamespace(float8=said["float8"])
+    built = SimpleNamespace(
+        identity=said["identity"],
+        dtype=said["dtype"],
+        seq_len=said["seq_len"],
+        config=said["positions"],
+    )
+    attributes = SimpleNamespace(content=said["content"], tokenizer_fingerprint=said["tokenizer"])
+    model = SimpleNamespace(
+        config=SimpleNamespace(tune=tune, train=train), built=built, sample=said["sample"]
+    )
+    return reference._key(model, SimpleNamespace(attributes=attributes))
+
+
+def test_a_reference_has_another_name_if_anything_that_it_follows_from_changes(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    changes = {
+        **{"content": "other rows", "tokenizer": "another", "identity": "another model"},
+        **{"sample": "other weights", "dtype": torch.bfloat16, "method": "qlora"},
+        **{"init_from": str(tmp_path), "float8": True},
+    }
+    names = {key_of(), *(key_of(**{name: value}) for name, value in changes.items())}
+    assert len(names) == 1 + len(changes)
+    assert key_of(seq_len=128) == key_of(), "positions that a text's length does not scale"
+    scaled = [key_of(positions=DYNAMIC, seq_len=length) for length in (64, 128)]
+    assert scaled[0] != scaled[1]
+
+
+def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
+    file, values = tmp_path / "reference.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert reference._read(file, 3) is None
+    reference._write(file, values)
+    assert np.array_equal(reference._read(file, 3), values)
+    assert np.array_equal(np.load(file), values), "and numpy reads it"
+    with pytest.raises(DataError, match="is of other data"):
+        reference._read(file, 4)
+    np.save(file, values * np.float32(1.05))
+    with pytest.raises(DataError, match="is damaged .*not those that were written.*computed anew"):
+        reference._read(file, 3)
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match="is damaged"):
+        reference._read(file, 3)
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return a function that does a step of dpo on a base, and gives its exit code and folder."""
+    rows = [{"prompt": f"{n}?", "chosen": "yes " * (n % 5 + 1), "rejected": "no"} for n in range(9)]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(exit, "die", lambda comm, code: pytest.fail(f"ended with {code}"))
+
+    def start(base, name, *more):
+        words = [*SMALL, f"model.path={base}", f"data.path={data}", "data.packing=false"]
+        words += ["tune.objective=dpo", "tune.method=full", f"data.cache={tmp_path / 'cache'}"]
+        words += ["batch.global_size=4", "train.max_steps=2", f"run.dir={tmp_path / name}"]
+        return run(load_config(None, [*words, *more]), StopAfter(None)), tmp_path / name
+
+    return start
+
+
+def noisy(base, folder, share):
+    """Write a copy of a model whose weights differ by noise of a share of their deviation."""
+    write_tiny(folder)
+    weights = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for values in weights.values():
+        if values.dim() > 1:
+            noise = torch.randn(values.shape, generator=generator)
+            values += share * values.float().std() * noise
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_full_fine_tuning_compares_with_its_own_base_and_no_other(train, tmp_path):
+    base = tmp_path / "base"
+    write_tiny(base)
+    bases = [base, *(noisy(base, tmp_path / f"noise {s}", s) for s in (1e-4, 1e-2))]
+    for number, one in enumerate(bases):
+        code, run_dir = train(one, str(number))
+        assert code == 0
+        assert losses(run_dir)[0] == pytest.approx(0.6931472, abs=2e-7), "ln 2, as nothing moved"
+    assert len([*(tmp_path / "cache").glob("reference-*.npy")]) == len(bases)
+
+
+def test_full_fine_tuning_does_not_go_on_beside_another_base(train, tmp_path, capsys):
+    base = tmp_path / "base"
+    write_tiny(base)
+    assert train(base, "run")[0] == 0
+    other = noisy(base, tmp_path / "other", 1e-2)
+    for file in (tmp_path / "cache").glob("reference-*.npy"):
+        file.unlink()
+    with pytest.raises(pytest.fail.Exception, match="ended with 2"):
+        train(other, "run", "train.max_steps=4")
+    assert "model.path: it has other weights than the checkpoint's model" in capsys.readouterr().err
