@@ -1,6 +1,7 @@
 """Errors, split by who must act, and the exit codes of the command line."""
 
 import errno
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,12 +69,11 @@ class DiskError(HpcTuneError):
     @classmethod
     def of(cls, error: OSError, doing: str) -> "DiskError | None":
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
         where = f"{error.filename} cannot be written" if error.filename else doing
-        return cls(
-            f"{where}: {error.strerror}. Make room, or choose a run.dir on another file system"
-        )
+        advice = limit_met(error) or ". Make room, or choose a run.dir on another file system"
+        return cls(f"{where}: {error.strerror}{advice}")
 
 
 class MemoryBudgetError(HpcTuneError):
@@ -122,6 +122,21 @@ class RemoteError(HpcTuneError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def limit_met(error: BaseException) -> str:
+    """Return which limit of the job's a write met, to follow the error's own words; "" for none.
+
+    Libraries in Rust tell the number in their words alone.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(told[1])
+    if number == errno.EFBIG:
+        return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
+    if number == errno.EDQUOT:
+        return ". The quota there is used up: make room, or choose another file system"
+    return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,14 @@ from hpc_tune.cluster.nodes import Nodes
 from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.secrets import mask
-from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
+from hpc_tune.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_RESUMABLE,
+    EXIT_USER,
+    CheckpointError,
+    ConfigError,
+)
 from hpc_tune.log import log
 from hpc_tune.rundir import heartbeat, left_out, outcome
 from hpc_tune.rundir.owner import owner_of
@@ -261,7 +268,8 @@ class Supervisor:
         accused = accused_by(ended) | lines.accused("exit_code" in ended)
         if heartbeat.was_memory(heartbeat.read(self._run_dir)):
             accused = {}  # the next start takes less of it
-        lost = self._leave_out(command.nodes, accused, newest > from_step)
+        has_cause = ended.get("error") == CheckpointError.__name__
+        lost = self._leave_out(command.nodes, accused, newest > from_step, has_cause)
         return replace(start, lost_nodes=lost)
 
     def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
@@ -286,10 +294,14 @@ class Supervisor:
         return code, lines
 
     def _leave_out(
-        self, nodes: Sequence[str], accused: Mapping[str, str], progressed: bool
+        self,
+        nodes: Sequence[str],
+        accused: Mapping[str, str],
+        progressed: bool,
+        has_cause: bool = False,
     ) -> bool:
         """Leave out those of ``nodes`` that are lost or accused; return whether any was lost."""
-        found, lost = self._nodes.examine(nodes, accused, progressed)
+        found, lost = self._nodes.examine(nodes, accused, progressed, has_cause)
         left_out.tell(self._run_dir, found)
         return lost
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_tune.atomic_file import sync_file, sync_folder, write_file
-from hpc_tune.errors import CheckpointError, HpcTuneError, UnreadableError
+from hpc_tune.errors import CheckpointError, HpcTuneError, UnreadableError, limit_met
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
 
@@ -89,7 +89,9 @@ class Store:
             self.folder.mkdir(exist_ok=True)  # the run directory is there, or was moved
             temporary.mkdir()
         except OSError as error:
-            raise CheckpointError(f"{temporary} cannot be made: {error}") from None
+            raise CheckpointError(
+                f"{temporary} cannot be made: {error}{limit_met(error)}"
+            ) from None
         return temporary
 
     def commit(
@@ -121,7 +123,9 @@ class Store:
             temporary.rename(final)
             sync_folder(self.folder)
         except OSError as error:
-            raise CheckpointError(f"{final} cannot be committed: {error}") from None
+            raise CheckpointError(
+                f"{final} cannot be committed: {error}{limit_met(error)}"
+            ) from None
         self.prune(final, require_wanted)
         return final
 

@@ -128,13 +128,18 @@ class Nodes:
         return fitted(self._parallel, self._num_ranks(nodes))
 
     def examine(
-        self, used: Sequence[str], accused: Mapping[str, str], progressed: bool
+        self,
+        used: Sequence[str],
+        accused: Mapping[str, str],
+        progressed: bool,
+        has_cause: bool = False,
     ) -> tuple[dict[str, str], bool]:
         """After a failed start on ``used``, return which nodes are left out from now on, and why.
 
         Also whether they are lost, by Slurm or by a probe: then nobody else is to blame.
         ``accused`` are those that the launcher or the report names; ``progressed``: whether the
-        start saved a newer checkpoint.
+        start saved a newer checkpoint; ``has_cause``: whether the report says why it failed, and
+        that is no node, such as a full disk.
         """
         if not self.can_choose:
             return {}, False
@@ -147,7 +152,7 @@ class Nodes:
         if len(named) == len(used):
             named = {}
         found = lost or {node: why for node, why in named.items() if node in self._usable}
-        if not found:
+        if not found and not has_cause:
             found = self._rotated(used, progressed)
         self.left_out |= found
         self._lost = lost

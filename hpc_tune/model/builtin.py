@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, limit_met
 
 BUILTIN_TINY = "builtin:tiny"
 SEED = 20240229
@@ -47,7 +47,7 @@ def write_tiny(directory: Path) -> None:
     try:
         _write(directory)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory} cannot be written: {error}") from None
+        raise ConfigError(f"{directory} cannot be written: {error}{limit_met(error)}") from None
 
 
 def _write(directory: Path) -> None:

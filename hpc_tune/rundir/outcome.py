@@ -46,8 +46,10 @@ def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = Non
     return Outcome("stopped", reason, step, EXIT_RESUMABLE, facts or {})
 
 
-def write(outcome: Outcome, run_dir: Path) -> None:
+def write(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
     """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed.
+
+    ``start`` is the nonce of the start that ended, where it came so far as to have one.
 
     Raises:
         OSError: if the file system refuses.
@@ -55,7 +57,7 @@ def write(outcome: Outcome, run_dir: Path) -> None:
     if outcome.status != "failed":
         (run_dir / STOP_FILE).unlink(missing_ok=True)
     fields = asdict(outcome)
-    fields |= fields.pop("facts")
+    fields |= fields.pop("facts") | ({} if start is None else {"start": start})
     text = json.dumps(fields, indent=1) + "\n"
     try:
         write_file(run_dir / FILE, text)
@@ -84,12 +86,18 @@ def read(run_dir: Path) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def written_since(run_dir: Path, since_s: float) -> int | None:
-    """Return the exit code of the outcome that another rank has written since, if one has."""
+def of_start(run_dir: Path, start: str | None, since_s: float) -> dict[str, Any] | None:
+    """Return the outcome that a rank has written already for this start, if one has.
+
+    A start whose ranks have not met has no nonce, ``start``: then one that is as new as ``since_s``
+    counts, by the clocks of this host and of the file system.
+    """
+    told = read(run_dir)
+    if told is None or not isinstance(told.get("exit_code"), int):
+        return None
+    if start is not None:
+        return told if told.get("start") == start else None
     try:
-        if (run_dir / FILE).stat().st_mtime < since_s:
-            return None
+        return told if (run_dir / FILE).stat().st_mtime >= since_s else None
     except OSError:
         return None
-    code = (read(run_dir) or {}).get("exit_code")
-    return code if isinstance(code, int) else None

@@ -20,10 +20,13 @@ from hpc_tune.errors import (
     EXIT_FAILED,
     EXIT_USER,
     ConfigError,
+    DiskError,
+    GoneError,
     HpcTuneError,
     InterruptError,
     LostHostError,
     MemoryBudgetError,
+    RemoteError,
     ResumableStop,
 )
 from hpc_tune.faults import Faults
@@ -42,7 +45,13 @@ from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
 from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.comm import Comm, ResumePoint
-from hpc_tune.world.failure import Failure, die, is_broken_connection, report_failure
+from hpc_tune.world.failure import (
+    Failure,
+    die,
+    is_broken_connection,
+    report_failure,
+    tell_others,
+)
 from hpc_tune.world.stop import StopFlag, process_start
 
 
@@ -101,6 +110,8 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
     run_dir = None if isinstance(error, InUseError) else run_dir
+    if isinstance(error, OSError):
+        error = DiskError.of(error, comm.doing[0] if comm is not None else "starting") or error
     _take_back(comm, error, run_dir)
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
@@ -125,19 +136,35 @@ def _take_back(comm: Comm | None, error: BaseException, run_dir: Path | None) ->
 def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
     """Print and write what went wrong, unless another rank does; return the exit code, and whether
     this rank did.
+
+    The first report of a start stays in outcome.json, and its exit code is every rank's.
     """
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    other_code = _code_of_another_rank(comm, error, run_dir)
-    if other_code is not None:
-        return other_code, False
+    first_code = _code_of_first_report(comm, error, run_dir)
+    if first_code is not None and _follows_from_another(error):
+        return first_code, False
     is_urgent = isinstance(error, ResumableStop) and bool(error.facts)
-    if is_urgent:  # each rank that is short of memory writes it before anything takes time
-        _write(_outcome_of(comm, error, Failure("", ""), code), run_dir)
+    writes = is_urgent and first_code is None
+    if writes:  # each rank that is short of memory writes it before anything takes time
+        _write(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
     told = report_failure(comm, error)
     if told is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
-        return code, is_urgent
-    told = _with_checkpoint(told, comm, error)
+        first_code = None if writes else _code_of_first_report(comm, error, run_dir)
+        return code if first_code is None else first_code, writes
+    if first_code is None and not is_urgent:  # telling whose error counts takes time
+        first_code = _code_of_first_report(comm, error, run_dir)
+        if first_code is not None and _follows_from_another(error):
+            return first_code, False
+    told = _printed(_with_checkpoint(told, comm, error), comm, run_dir)
+    if first_code is None and not is_urgent:
+        _write(_outcome_of(comm, error, told, code), run_dir, comm)
+    tell_others(comm, code if first_code is None else first_code)
+    return code if first_code is None else first_code, True
+
+
+def _printed(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
+    """Print what is told, and keep its details in a file; return it with the file's name."""
     kept = None
     if told.details is not None:
         kept = details.keep(told.details, run_dir, 0 if comm is None else comm.world.rank)
@@ -147,10 +174,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
     if told.details is not None and kept is None:
         print(told.details, file=sys.stderr, flush=True)
-    # Both sides of a network cut report it, and deciding who does takes time without the store.
-    if not is_urgent and _code_of_another_rank(comm, error, run_dir) is None:
-        _write(_outcome_of(comm, error, told, code), run_dir)
-    return code, True
+    return told
 
 
 def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
@@ -170,20 +194,28 @@ def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> 
     return replace(told, reason=". ".join(said) + ".", facts=facts)
 
 
-def _code_of_another_rank(
+def _code_of_first_report(
     comm: Comm | None, error: BaseException, run_dir: Path | None
 ) -> int | None:
-    """Return the exit code that another rank has written, if it may know the cause better.
+    """Return the exit code of the report that another rank has made already, None without one.
 
-    That is the rank that is gone, and after a network cut rank 0. The signal by which a launcher
-    ends the other ranks comes after that rank has written.
+    Both sides of a network cut report it: then rank 0's counts.
     """
-    is_first = comm is not None and comm.is_rank_0
-    is_of_a_cut = isinstance(error, LostHostError) and not is_first
+    start = None if comm is None else comm.nonce
+    told = None if run_dir is None else outcome.of_start(run_dir, start, process_start())
+    if told is None:  # the file system may show it later than its rank tells of it
+        return None if comm is None or comm.watch is None else comm.watch.reported_code
+    is_cut_from = isinstance(error, LostHostError) and comm is not None and comm.is_rank_0
+    return None if is_cut_from and told.get("lost_hosts") else int(told["exit_code"])
+
+
+def _follows_from_another(error: BaseException) -> bool:
+    """Whether an error may be no more than what the end of another rank looks like from here.
+
+    A launcher ends the other ranks by a signal, after that rank has written.
+    """
     was_asked = isinstance(error, ResumableStop) and not error.facts
-    if run_dir is None or not (is_broken_connection(error) or is_of_a_cut or was_asked):
-        return None
-    return outcome.written_since(run_dir, process_start())
+    return was_asked or isinstance(error, GoneError | RemoteError) or is_broken_connection(error)
 
 
 def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
@@ -191,17 +223,17 @@ def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: in
         return stopped(error.reason, error.step, error.facts)
     if isinstance(error, InterruptError):
         return Outcome("stopped", "SIGINT, twice", None, code)
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"error": type(error).__name__}
     if comm is not None:
-        facts = {"rank": comm.world.rank, "host": comm.world.hostname}
+        facts |= {"rank": comm.world.rank, "host": comm.world.hostname}
     return Outcome("failed", told.reason, None, code, facts | dict(told.facts))
 
 
-def _write(result: Outcome, run_dir: Path | None) -> None:
+def _write(result: Outcome, run_dir: Path | None, comm: Comm | None) -> None:
     if run_dir is None or not run_dir.is_dir():
         return
     try:
-        outcome.write(result, run_dir)
+        outcome.write(result, run_dir, None if comm is None else comm.nonce)
         # The next start replaces outcome.json; the report still tells how this one ended.
         events = Events(run_dir / EVENTS)
         rank, began_s = result.facts.get("rank", 0), process_start()

@@ -29,7 +29,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.errors import ConfigError, DataError, HpcTuneError
+from hpc_tune.errors import ConfigError, DataError, HpcTuneError, limit_met
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.positions import scaled_by_length
@@ -201,7 +201,9 @@ def _write(file: Path, reference: np.ndarray) -> None:
         values = content.getvalue()
         write_file(file, values + hashlib.sha256(values).digest())  # np.load reads it all the same
     except OSError as error:
-        raise DataError(f"{file} cannot be written: {error.strerror or error}") from None
+        raise DataError(
+            f"{file} cannot be written: {error.strerror or error}{limit_met(error)}"
+        ) from None
 
 
 class Differences(NamedTuple):

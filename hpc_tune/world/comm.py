@@ -37,11 +37,19 @@ def alone(what: str, work: Callable[[], T]) -> T:
 
 
 class Watch(Protocol):
-    """What finds lost hosts; see ``keepalive.HostWatch``."""
+    """What finds lost hosts; see ``keepalive.HostWatch``.
+
+    ``reported_code``: the exit code of the rank that has said why the world ends, if one has.
+    """
+
+    reported_code: int | None
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a word."""
         ...
+
+    def leave(self, exit_code: int) -> None:
+        """Tell the ranks of other hosts that this one has said why the world ends."""
 
     def close(self) -> None:
         """Stop watching."""

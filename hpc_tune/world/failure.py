@@ -220,7 +220,16 @@ def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
         print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
         if told.details is not None:
             print(told.details, file=sys.stderr, flush=True)
-    die(comm, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
+    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+    if told is not None:
+        tell_others(comm, code)
+    die(comm, code)
+
+
+def tell_others(comm: "Comm | None", exit_code: int) -> None:
+    """Tell the ranks of other hosts that this one has reported why the world ends."""
+    if comm is not None and comm.watch is not None:
+        comm.watch.leave(exit_code)
 
 
 def _failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:

@@ -9,7 +9,8 @@ slow rank, which run.timeout is for. Without it a collective waits for a lost ho
 slow rank, and mpirun's own daemons for minutes.
 
 A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor can
-name them, also where none is on their host.
+name them, also where none is on their host. A rank that has reported why the world ends says so,
+with its exit code, before it leaves: its end is then no news, and the others leave with that code.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from hpc_tune.world.rendezvous import local_addresses
 
 Lost = Callable[[Comm, HpcTuneError], None]
 _KEY = "hpc_tune/reach"
-_LEAVE, _BYE = b"!", b"bye"
+_LEAVE, _BYE = b"!", b"bye"  # the first with an exit code, once it is reported why
 _PIECE = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
@@ -50,6 +51,7 @@ class HostWatch:
             WorldError: if rank 0 cannot be reached now.
         """
         self._comm, self._limit_s, self._lost = comm, limit_s, lost
+        self.reported_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -81,6 +83,11 @@ class HostWatch:
                 return set()
             return with_0 | ended.keys()
         return set(ended)
+
+    def leave(self, exit_code: int) -> None:
+        """Tell the ranks of other hosts that this one has said why the world ends."""
+        self.reported_code = exit_code
+        self._tell(_LEAVE + str(exit_code).encode())
 
     def close(self) -> None:
         """Stop watching, at the end of the world, when all ranks are there."""
@@ -176,7 +183,10 @@ class HostWatch:
                 self._left.add(rank)
             elif line == _LEAVE:
                 self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
-            else:
+            elif line.startswith(_LEAVE) and self.reported_code is None:
+                self.reported_code = int(line.removeprefix(_LEAVE))
+                self._leave(RemoteError("another rank has said why", self.reported_code))
+            elif not line.startswith(_LEAVE):
                 self._note(json.loads(line))
         return True
 
@@ -233,7 +243,8 @@ class HostWatch:
             return
         liveness.must_leave_soon()  # reporting may wait for what is beyond the cut
         if self._comm.is_rank_0:
-            self._tell(_LEAVE)
+            code = self.reported_code
+            self._tell(_LEAVE if code is None else _LEAVE + str(code).encode())
         self._lost(self._comm, error)
 
 

@@ -35,8 +35,9 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     said = missing.wait()
     assert (said["JobState"], said["ExitCode"], said["Restarts"]) == ("FAILED", "2:0", "0")
     assert "there is no data at /nowhere.jsonl" in missing.text
-    assert "given up: the start was refused" in missing.text
-    assert not (missing.run_dir / "starts.jsonl").exists(), "what was refused leaves nothing"
+    assert "give up: restarting would not help: there is no data at" in missing.text
+    [refused] = starts(missing.run_dir)
+    assert (refused["exit_code"], refused["left_out"]) == (2, {})
 
     said = crashing.wait()
     assert (said["JobState"], said["ExitCode"], said["Restarts"]) == ("FAILED", "1:0", "0")

@@ -1,5 +1,7 @@
 """Leaving before the first step, and who tells how a run ended."""
 
+import errno
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -8,10 +10,13 @@ import pytest
 
 from hpc_tune.errors import (
     EXIT_RESUMABLE,
+    CheckpointError,
     ConfigError,
+    DataError,
     GoneError,
     InterruptError,
     LostHostError,
+    RemoteError,
     ResumableStop,
 )
 from hpc_tune.rundir import outcome
@@ -33,7 +38,7 @@ def left(monkeypatch):
 
 def comm_of(rank, doing="training step 8", step=7):
     world = SimpleNamespace(rank=rank, size=4, hostname="n1")
-    progress = {"doing": [doing], "resume_point": ResumePoint(step)}
+    progress = {"doing": [doing], "resume_point": ResumePoint(step), "watch": None}
     return SimpleNamespace(world=world, is_rank_0=rank == 0, nonce="1", **progress)
 
 
@@ -107,9 +112,10 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
     monkeypatch.setattr(train_exit, "die", die)
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     comm = comm_of(rank)
-    for before in (None, outcome.Outcome("failed", "said before", None, 1)):
+    other_side = outcome.Outcome("failed", "said before", None, 1, {"lost_hosts": ["n1"]})
+    for before in (None, other_side):
         if before is not None:
-            outcome.write(before, tmp_path)
+            outcome.write(before, tmp_path, comm.nonce)
         with pytest.raises(SystemExit, match="1"):
             train_exit.fail(comm, LostHostError("host b is lost"), tmp_path)
         told = outcome.read(tmp_path)
@@ -139,12 +145,87 @@ def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, s
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
-    assert outcome.written_since(tmp_path, 0.0) is None
+    assert outcome.of_start(tmp_path, None, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
-    assert outcome.written_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
-    assert outcome.written_since(tmp_path, time.time() + 5) is None
+    told = outcome.of_start(tmp_path, None, time.time() - 5)
+    assert told["exit_code"] == EXIT_RESUMABLE
+    assert outcome.of_start(tmp_path, None, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
-    assert outcome.written_since(tmp_path, 0.0) is None
+    assert outcome.of_start(tmp_path, None, 0.0) is None
+
+
+def test_once_the_ranks_have_met_an_outcome_counts_by_its_start_whatever_the_clocks_say(tmp_path):
+    """The file system's clock may be hours behind this host's, and an older outcome be left."""
+    outcome.write(outcome.stopped("SIGUSR1", None), tmp_path, "of this start")
+    os.utime(tmp_path / "outcome.json", (0, 0))
+    assert outcome.of_start(tmp_path, "of this start", time.time()) is not None
+    assert outcome.of_start(tmp_path, "of another", 0.0) is None
+
+
+ERRORS = {
+    "a wrong path": (ConfigError("there is no data at /nowhere"), 2),
+    "a bad row": (DataError("rows.jsonl, line 3: not JSON"), 2),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 2),
+    "a limit of files": (OSError(errno.EFBIG, "File too large", "metrics.jsonl"), 2),
+    "a save": (CheckpointError("step-2 cannot be written: No space left on device"), 1),
+    "a time limit": (ResumableStop("time limit", 3), 75),
+    "memory": (ResumableStop("memory", 3, {"need": 2, "had": 1}), 75),
+    "an interrupt": (InterruptError(), 130),
+    "anything": (KeyError("no such thing"), 1),
+}
+ENDS = {
+    "a host is gone": GoneError("host n1 (rank 0) is gone", {"lost_hosts": ["n1"]}),
+    "no answer": LostHostError("host n1 has not answered in 20 s", {"lost_hosts": ["n1"]}),
+    "a connection": RuntimeError("Connection closed by peer [10.0.0.1]:4000"),
+    "a signal": ResumableStop("SIGTERM", 3),
+    "another rank's error": RemoteError("rank 0 failed in looking for data", 2),
+}
+
+
+@pytest.mark.parametrize("cause", ERRORS)
+@pytest.mark.parametrize("end", ENDS)
+def test_what_the_end_of_a_rank_looks_like_elsewhere_takes_the_place_of_no_report(
+    tmp_path, monkeypatch, capsys, cause, end
+):
+    codes = []
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    error, code = ERRORS[cause]
+    train_exit.fail(comm_of(1), error, tmp_path)
+    first = outcome.read(tmp_path)
+    capsys.readouterr()
+    train_exit.fail(comm_of(2), ENDS[end], tmp_path)
+    train_exit.fail(comm_of(0), ENDS[end], tmp_path)
+    assert outcome.read(tmp_path) == first
+    assert first["exit_code"] == code
+    assert codes == [code] * 3
+    assert capsys.readouterr().err == "", "it is said once"
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_error_after_the_first_report_is_printed_and_written_nowhere(
+    tmp_path, monkeypatch, capsys
+):
+    codes = []
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    outcome.write(outcome.done(60), tmp_path, comm_of(0).nonce)
+    train_exit.fail(comm_of(1), KeyError("in the shutdown"), tmp_path)
+    assert outcome.read(tmp_path)["status"] == "done"
+    assert codes == [0]
+    assert "in the shutdown" in capsys.readouterr().err
+
+
+def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_it(
+    tmp_path, monkeypatch
+):
+    codes = []
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    comm = comm_of(1)
+    comm.watch = SimpleNamespace(reported_code=75)
+    train_exit.fail(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
+    assert codes == [75]
+    assert outcome.read(tmp_path) is None
 
 
 @pytest.fixture

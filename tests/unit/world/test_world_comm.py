@@ -51,7 +51,7 @@ def test_it_may_be_called_again_after_an_error():
     assert one.run_and_agree("reading the weights", lambda: 7) == 7
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_disk_is_an_error_that_all_ranks_agree_on(number):
     def fail():
         raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
@@ -66,6 +66,16 @@ def test_a_full_disk_is_an_error_that_all_ranks_agree_on(number):
     said = f"opening the metrics: {os.strerror(number)}. Make room, or choose a run.dir"
     with pytest.raises(DiskError, match=re.escape(said)):
         comm().run_and_agree("opening the metrics", fail_to_write)
+
+
+@pytest.mark.parametrize(("number", "limit"), [(errno.EFBIG, "ulimit -f"), (errno.EDQUOT, "quota")])
+def test_a_limit_of_the_job_or_the_user_is_told_by_its_name(number, limit):
+    def fail():
+        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+
+    said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(number)}. "
+    with pytest.raises(DiskError, match=f"{re.escape(said)}.*{limit}"):
+        comm().run_and_agree("opening the metrics", fail)
 
 
 def test_another_error_of_a_file_is_none_of_a_full_disk():

@@ -74,6 +74,19 @@ def test_a_rank_that_ends_without_a_word_ends_the_world_and_its_host_is_named(wo
     assert isinstance(heard[1], GoneError | RemoteError)
 
 
+@pytest.mark.parametrize("reporter", [0, 2])
+def test_a_rank_that_has_said_why_the_world_ends_is_not_gone_and_its_code_is_everybodys(
+    world, reporter
+):
+    world.watches[reporter].leave(75)
+    others = {0, 1, 2} - {reporter}
+    heard = dict(world.heard.get(timeout=10) for _ in others)
+    assert heard.keys() == others
+    assert [type(error) for error in heard.values()] == [RemoteError] * 2
+    assert {error.exit_code for error in heard.values()} == {75}
+    assert {world.watches[rank].reported_code for rank in others} == {75}
+
+
 def test_ranks_that_leave_when_they_are_told_are_not_named_as_gone(world):
     world.watches[0]._ended = {2: 100.0, 1: 101.2}
     assert world.watches[0].ended_ranks() == {2}
