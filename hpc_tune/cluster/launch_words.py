@@ -25,6 +25,7 @@ _FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
 _LIST = ("--host", "-host", "-H", "-hosts", "--hosts", "--hostlist")
 _OF_SRUN = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x", "--exclude")
 _PER_NODE = "--ntasks-per-node"
+_DAEMONS = ("prted", "orted", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 _TAKE_TWO = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
 
 
@@ -86,6 +87,19 @@ def without_kill(words: Sequence[str]) -> list[str]:
         if {"-k", "--no-kill"} & {*_options(words)}
         else [words[0], "--no-kill", *words[1:]]
     )
+
+
+def with_step_names(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
+    """Return the command with a name for the step that srun makes, and the names of its steps.
+
+    A name of the user's own stays. mpirun's daemons are a step too, and a script of the site's may
+    call srun with some of these words.
+    """
+    if Path(words[0]).name != "srun":
+        return [*words], {*_DAEMONS, *(Path(word).name for word in words)}
+    if (given := _value(words, ("-J", "--job-name"))) is not None:
+        return [*words], {given}
+    return [words[0], f"--job-name={name}", *words[1:]], {name}
 
 
 def on_nodes(

@@ -7,6 +7,7 @@
 Where the nodes are not known, or the launcher is none that can be told them, none is left out.
 """
 
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,12 +56,16 @@ class Nodes:
         """Take the launcher's command, and the settings of the run."""
         slurm, self._parallel = slurm or SlurmConfig(), parallel or ParallelConfig()
         self._launch, self.spares, self._least = list(launch), slurm.spare_nodes, slurm.min_nodes
+        self._steps: set[str] = set()  # the names of those that the launcher makes
         self.left_out: dict[str, str] = {}
         self._num_blind = self._num_rotated = 0
         self._slurm = SlurmNodes.of_job(environ)
         if self._slurm is not None:
             self._given = self._slurm.given()
             self._guard = Guard(self._slurm.id, environ)
+            # Others start steps in the same job, to look at a run or for another one.
+            name = f"hpc_tune-{secrets.token_hex(3)}"
+            self._launch, self._steps = launch_words.with_step_names(self._launch, name)
         else:
             self._given = launch_words.hosts_in(launch, environ)
         self._kind = launch_words.kind_of(launch[0]) if len(self._given) > 1 else None
@@ -162,13 +167,15 @@ class Nodes:
         """End what is left of the last start's steps, which would keep nodes and GPUs."""
         self._lost = {}
         if self._slurm is not None:
-            self._slurm.end(self._slurm.steps() - (self._before or set()), _GONE_OF_LOST_S)
+            own = self._slurm.steps(self._steps) - (self._before or set())
+            self._slurm.end(own, _GONE_OF_LOST_S)
 
     def _wait_for_steps(self) -> None:
         """Wait until the last start's steps are gone, but not for those of lost nodes."""
         if self._slurm is None:
             return
-        left = set() if self._before is None else self._slurm.steps() - self._before
+        own = self._slurm.steps(self._steps)
+        left = set() if self._before is None else own - self._before
         if left and (self._lost or not self._slurm.end(left, _GONE_S)):
             log.warning(
                 "Slurm still lists the step %s, as it does where a node is lost: the next one "
@@ -176,7 +183,7 @@ class Nodes:
                 ", ".join(sorted(left)),
             )
             self._shares = True
-        self._before = self._slurm.steps()
+        self._before = self._slurm.steps(self._steps)
 
     def _rotated(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
         """Where nothing says which node is at fault: none at first, then one for a spare."""

@@ -8,7 +8,7 @@ squeue -s         -> the steps that still hold nodes
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.slurm import expand_nodelist
@@ -69,11 +69,15 @@ class SlurmNodes:
         lost = {node: "Slurm has taken it out of the job" for node in nodes if node not in held}
         return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
 
-    def steps(self) -> set[str]:
-        """Return the steps of the job that srun has started, such as ``7.0``, but for a guard's."""
+    def steps(self, names: Container[str] | None = None) -> set[str]:
+        """Return the steps of the job that srun has started, such as ``7.0``, of these names."""
         listed = _said("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
         words = [line.split(maxsplit=1) for line in listed]
-        parts = [word[0].rpartition(".") for word in words if word and word[1:] != [GUARD]]
+        parts = [
+            word[0].rpartition(".")
+            for word in words
+            if word and (names is None or word[-1] in names)
+        ]
         return {f"{id}.{step}" for id, _, step in parts if id in self._ids and step.isdigit()}
 
     def end(self, steps: Iterable[str], limit_s: float) -> bool:

@@ -138,10 +138,11 @@ def small_disk(folder, size):
 def test_a_disk_that_is_full_during_a_save_is_what_ended_the_run(cluster, tmp_path, nodes):
     folder = tmp_path / "job" / "run"
     with small_disk(folder, "7m"):
-        words = ["checkpoint.keep=100", "checkpoint.every_steps=1", "data.seq_len=32"]
+        words = ["checkpoint.keep=100", "checkpoint.every_steps=1"]
         job = submitted(cluster, tmp_path / "job", nodes, *words)
         found = ended(job)
-    check(found, "No space left on device", 2)
+    check(found, "No space left on device", 1)
+    assert len(found.starts) > 1
 
 
 @full
@@ -158,11 +159,19 @@ def test_a_time_limit_that_ends_while_it_starts_stays_a_stop(cluster, tmp_path, 
     check(ended(job), "time limit", 75, job_code=75)
 
 
+def watch_from_outside(cluster, job):
+    """Start a step in the job that ends by itself, with code 7, when the run has gone on."""
+    script = f"until [ $(wc -l < {job.run_dir}/starts.jsonl) -ge 2 ]; do sleep 0.2; done; exit 7"
+    words = ["srun", "--overlap", f"--jobid={job.number}", "-N1", "-n1", "-w", "n1", "--mem=0"]
+    return subprocess.Popen([*words, "bash", "-c", script], env=cluster.environment)
+
+
 @full
 @NODES
 def test_a_rank_that_is_killed_is_named_and_its_node_left_out(cluster, tmp_path, nodes):
     job = submitted(cluster, tmp_path / "job", nodes, "train.max_steps=60")
     job.wait_for_step(10)
+    another = watch_from_outside(cluster, job)
     [pid] = ranks_on("n2", job.run_dir)
     os.kill(pid, signal.SIGKILL)
     found = ended(job)
@@ -172,3 +181,4 @@ def test_a_rank_that_is_killed_is_named_and_its_node_left_out(cluster, tmp_path,
     assert list(last["left_out"]) == ["n2"]
     assert last["status"] == "done"
     assert found.code == "0:0"
+    assert another.wait() == 7, "the step of somebody else was ended with the ranks' own"

@@ -183,9 +183,9 @@ class Cluster:
         lines = [f"{name} {state}" for name, state in self.states.items()]
         (self.folder / "states").write_text("\n".join(lines))
 
-    def of(self, spares=0, least=1, **axes):
+    def of(self, spares=0, least=1, launch="srun python", **axes):
         slurm = SlurmConfig(spare_nodes=spares, min_nodes=least)
-        return Nodes(["srun", "python"], self.environ, slurm, ParallelConfig(**axes))
+        return Nodes(launch.split(), self.environ, slurm, ParallelConfig(**axes))
 
 
 @pytest.fixture
@@ -195,7 +195,9 @@ def cluster(tmp_path, monkeypatch):
 
 def test_a_job_without_losses_is_started_as_it_was_asked_for_and_outlives_a_node(cluster):
     command = cluster.of().command()
-    assert command.words == ["srun", "--no-kill", "python"]
+    no_kill, name, *program = command.words[1:]
+    assert (no_kill, program) == ("--no-kill", ["python"])
+    assert name.startswith("--job-name=hpc_tune-")
     assert list(command.nodes) == ["n1", "n2", "n3"]
     spared = cluster.of(spares=1).command()
     assert spared.words[1:4] == ["--nodes=2", "--ntasks=4", "--nodelist=n1,n2"]
@@ -267,12 +269,27 @@ def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
     assert (list(nodes.command().nodes), nodes.command().missing) == (["n1", "n2"], 2)
 
 
-def test_steps_of_the_job_end_before_the_next_start_and_those_of_others_do_not(cluster):
-    nodes = cluster.of()
-    nodes.command()
-    (cluster.folder / "steps").write_text("7.batch\n7.3\n70.1\n")
+@pytest.mark.parametrize(
+    ("launch", "own"),
+    [
+        ("srun python", None),
+        ("srun -J mine python", "mine"),
+        ("mpirun -np 6 python", "prted"),
+        ("site/start-ranks python3.11", "python3.11"),
+    ],
+)
+def test_steps_of_the_launcher_end_before_the_next_start_and_those_of_others_do_not(
+    cluster, launch, own
+):
+    nodes = cluster.of(launch=launch)
+    words = [word for word in nodes.command().words if word.startswith("--job-name=")]
+    name = own or words[0].partition("=")[2]
+    assert nodes.command().words.count(f"--job-name={name}") == (own is None)
+    steps = ["7.batch batch", "7.3 bash", f"7.4 {name}", "7.5 another-run", f"70.1 {name}"]
+    steps += ["7.6 hpc_tune-guard"]
+    (cluster.folder / "steps").write_text("\n".join(steps))
     nodes.end_steps()
-    assert (cluster.folder / "cancelled").read_text().split() == ["7.3"]
+    assert (cluster.folder / "cancelled").read_text().split() == ["7.4"]
 
 
 def test_one_guard_watches_the_first_node_from_another(cluster):
@@ -286,9 +303,6 @@ def test_one_guard_watches_the_first_node_from_another(cluster):
         assert time.monotonic() < until_s
         time.sleep(0.01)
     assert re.findall(r"--nodelist=(\S+)", guards.read_text()) == ["n2", "n3"]
-    (cluster.folder / "steps").write_text("7.0 hpc_tune-guard\n7.1 python\n")
-    nodes.end_steps()
-    assert (cluster.folder / "cancelled").read_text().split() == ["7.1"]
 
 
 @pytest.mark.parametrize(
