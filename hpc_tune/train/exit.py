@@ -199,13 +199,14 @@ def _code_of_first_report(
 ) -> int | None:
     """Return the exit code of the report that another rank has made already, None without one.
 
-    Both sides of a network cut report it: then rank 0's counts.
+    Both sides of a network cut report it: then that of the rank with the store counts.
     """
     start = None if comm is None else comm.nonce
     told = None if run_dir is None else outcome.of_start(run_dir, start, process_start())
     if told is None:  # the file system may show it later than its rank tells of it
         return None if comm is None or comm.watch is None else comm.watch.reported_code
-    is_cut_from = isinstance(error, LostHostError) and comm is not None and comm.is_rank_0
+    has_store = comm is not None and comm.world.rank == comm.store_rank
+    is_cut_from = isinstance(error, LostHostError) and has_store
     return None if is_cut_from and told.get("lost_hosts") else int(told["exit_code"])
 
 

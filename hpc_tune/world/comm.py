@@ -48,6 +48,9 @@ class Watch(Protocol):
         """Return the ranks of other hosts that are known to have ended without a word."""
         ...
 
+    def renumber(self, comm: "Comm", ranks: Sequence[int]) -> None:
+        """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
+
     def leave(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this one has said why the world ends."""
 
@@ -83,10 +86,11 @@ class Comm:
     ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
     one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes. ``num_regroups``: how often its ranks were chosen and renumbered. ``hang`` is what
-    ``watched`` watches with, where a run has set it. ``alone``: what this rank does by itself now;
-    the others would wait for ever in a collective within it if this rank failed. ``doing``: what
-    it does now, and ``resume_point``: how far it has come, for messages.
+    processes. ``num_regroups``: how often its ranks were chosen and renumbered; ``store_rank`` is
+    the one that was the launcher's first: it has the store, and all connections of ``watch``.
+    ``hang`` is what ``watched`` watches with, where a run has set it. ``alone``: what this rank
+    does by itself now; the others would wait for ever in a collective within it if this rank
+    failed. ``doing``: what it does now, and ``resume_point``: how far it has come, for messages.
     """
 
     world: World
@@ -99,6 +103,7 @@ class Comm:
     sees_local_pids: bool
     watch: Watch | None = None
     num_regroups: int = 0
+    store_rank: int = 0
     hang: HangWatch | None = None
     alone: list[str] = field(default_factory=list)
     doing: list[str] = field(default_factory=lambda: ["starting"])

@@ -111,7 +111,7 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
             time.sleep(liveness.FIRST_REPORT_S)
         return _failure(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None)
     gone = _wait_for_gone(comm) if is_broken_connection(error) else []
-    store_is_gone = any(peer.rank == 0 for peer in gone)
+    store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
     if not _reports_first(comm, store_is_gone):
         return None
     if gone:
@@ -255,7 +255,9 @@ def _traceback_of(error: BaseException) -> str:
 def _wait_for_gone(comm: "Comm") -> "list[Peer]":
     """Return the ranks that are gone, as far as this one finds out in time."""
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
-    others_know = len(elsewhere) > len(set(elsewhere)) or (elsewhere and not comm.is_rank_0)
+    others_know = len(elsewhere) > len(set(elsewhere)) or (
+        elsewhere and comm.world.rank != comm.store_rank
+    )
     until_s = time.monotonic()
     until_s += liveness.OTHERS_REPORT_WITHIN_S if others_know else liveness.DEATH_SHOWS_WITHIN_S
     while time.monotonic() < until_s:

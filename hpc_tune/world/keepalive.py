@@ -21,9 +21,16 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
+from hpc_tune.errors import (
+    EXIT_FAILED,
+    GoneError,
+    HpcTuneError,
+    LostHostError,
+    RemoteError,
+    WorldError,
+)
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import gone_error, ranks_of
@@ -51,6 +58,8 @@ class HostWatch:
             WorldError: if rank 0 cannot be reached now.
         """
         self._comm, self._limit_s, self._lost = comm, limit_s, lost
+        # As the ranks are called now, while connections are counted as the launcher has.
+        self._now, self._launched = comm, [*range(comm.world.size)]
         self.reported_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
@@ -72,6 +81,14 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a word."""
+        ended = self._ended_of_others()
+        return {rank for rank, launched in enumerate(self._launched) if launched in ended}
+
+    def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
+        """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
+        self._now, self._launched = comm, [self._launched[rank] for rank in ranks]
+
+    def _ended_of_others(self) -> set[int]:
         own, now_s = self._comm.world, time.monotonic()
         together = self._ended_together()
         ended = {rank: at_s for rank, at_s in together.items() if not self._is_near(rank)}
@@ -130,10 +147,17 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    known = self.ended_ranks() | self._ended_together().keys()
-                    ended = [peer for peer in self._comm.roster if peer.rank in known]
-                    self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
+                    self._leave(self._gone(self._ended_of_others() | self._ended_together().keys()))
                     return
+
+    def _gone(self, launched: Set[int]) -> GoneError:
+        """Return the error that names ranks that have ended; one that idles has no number now."""
+        roster = self._now.roster
+        known = [roster[rank] for rank, old in enumerate(self._launched) if old in launched]
+        if not known:
+            roster = self._comm.roster
+            known = [peer for peer in roster if peer.rank in launched]
+        return gone_error(known, roster, self._comm.doing[0])
 
     def _accept_peer(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
@@ -230,6 +254,8 @@ class HostWatch:
     def _lost_host(self, rank: int) -> LostHostError:
         own, peer = self._comm.world, self._comm.roster[rank]
         of_host = self._of_node(peer.node)
+        places = [self._launched.index(p.rank) for p in of_host if p.rank in self._launched]
+        of_host = [self._now.roster[rank] for rank in sorted(places)] or of_host
         facts = {"lost_hosts": [peer.hostname], "lost_ranks": [other.rank for other in of_host]}
         return LostHostError(
             f"host {peer.hostname} ({ranks_of(of_host)}) has not answered in {self._limit_s:.0f} s "
@@ -245,7 +271,7 @@ class HostWatch:
         if self._comm.is_rank_0:
             code = self.reported_code
             self._tell(_LEAVE if code is None else _LEAVE + str(code).encode())
-        self._lost(self._comm, error)
+        self._lost(self._now, error)
 
 
 def _listen(address: str, backlog: int) -> socket.socket:

@@ -34,8 +34,8 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     """
     import torch.distributed as dist
 
-    if 0 not in ranks:
-        raise WorldError("rank 0 holds the store and cannot be left out")
+    if comm.store_rank not in ranks:
+        raise WorldError(f"rank {comm.store_rank} holds the store and cannot be left out")
     if list(ranks) == list(range(comm.world.size)):
         return comm
     comm.barrier("all ranks to know the layout", timeout_s)
@@ -59,7 +59,16 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     num = comm.num_regroups + 1
     store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
     group = init_groups(world, comm.device, store, timeout_s)
-    comm = dataclasses.replace(comm, world=world, cpu_group=group, roster=roster, num_regroups=num)
+    comm = dataclasses.replace(
+        comm,
+        world=world,
+        cpu_group=group,
+        roster=roster,
+        num_regroups=num,
+        store_rank=list(ranks).index(comm.store_rank),
+    )
+    if comm.watch is not None:
+        comm.watch.renumber(comm, ranks)
     end_world_on_uncaught(comm)
     return comm
 

@@ -33,11 +33,12 @@ class RollCall:
         self._comm, self._limit_s, self._lost = comm, liveness.LOCKED_FACTOR * limit_s, lost
         self._every_s = every_s = min(liveness.LOOK_EVERY_S, limit_s / liveness.NUM_LOOKS)
         self._num_heard = self._said = 0
-        # Rank 0 holds the store: the others wait for that to answer no more.
+        # The others wait for the store to answer no more.
         ends_if_silent = liveness.when_still(
-            lambda: self._num_heard, self._limit_s, every_s, partial(self._end, [0])
+            lambda: self._num_heard, self._limit_s, every_s, partial(self._end, [comm.store_rank])
         )
-        look = partial(self._guard, self._call) if comm.is_rank_0 else ends_if_silent
+        has_store = comm.world.rank == comm.store_rank
+        look = partial(self._guard, self._call) if has_store else ends_if_silent
         self._watcher = liveness.Watcher(
             "roll-call", every_s, partial(self._guard, self._answer), look
         )
@@ -62,9 +63,12 @@ class RollCall:
         return False
 
     def _call(self) -> bool:
-        """Call all ranks, and end the world if one does not answer; for rank 0."""
-        store = self._comm.store
-        number, silent = store.add(_KEY, 1), list(range(1, self._comm.world.size))
+        """Call all ranks, and end the world if one does not answer; for the one
+        that has the store.
+        """
+        store, own = self._comm.store, self._comm.world.rank
+        number = store.add(_KEY, 1)
+        silent = [rank for rank in range(self._comm.world.size) if rank != own]
         for _ in range(round(self._limit_s / self._every_s)):
             if self._watcher.wait(self._every_s):
                 return True

@@ -95,8 +95,9 @@ class StepLimit:
         if not self._watcher.is_over:
             gone = {peer.rank for peer in dead_peers(self._comm)}
             roster, doing = self._comm.roster, self._doing
-            if own and asking.is_alive():  # rank 0 holds the store, and the others may well answer
-                places |= {peer.rank: places[own] for peer in roster if peer.rank}
+            first = self._comm.store_rank
+            if own != first and asking.is_alive():  # the others may well answer
+                places |= {peer.rank: places[own] for peer in roster if peer.rank != first}
             self._lost(stalled(places, roster, doing, self._limit_s, gone, self._trace))
 
     def _ask(self, places: dict[int, Place]) -> None:

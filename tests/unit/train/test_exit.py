@@ -39,7 +39,7 @@ def left(monkeypatch):
 def comm_of(rank, doing="training step 8", step=7):
     world = SimpleNamespace(rank=rank, size=4, hostname="n1")
     progress = {"doing": [doing], "resume_point": ResumePoint(step), "watch": None}
-    return SimpleNamespace(world=world, is_rank_0=rank == 0, nonce="1", **progress)
+    return SimpleNamespace(world=world, is_rank_0=rank == 0, store_rank=0, nonce="1", **progress)
 
 
 def asked(tmp_path):

@@ -15,7 +15,9 @@ ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2}", 2**22 + rank) for rank in 
 
 def comm_of(rank, store):
     world = SimpleNamespace(rank=rank, size=3, node=rank // 2)
-    comm = SimpleNamespace(world=world, is_rank_0=rank == 0, roster=ROSTER, store=store)
+    comm = SimpleNamespace(
+        world=world, is_rank_0=rank == 0, roster=ROSTER, store=store, store_rank=0
+    )
     comm.doing = ["loading the model"]
     return comm
 

@@ -23,6 +23,7 @@ def comm_of(rank=0, size=2, store=None):
         world=SimpleNamespace(rank=rank, size=size, node=0),
         roster=ROSTER[:size],
         store=store or dist.HashStore(),
+        store_rank=0,
         device=torch.device("cpu"),
         sees_local_pids=False,
         begin=lambda what: None,

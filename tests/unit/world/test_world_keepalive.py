@@ -120,6 +120,30 @@ def test_where_rank_0s_host_ends_every_survivor_names_its_ranks(world, monkeypat
     assert wait_for_ended(world.watches[2]) == {0, 1}
 
 
+def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world):
+    """The run goes on as ranks 0, 1 and 2 of the launcher's 1, 2 and 0."""
+    launched, host = world.watches[0]._comm.roster, world.watches[0]._comm
+    old = [1, 2, 0]
+    now = SimpleNamespace(**vars(host))
+    now.roster = tuple(
+        Peer(rank, node, launched[was].hostname, launched[was].pid)
+        for rank, (was, node) in enumerate(zip(old, (0, 1, 2), strict=True))
+    )
+    world.watches[0].renumber(now, old)
+    world.watches[0]._ended = {2: 100.0}
+    assert world.watches[0].ended_ranks() == {1}
+    assert str(world.watches[0]._gone({2})) == "host n2 (rank 1) is gone while training step 7"
+    assert world.watches[0]._lost_host(2).facts == {"lost_hosts": ["n2"], "lost_ranks": [1]}
+    # Of those, the second and the third one are left: the launcher's rank 1 idles.
+    last = SimpleNamespace(**vars(host))
+    last.roster = tuple(Peer(rank, rank, f"n{was}", 1) for rank, was in enumerate((2, 0)))
+    world.watches[0].renumber(last, [1, 2])
+    assert world.watches[0].ended_ranks() == {0}
+    assert world.watches[0]._gone({2}).facts == {"lost_hosts": ["n2"], "lost_ranks": [0]}
+    assert world.watches[0]._gone({1}).facts == {"lost_hosts": ["n1"], "lost_ranks": [1]}
+    world.watches[0]._ended = {}
+
+
 def test_the_kernel_asks_on_both_sides_and_gives_up_within_the_limit(world):
     ends = [world.connection(1), *world.watches[0]._ranks]
     assert len(ends) == NUM_RANKS
