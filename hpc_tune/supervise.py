@@ -218,7 +218,10 @@ class Supervisor:
 
     def _told(self, last: Start, following: Next, why: str) -> str:
         if following != "give up" or last.reason not in _ENDED_BY:
-            return f"step {last.to_step}: {following}: {why}"
+            # What to do is what happens now.
+            why = why.partition(". Rerun the same command")[0]
+            word = "starting again, because" if following == "again" else f"{following}:"
+            return f"step {last.to_step}: {word} {why}"
         # Slurm sends it too, before it queues a job again or when the first node fails.
         saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
         if self._job is None:

@@ -20,10 +20,12 @@
 #SBATCH --signal=B:USR1@300
 set -eo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"
+: "${SCRATCH:?set it: the config names models, data and runs by it}"
 
 # module load python openmpi                  # the site's names
 source "${HPC_TUNE_VENV:-.venv}/bin/activate"  # where hpc_tune is installed, on a shared folder
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not know otherwise
+export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks
 launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_NTASKS"
 
 # It starts the ranks again after a stop for memory, requeues the job when its time ends, and gives

@@ -1,5 +1,6 @@
 """The batch job of this process, as its scheduler describes it."""
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from hpc_tune.cluster import pbs, slurm
 from hpc_tune.cluster.protocol import Environ, Scheduler
 from hpc_tune.log import log
+from hpc_tune.units import format_seconds
 
 # The first whose job id is in the environment is the scheduler of the job.
 SCHEDULERS = (
@@ -52,7 +54,17 @@ def job_end(environ: Environ, ask: bool) -> float | None:
                 text,
             )
     job = job_of(environ) if ask else None
-    return None if job is None else job.scheduler.ask_end(job.id)
+    end_s = None if job is None else job.scheduler.ask_end(job.id)
+    if end_s is not None and (ago_s := time.time() - end_s) > 0:
+        log.warning(
+            "the scheduler says that this job has ended %s ago: the clock of %s is ahead of the "
+            "scheduler's by as much at least, so only its signal asks the run to stop. Compare "
+            "the clocks (date), and set this one right",
+            format_seconds(ago_s),
+            socket.gethostname(),
+        )
+        return None
+    return end_s
 
 
 def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:

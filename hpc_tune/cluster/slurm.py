@@ -256,6 +256,9 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
         # Without a slash bash would look for it along PATH first.
         lines.append(f"source {shlex.quote(file if '/' in file else f'./{file}')}")
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
+    lines.append(
+        "export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks"
+    )
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
     words += ["--python", "python"] if settings.container else []
     return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])

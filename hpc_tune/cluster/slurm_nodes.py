@@ -95,8 +95,10 @@ class SlurmNodes:
 
 
 def _why_sick(state: str) -> str:
-    silent = " and does not respond" if state.endswith("*") else ""
-    return f"Slurm says that it is {state.rstrip('*')}{silent}"
+    name = state.rstrip("*")
+    said = [f"is {name}"] if _SICK.fullmatch(name) else []
+    said += ["does not respond"] if state.endswith("*") else []
+    return f"Slurm says that it {' and '.join(said)}"
 
 
 def _run_lengths(text: str) -> list[int | None]:

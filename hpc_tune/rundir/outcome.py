@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
+from hpc_tune.log import log
 from hpc_tune.world.stop import STOP_FILE
 
 FILE = "outcome.json"
@@ -55,7 +56,7 @@ def write(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
         OSError: if the file system refuses.
     """
     if outcome.status != "failed":
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        _remove_stop_file(run_dir / STOP_FILE)
     fields = asdict(outcome)
     fields |= fields.pop("facts") | ({} if start is None else {"start": start})
     text = json.dumps(fields, indent=1) + "\n"
@@ -65,6 +66,14 @@ def write(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
         (run_dir / RESERVE).unlink(missing_ok=True)
         write_file(run_dir / FILE, text)
     (run_dir / RESERVE).unlink(missing_ok=True)
+
+
+def _remove_stop_file(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        what = "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
+        log.warning("%s %s: remove it before the next start, or that stops too", file, what)
 
 
 def begin(run_dir: Path) -> None:

@@ -130,6 +130,7 @@ class Control:
         if self._evaluation.is_missing(step):
             self._evaluate()
             self.saver.add_evaluation(self._state_now())
+        self._job.stop.train()
 
     def decide(self) -> Decision:
         """Return what all ranks do next; before a stop the state is saved. Collective."""

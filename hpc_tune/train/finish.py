@@ -18,6 +18,7 @@ from hpc_tune.units import format_seconds
 def finish(job: Job, model: Model, forecast: Forecast, control: Control, ended: Outcome) -> None:
     """Close what the run had open, and report how it ended. Collective."""
     job.watchdog.close()
+    job.setup_comm.begin("ending the run")
     job.stop.end()
     compare_memory(job, forecast)
     if job.chosen is not None:

@@ -42,10 +42,12 @@ class StopFlag:
         self._file_seen = False
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
-        self._says = "stopping once this step is saved"
-        ends = [] if time_limit_s is None else [process_start() + time_limit_s]
+        self._says = "stopping before the first step"
+        # On the monotonic clock: the other one may be set while the run goes on.
+        now_s, self._began_s = time.monotonic(), time.monotonic() - process_age()
+        ends = [] if time_limit_s is None else [self._began_s + time_limit_s]
         if (end := job_end(environ, is_first)) is not None:
-            ends.append(end)
+            ends.append(now_s + end - time.time())
         self._deadline = min(ends, default=None)
 
     @classmethod
@@ -64,6 +66,10 @@ class StopFlag:
         for number in STOP_SIGNALS:
             if not is_ignored(number):
                 self._before[number] = signal.signal(number, self._on_signal)
+
+    def train(self) -> None:
+        """Say from now on that a step is done, and saved, before the run stops."""
+        self._says = "stopping once this step is saved"
 
     def end(self) -> None:
         """Say from now on that the run is ending by itself."""
@@ -97,7 +103,7 @@ class StopFlag:
     @property
     def limit_s(self) -> float:
         """The seconds from the start of this process to the deadline; 0 where there is none."""
-        return 0.0 if self._deadline is None else self._deadline - process_start()
+        return 0.0 if self._deadline is None else self._deadline - self._began_s
 
     def is_asked(self, margin_s: float = 0.0) -> bool:
         """Whether there is a reason to stop; for long phases between the steps."""
@@ -105,7 +111,7 @@ class StopFlag:
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the deadline, or ``None`` where there is none."""
-        return None if self._deadline is None else self._deadline - time.time()
+        return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
@@ -124,9 +130,14 @@ class StopFlag:
         return self._file_seen
 
 
-def process_start() -> float:
-    """Return when this process started, in seconds since the epoch."""
+def process_age() -> float:
+    """Return for how many seconds this process has been there."""
     after_boot_s = started_s(os.getpid())
     if after_boot_s is None:
         raise WorldError("/proc does not show this process, so its start time is not known")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot_s
+
+
+def process_start() -> float:
+    """Return when this process started, in seconds since the epoch."""
+    return time.time() - process_age()

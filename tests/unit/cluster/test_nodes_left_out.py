@@ -210,6 +210,11 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     found, lost = nodes.examine(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
     assert (list(found), lost) == (["n3"], True)
     assert found["n3"] == "Slurm says that it is down and does not respond"
+    assert cluster.of()._slurm.sick(["n1"]) == {}
+    cluster.states["n1"] = "mixed*"
+    cluster.write()
+    assert cluster.of()._slurm.sick(["n1"]) == {"n1": "Slurm says that it does not respond"}
+    cluster.states["n1"] = "mixed"
     cluster.mute = ["n2"]
     cluster.write()
     found, lost = nodes.examine(["n1", "n2"], {}, False)

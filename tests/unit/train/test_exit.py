@@ -144,6 +144,16 @@ def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, s
     assert (tmp_path / "STOP").exists() == stays
 
 
+def test_a_folder_in_the_place_of_the_stop_file_is_named_and_the_outcome_is_written(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("hpc_tune.log.log.propagate", True)
+    (tmp_path / "STOP").mkdir()
+    outcome.write(outcome.stopped("STOP file", 7), tmp_path)
+    assert outcome.read(tmp_path)["step"] == 7
+    assert "STOP is a folder, which asks to stop as a file does: remove it" in caplog.text
+
+
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.of_start(tmp_path, None, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)

@@ -2,6 +2,7 @@ import errno
 import os
 import pty
 import signal
+import socket
 import sys
 import time
 from datetime import datetime
@@ -108,6 +109,36 @@ def test_the_time_limit_counts_from_the_start_of_the_process():
     assert flag.seconds_left() == pytest.approx(100, abs=2)
     assert flag.reason(margin_s=50) is None
     assert flag.reason(margin_s=150) == "time limit"
+
+
+def test_a_clock_that_is_set_back_or_forth_moves_no_limit(monkeypatch):
+    now = time.time
+    flag = StopFlag(time_limit_s=1e6, environ={"SLURM_JOB_END_TIME": str(int(now()) + 60)})
+    for days in (-1, 1):
+        monkeypatch.setattr(time, "time", lambda days=days: now() + 86400 * days)
+        assert flag.seconds_left() == pytest.approx(60, abs=20)
+
+
+def test_an_end_of_the_job_that_is_past_here_is_a_clock_that_is_ahead(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(log, "propagate", True)
+    past = datetime.fromtimestamp(int(time.time()) - 4204).isoformat()
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\necho 'JobId=7 EndTime={past} Deadline=N/A'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    flag = StopFlag(environ={"SLURM_JOB_ID": "7"}, is_first=True)
+    assert flag.reason(margin_s=1e6) is None
+    assert f"has ended 1h10m ago: the clock of {socket.gethostname()} is ahead" in caplog.text
+
+
+def test_before_the_first_step_nothing_is_said_of_a_step(capfd):
+    flag = StopFlag(is_first=True, environ={})
+    flag.install()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    flag.close()
+    assert capfd.readouterr().err == "SIGUSR1: stopping before the first step\n"
 
 
 def test_the_earlier_of_both_limits_holds():
