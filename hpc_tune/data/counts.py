@@ -31,13 +31,15 @@ _REMARKS = {
     "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
     "weighted": "documents with weights in the loss other than 0 and 1",
-    "cut_prompts": "prompts cut from the left, for both answers to fit into seq_len",
+    "cut_prompts": "prompts cut from the left, for the answers to fit into seq_len",
+    "cut_others": "prompts cut from the left before the answer of another row, by which KTO"
+    " estimates how far the model has moved",
     "unpaired": "pairs taken as two labelled answers each",
     "unmatched": "labelled answers without another's answer to the same prompt, by which KTO"
     " estimates how far the model has moved",
 }
 # Counted for preferences alone.
-OF_PREFERENCES = ("cut_prompts", "unpaired", "unmatched")
+OF_PREFERENCES = ("cut_prompts", "cut_others", "unpaired", "unmatched")
 _OF_ROLES = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
     " takes one that writes them)",
@@ -70,6 +72,7 @@ class Counters:
     bad_rows: int = 0
     control_tokens: int = 0
     cut_prompts: int = 0
+    cut_others: int = 0
     unpaired: int = 0
     unmatched: int = 0
     weighted: int = 0

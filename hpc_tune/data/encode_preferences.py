@@ -4,8 +4,9 @@
     Labelled  an answer, and after the same prompt that of another prompt -> both -> one document
 
 Both sides begin with the same tokens up to the first learned one: else the sums of their
-log-probabilities would be of different prompts. What is longer than ``seq_len`` loses the left of
-its prompt, on both sides alike, and nothing of an answer.
+log-probabilities would be of different prompts. A pair that is longer than ``seq_len``, both sides
+together, loses the left of its prompt, on both sides alike, and nothing of an answer. The sides of
+a labelled answer are never in one row, and each is cut by itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ from hpc_tune.config.data import Form
 from hpc_tune.data.chats import LossOn, Rendered
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import BATCH_CHARS, Encoder
-from hpc_tune.data.preferences import Labelled, Pair, with_answer_of
+from hpc_tune.data.preferences import Labelled, Pair, answer_begins, with_answer_of
 from hpc_tune.data.reading import Row
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer
@@ -113,50 +114,57 @@ class PreferenceEncoder:
         """Yield the documents of some items as one block."""
         texts = [side for item in items for side in item.sides]
         sides = iter(self._own.tokenize(texts) if texts else [])
-        documents, labels = [], []
+        documents, made_of = [], []
         for item in items:
             own = [next(sides) for _ in item.sides]
             made = self._pair(own) if item.label is None else self._labelled(own)
             if made:
                 documents.append(made)
-                labels.append(bool(item.label))
+                made_of.append(item.label)
         if not documents:
             return
+        labels = None if made_of[0] is None else np.array(made_of, dtype=np.uint8)
         tokens = np.concatenate([tokens for made in documents for tokens, _ in made])
         mask = np.concatenate([mask for made in documents for _, mask in made])
         self.counters.documents += len(documents)
-        self.counters.tokens += len(tokens)
-        self.counters.loss_tokens += int(mask.sum())
+        # Of labelled answers only the own side is learned.
+        counted = [side for made in documents for side in made[: 2 if labels is None else 1]]
+        self.counters.tokens += sum(len(tokens) for tokens, _ in counted)
+        self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in counted)
         yield Block(
             np.array([sum(len(side) for side, _ in made) for made in documents], dtype=np.int64),
             tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False),
             mask,
             np.array([len(made[0][0]) for made in documents], dtype=np.int64),
-            None if items[0].label is None else np.array(labels, dtype=np.uint8),
+            labels,
         )
 
     def _pair(self, sides: list[Side]) -> list[Side]:
         """Return the sides of a pair as they fit; nothing, and counted, if they do not."""
         why = _why_unfit(sides)
-        if why is None and (fitting := self._fit(sides)) is not None:
-            return fitting
-        self.counters.drop(why or _TOO_LONG)
-        return []
+        fitting = None if why else self._fit(sides)
+        if fitting is None:
+            self.counters.drop(why or _TOO_LONG)
+            return []
+        self.counters.cut_prompts += _is_cut(fitting, sides)
+        return fitting
 
     def _labelled(self, sides: list[Side]) -> list[Side]:
-        """Return the sides of a labelled answer as they fit, its own one if not both do."""
-        if why := _why_unfit(sides[:1]):
-            self.counters.drop(why)
+        """Return the sides of a labelled answer as they fit, its own one if the other does not."""
+        own, other = sides[:1], sides[1:]
+        why = _why_unfit(own)
+        fitting = None if why else self._fit(own)
+        if fitting is None:
+            self.counters.drop(why or _TOO_LONG)
             return []
-        has_other = len(sides) > 1 and _why_unfit(sides) in (None, _SAME)
-        fitting = self._fit(sides) if has_other else None
-        if fitting is None:
+        self.counters.cut_prompts += _is_cut(fitting, own)
+        is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME)
+        fitting_other = self._fit(other) if is_comparable else None
+        if fitting_other is None:
             self.counters.unmatched += 1
-            fitting = self._fit(sides[:1])
-        if fitting is None:
-            self.counters.drop(_TOO_LONG)
-            self.counters.unmatched -= 1
-        return fitting or []
+            return fitting
+        self.counters.cut_others += _is_cut(fitting_other, other)
+        return fitting + fitting_other
 
     def _fit(self, sides: list[Side]) -> list[Side] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
@@ -171,7 +179,6 @@ class PreferenceEncoder:
             return None
         if kept == prompt:
             return sides
-        self.counters.cut_prompts += 1
         chosen = np.r_[:bos, prompt - kept + bos : prompt]
         return [
             (np.r_[tokens[chosen], tokens[prompt:]], np.r_[mask[chosen], mask[prompt:]])
@@ -186,6 +193,10 @@ def encoder_of(
     if form == "answers":
         return Encoder(tokenizer, seq_len, loss_on)
     return PreferenceEncoder(tokenizer, seq_len, loss_on)
+
+
+def _is_cut(fitting: list[Side], sides: list[Side]) -> bool:
+    return len(fitting[0][0]) < len(sides[0][0])
 
 
 def _why_unfit(sides: list[Side]) -> str | None:
@@ -226,4 +237,4 @@ def _prompt_of(row: Row) -> Any:
     answer = row.answers[0]
     if isinstance(answer, Completion):
         return answer.prompt, answer.system, answer.history
-    return answer.messages[:-1], answer.tools
+    return answer.messages[: answer_begins(answer)], answer.tools

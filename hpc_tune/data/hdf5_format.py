@@ -14,9 +14,10 @@ is one range of bytes that can be read without HDF5::
        +- lengths/counts       int64 [num_lengths]              how many documents have each
     (at the end)           a checksum of all that is not a dataset: seal.py
 
-That is version 4, of answers. Files of preferences have version 5, with the attribute form, and in
-a document two sides, one after the other: the chosen and the rejected answer (pairs), or the own
-and another's answer to the same prompt (labels)::
+That is version 4, of answers. Files of preferences have the attribute form, and in a document two
+sides, one after the other: of version 5 the chosen and the rejected answer (pairs), of version 7
+the own and another's answer to the same prompt (labels). Lengths are then those of the longer side,
+as the two are never in one row::
 
        +- documents/borders    int64 [num_documents]            tokens of the first side
        +- documents/labels     uint8 [num_documents]            of labels: 1 is desirable
@@ -56,7 +57,8 @@ FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
 # that people have typed into calls of tools for real ones.
 VERSION = 4
-PREFERENCE_VERSION, WEIGHT_VERSION = 5, 6
+PAIR_VERSION, WEIGHT_VERSION, LABEL_VERSION = 5, 6, 7
+_OF_ANSWERS = (VERSION, WEIGHT_VERSION)
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -115,7 +117,7 @@ class Attributes:
     def version(self) -> int:
         """The version of the format of such a file."""
         if self.form != "answers":
-            return PREFERENCE_VERSION
+            return PAIR_VERSION if self.form == "pairs" else LABEL_VERSION
         return WEIGHT_VERSION if self.has_weights else VERSION
 
 
@@ -229,6 +231,16 @@ class TokenStore:
         mask = self.loss_mask if self.loss_weights is None else self.loss_weights
         return self.tokens[start:stop], mask[start:stop]
 
+    def sizes(self, start: int, stop: int) -> np.ndarray:
+        """Return what each of the documents from ``start`` to ``stop`` takes of a row.
+
+        Raises:
+            DataError: if the file was cut off since it was opened.
+        """
+        borders = self.borders if self.labels is not None else None
+        lengths = np.diff(self.offsets[start : stop + 1])
+        return sizes_of(lengths, None if borders is None else borders[start:stop])
+
     def sides(self, document: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens and loss mask of each side: of preferences two, or one without the other.
 
@@ -291,6 +303,8 @@ class TokenStore:
     def _check(self) -> None:
         """Check what can be checked without reading the documents."""
         values, counts = self.length_values, self.length_counts
+        of_lengths = int(values @ counts)
+        most = of_lengths if self.labels is None else 2 * of_lengths
         wrong = [
             what
             for what, is_right in {
@@ -307,7 +321,7 @@ class TokenStore:
                 and bool((np.diff(values) > 0).all())
                 and bool((values > 0).all()),
                 "lengths do not add up to the documents": int(counts.sum()) == self.num_documents,
-                "lengths do not add up to the tokens": int(values @ counts) == self.num_tokens,
+                "lengths do not add up to the tokens": of_lengths <= self.num_tokens <= most,
                 "offsets do not end at the last token": len(self.offsets) > 0
                 and int(self.offsets[0]) == 0
                 and int(self.offsets[len(self.offsets) - 1]) == self.num_tokens,
@@ -316,6 +330,11 @@ class TokenStore:
         ]
         if wrong:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
+
+
+def sizes_of(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
+    """Return what documents take of a row; ``borders``: of those whose sides are in rows apart."""
+    return lengths if borders is None else np.maximum(borders, lengths - borders)
 
 
 def prepared_from(source: Paths, folders: Iterable[Path]) -> list[Path]:
@@ -351,12 +370,19 @@ def _require_ours(path: Path) -> None:
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     attributes = dict(file.attrs)
     version = attributes.get("version")
-    if version not in (VERSION, PREFERENCE_VERSION, WEIGHT_VERSION):
+    if version not in (*_OF_ANSWERS, PAIR_VERSION, LABEL_VERSION):
         raise DataError(
             f"{path} has version {version} of the format, this hpc_tune reads "
-            f"versions {VERSION} to {WEIGHT_VERSION}; {PREPARE_AGAIN}"
+            f"versions {VERSION} to {LABEL_VERSION}; {PREPARE_AGAIN}"
         )
-    if version != PREFERENCE_VERSION:
+    if version == PAIR_VERSION and attributes.get("form") == "labels":
+        raise DataError(
+            f"{path} has answers with labels of version {version} of the format, whose prompts an "
+            "earlier hpc_tune has cut to make room for the answers of other rows; this one reads "
+            f"version {LABEL_VERSION}. A run that was trained on it cannot go on: "
+            f"{PREPARE_AGAIN}, and train in another run.dir"
+        )
+    if version in _OF_ANSWERS:
         attributes["form"] = "answers"
     try:
         kinds = {**get_type_hints(Attributes), "form": str}

@@ -82,8 +82,9 @@ class PackedRows:
         values, counts, numbers = by_length(store, limit)
         longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
+            what = "both answers together" if store.form == "pairs" else "with their prompts"
             raise DataError(
-                f"{store.path} has preferences of up to {longest} tokens, both answers together, "
+                f"{store.path} has preferences of up to {longest} tokens, {what}, "
                 f"and data.seq_len={order.seq_len} would cut them; set data.seq_len={longest} or"
                 " more, or prepare the data again with this one"
             )

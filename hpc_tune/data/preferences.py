@@ -123,11 +123,24 @@ def has_label(record: dict[str, Any]) -> bool:
 
 
 def with_answer_of(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
-    """Return the prompt of one labelled answer with the answer of another."""
+    """Return the prompt of one labelled answer with the answer of another, all messages of it."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
-    return replace(chat, messages=[*chat.messages[:-1], answers.messages[-1]])
+    begin, others_begin = answer_begins(chat), answer_begins(answers)
+    later = {n for n in answers.unlearned if n > others_begin}
+    unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
+    messages = [*chat.messages[:begin], *answers.messages[others_begin:]]
+    return replace(chat, messages=messages, unlearned=frozenset(unlearned))
+
+
+def answer_begins(chat: Chat) -> int:
+    """Return with which message the answer of a pair or with a label begins: the first learned."""
+    is_learned = (
+        message["role"] == "assistant" and number not in chat.unlearned
+        for number, message in enumerate(chat.messages)
+    )
+    return [*is_learned].index(True)
 
 
 def _require_object(record: Any) -> None:

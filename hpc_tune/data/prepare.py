@@ -37,7 +37,7 @@ from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.encode_preferences import PreferenceEncoder, encoder_of
 from hpc_tune.data.files import Paths, as_list, shown
-from hpc_tune.data.hdf5_format import PREFERENCE_VERSION, VERSION, Attributes, TokenStore
+from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
 from hpc_tune.data.reading import PLAIN, Reading, require_columns
 from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
 from hpc_tune.data.templates import template_date_of
@@ -50,7 +50,7 @@ from hpc_tune.world.comm import RunAndAgree, alone
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
 # Of what is learned of a row: files of another are prepared again.
-_MEANING, _MEANING_OF_LABELS = 3, 4
+_MEANING, _MEANING_OF_LABELS = 3, 5
 Report = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -182,15 +182,17 @@ def assemble(work: Plan) -> Counters:
         DataError: if parts are missing, or no example is left.
     """
     counters, findings, histogram = Counters(), Findings(), collections.Counter[int]()
+    num_tokens = 0
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
             facts = json.loads(part[_FACTS])
         counters.add(Counters(**facts["counters"]))
         findings.add(Findings(**facts["findings"]))
-        histogram.update(dict(facts["lengths"]))
+        histogram.update(dict(facts["sizes"]))
+        num_tokens += facts["tokens"]
     _check(work, counters, findings)
     attributes = replace(work.attributes, counters=counters)
-    write_store(work.out, _all_blocks(work), histogram, attributes)
+    write_store(work.out, _all_blocks(work), histogram, attributes, num_tokens)
     shutil.rmtree(work.parts, ignore_errors=True)
     _remove_stale(work.out)
     return counters
@@ -300,7 +302,7 @@ def _stamp_of(file: Path, ranks: Ranks) -> tuple[int, int] | None:
 
 
 def _key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
-    values, version = asdict(settings), PREFERENCE_VERSION
+    values, version = asdict(settings), PAIR_VERSION
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
@@ -337,19 +339,22 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
 def _write_part(work: Plan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, at last facts about all."""
     findings, histogram = Findings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
+    num_tokens = 0
     examples = read_chunk(work.chunks[number], work.settings.reading, findings)
     with replacing(work.part(number)) as temporary, zipfile.ZipFile(temporary, "w") as part:
         for at, block in enumerate(encoder.encode(examples)):
             for name, array in block.arrays.items():
                 with part.open(f"{at}/{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array)
-            histogram += np.bincount(block.lengths, minlength=len(histogram))
+            histogram += np.bincount(block.sizes, minlength=len(histogram))
+            num_tokens += len(block.tokens)
         encoder.counters.bad_rows = findings.num_bad
-        lengths = np.flatnonzero(histogram)
+        sizes = np.flatnonzero(histogram)
         facts = {
             "counters": asdict(encoder.counters),
             "findings": asdict(findings),
-            "lengths": [*zip(lengths.tolist(), histogram[lengths].tolist(), strict=True)],
+            "tokens": num_tokens,
+            "sizes": [*zip(sizes.tolist(), histogram[sizes].tolist(), strict=True)],
         }
         part.writestr(_FACTS, json.dumps(facts))
 

@@ -40,7 +40,7 @@ _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _KINDS: dict[Form, str] = {
     "answers": "documents  ",
     "pairs": "pairs      ",
-    "labels": "answers    with labels, each with another's: ",
+    "labels": "answers    with labels, the longer of each and another's in its place: ",
 }
 
 
@@ -154,7 +154,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
         f"source     {attributes.source}",
         f"{_KINDS[store.form]}{store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens,"
         f" cut at data.seq_len={attributes.seq_len}",
-        f"learned    {attributes.counters.loss_tokens:,} of {store.num_tokens:,} tokens,"
+        f"learned    {attributes.counters.loss_tokens:,} of {attributes.counters.tokens:,} tokens,"
         f" data.loss_on={attributes.loss_on}",
         f"tokenizer  {attributes.tokenizer} (fingerprint {attributes.tokenizer_fingerprint[:12]},"
         f" {attributes.vocab_size:,} tokens, the highest used is {attributes.highest_token:,})",

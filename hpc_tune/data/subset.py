@@ -12,17 +12,16 @@ _Histogram = tuple[np.ndarray, np.ndarray, Indexed]
 
 
 def by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
-    """Return lengths (rising), how many documents have each, and their numbers in that order.
+    """Return sizes (rising), how many documents have each, and their numbers in that order.
 
     With ``limit`` of them, which a permutation of all their numbers draws: always the same ones.
     """
     if limit is None or limit >= store.num_documents:
         return store.length_values, store.length_counts, store.by_length
     numbers = drawn(store.num_documents, limit)
-    offsets = store.offsets[:]
-    lengths = offsets[numbers + 1] - offsets[numbers]
-    values, counts = np.unique(lengths, return_counts=True)
-    return values, counts, numbers[np.argsort(lengths, kind="stable")]
+    sizes = store.sizes(0, store.num_documents)[numbers]
+    values, counts = np.unique(sizes, return_counts=True)
+    return values, counts, numbers[np.argsort(sizes, kind="stable")]
 
 
 def drawn(num_documents: int, limit: int) -> np.ndarray:
@@ -40,9 +39,14 @@ def learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) ->
     if is_whole and store.length_values[-1] <= seq_len:
         return store.attributes.counters.loss_tokens
     if not is_whole:
-        masks = (store.document(int(n))[1] for n in drawn(store.num_documents, limit or 0))
+        masks = (_learned_mask(store, int(n)) for n in drawn(store.num_documents, limit or 0))
         return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
     return sum(_learned_of_pieces(store, seq_len))
+
+
+def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
+    """Return the mask of what is learned of a document: of a labelled answer the own side."""
+    return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]
 
 
 def _learned_of_pieces(store: TokenStore, seq_len: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ import numpy as np
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.counts import OF_PREFERENCES
-from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, WEIGHTS, Attributes
+from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, WEIGHTS, Attributes, sizes_of
 from hpc_tune.data.seal import seal
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
@@ -40,6 +40,11 @@ class Block:
     loss_weights: np.ndarray | None = None
 
     @property
+    def sizes(self) -> np.ndarray:
+        """What each document takes of a row of ``seq_len`` tokens."""
+        return sizes_of(self.lengths, self.borders if self.labels is not None else None)
+
+    @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that are there, by name."""
         return {name: array for name, array in vars(self).items() if array is not None}
@@ -51,27 +56,34 @@ def token_dtype(num_ids: int) -> np.dtype:
 
 
 def write_store(
-    path: Path, blocks: Iterable[Block], histogram: dict[int, int], attributes: Attributes
+    path: Path,
+    blocks: Iterable[Block],
+    histogram: dict[int, int],
+    attributes: Attributes,
+    num_tokens: int | None = None,
 ) -> None:
-    """Write documents to ``path``; ``histogram`` holds the number of documents of each length.
+    """Write documents to ``path``; ``histogram`` holds the number of documents of each size.
+
+    ``num_tokens``: of all documents, where their sizes do not add up to it.
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
     with replacing(path, durable=True) as temporary:
-        extents = _allocate(temporary, histogram, attributes)
+        if num_tokens is None:
+            num_tokens = sum(size * count for size, count in histogram.items())
+        extents = _allocate(temporary, histogram, num_tokens, attributes)
         with temporary.open("r+b", buffering=0) as file:
-            content, highest = _fill(file.fileno(), extents, blocks, histogram)
+            content, highest = _fill(file.fileno(), extents, blocks, histogram, num_tokens)
         _write_attributes(temporary, replace(attributes, content=content, highest_token=highest))
         seal(temporary)
 
 
 def _allocate(
-    path: Path, histogram: dict[int, int], attributes: Attributes
+    path: Path, histogram: dict[int, int], num_tokens: int, attributes: Attributes
 ) -> dict[str, tuple[int, np.dtype]]:
     """Make the HDF5 file with its datasets, unwritten; return where each begins and its type."""
     num_documents = sum(histogram.values())
-    num_tokens = sum(length * count for length, count in histogram.items())
     documents = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
     shapes = {
         "tokens": (num_tokens, token_dtype(attributes.vocab_size)),
@@ -106,6 +118,7 @@ def _fill(
     extents: dict[str, tuple[int, np.dtype]],
     blocks: Iterable[Block],
     histogram: dict[int, int],
+    expected: int,
 ) -> tuple[str, int]:
     """Write every dataset's bytes; return the hash of the documents and their highest token."""
     values = np.array(sorted(histogram), dtype=np.int64)
@@ -135,14 +148,13 @@ def _fill(
         for name in hashed[len(HASHED) :]:
             append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
-        sorter.add(block.lengths)
+        sorter.add(block.sizes)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
     sorter.flush()
-    expected = int(values @ counts)
-    assert num_tokens == expected, f"blocks hold {num_tokens} tokens, the histogram {expected}"
+    assert num_tokens == expected, f"blocks hold {num_tokens} tokens, expected {expected}"
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
-    return joined([hashes[name] for name in hashed]), highest
+    return joined([hashes[name] for name in hashed], "documents/labels" in hashed), highest
 
 
 class _ByLength:

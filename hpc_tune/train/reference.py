@@ -108,7 +108,9 @@ def _compute(
 
     for mismatched in (False, True) if store.form == "labels" else (False,):
         for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities()):
-            documents = rows.documents_in(batch)
+            # Empty of tokens, and so of documents: a row whose answers have no mismatched ones.
+            if not (documents := rows.documents_in(batch)):
+                continue
             reference[documents] += log_probs.double().cpu().numpy().reshape(-1, 2)
     progress.close()
     flat = reference.reshape(-1)

@@ -183,14 +183,14 @@ def phases_of(
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the checkpoint's mixture cannot be used: {reason}") from None
-    last = phases[-1]
-    for name in parts.keys() & last.parts.keys():
-        if what := _other_data(last.parts[name], parts[name]):
+    last, known = phases[-1], _last_parts(phases)
+    for name in sorted(parts.keys() & known.keys()):
+        if what := _other_data(known[name], parts[name]):
             raise ConfigError(
                 f"data.sources: {name} {what}. Give the old data, or another run.dir; or another "
                 "name, with data.new_mixture=true, to go on with it as a source of its own"
             )
-    changes = _changes(last, parts)
+    changes = _changes(phases, parts)
     if not changes:
         return phases
     is_of_weights = all(p.weight is not None for p in (*last.parts.values(), *parts.values()))
@@ -210,7 +210,7 @@ def phases_of(
 def changes_since(saved: Mapping[str, Any], phases: Sequence[Phase]) -> str:
     """Return in words what is another than at a checkpoint's position, or nothing."""
     before = phases_from_json(saved["phases"])
-    return "; ".join(_changes(before[-1], phases[-1].parts)) if len(before) < len(phases) else ""
+    return "; ".join(_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
 
 
 def _other_data(saved: MixturePart, now: MixturePart) -> str:
@@ -222,12 +222,18 @@ def _other_data(saved: MixturePart, now: MixturePart) -> str:
     return ""
 
 
-def _changes(last: Phase, parts: Mapping[str, MixturePart]) -> list[str]:
-    """Return in which ways a mixture is another than that of a phase."""
+def _last_parts(phases: Sequence[Phase]) -> dict[str, MixturePart]:
+    """Return each source that a run has had, as it was in the last phase that had it."""
+    return {name: part for phase in phases for name, part in phase.parts.items()}
+
+
+def _changes(phases: Sequence[Phase], parts: Mapping[str, MixturePart]) -> list[str]:
+    """Return in which ways a mixture is another than that of the last phase."""
+    last, known = phases[-1], _last_parts(phases)
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
         if (before := last.parts.get(name)) is None:
-            changes.append(f"{name} new, with {part.asked}")
+            changes.append(f"{name} {'back' if name in known else 'new'}, with {part.asked}")
         elif (before.weight, before.epochs) != (part.weight, part.epochs):
             changes.append(f"{name} {before.asked}, now {part.asked}")
     return changes

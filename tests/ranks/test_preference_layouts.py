@@ -94,6 +94,19 @@ def test_layouts_and_micro_batches_change_no_loss(alone, objective, names):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.full
+def test_rows_whose_answers_have_no_mismatched_ones_are_learned_in_shards(tmp_path):
+    rows = [
+        {"prompt": "Why?", "completion": "because " * (n % 9 + 1), "label": n % 2 == 0}
+        for n in range(60)
+    ]
+    data = write(tmp_path / "one-prompt.jsonl", rows)
+    for name, ranks, more in (("alone", 1, []), ("shard", 2, ["parallel.shard=2"])):
+        words = settings(tmp_path, name, data, "kto", f"data.cache={tmp_path / name}", *more)
+        assert many_runs(ranks, [{"overrides": words}], tmp_path) == [0]
+    assert worst_gap(losses(tmp_path / "shard"), losses(tmp_path / "alone")) < 1e-5
+
+
 def test_a_run_of_preferences_resumes_on_other_ranks(alone):
     folder, data, references = alone
     words = settings(folder, "resumed", data, "dpo", "tune.method=lora")

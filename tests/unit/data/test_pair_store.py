@@ -30,7 +30,9 @@ from hpc_tune.data.prepare import (
 )
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.seal import seal
 from hpc_tune.data.show import PLAIN, describe_prepared, show, show_prepared
+from hpc_tune.data.subset import drawn, learned_tokens
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import prepare_settings
 from tests.support.data import byte_tokenizer, chat, write_jsonl
@@ -209,17 +211,81 @@ def test_mismatched_answers_are_rendered_by_the_chat_template():
     assert counters.examples == 2
 
 
+def test_a_labelled_answer_that_fits_keeps_its_prompt_whatever_the_next_answer_is():
+    rows = [labelled(0), labelled(1, "long" * 9)]
+    documents, counters = sides_of(byte_tokenizer(None), rows, 40)
+    assert [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents] == [
+        ["q0 a0", "q0 " + "long" * 9],
+        ["q1 " + "long" * 9, "q1 a0"],
+    ]
+    assert (counters.unmatched, counters.cut_prompts, counters.cut_others) == (0, 0, 0)
+
+
+def test_each_side_of_a_labelled_answer_is_cut_by_itself():
+    rows = [labelled(0), labelled(1, "long" * 9)]
+    documents, counters = sides_of(byte_tokenizer(None), rows, 38)
+    assert [[text.removesuffix("<|im_end|>") for text, _ in sides] for sides in documents] == [
+        ["q0 a0", " " + "long" * 9],
+        [" " + "long" * 9, "q1 a0"],
+    ]
+    assert (counters.unmatched, counters.cut_prompts, counters.cut_others) == (0, 1, 1)
+    assert "1 prompts cut from the left, for the answers to fit into seq_len" in str(counters)
+    assert "1 prompts cut from the left before the answer of another row" in str(counters)
+
+
+def test_only_own_answers_of_labelled_ones_are_counted():
+    rows = [labelled(0), labelled(1, "long" * 9)]
+    _, counters = sides_of(byte_tokenizer(None), rows, 100)
+    own = [len("q0 a0") + 1, len("q1 " + "long" * 9) + 1]
+    assert (counters.tokens, counters.loss_tokens) == (sum(own), sum(own) - 6)
+
+
+def test_a_mismatched_answer_of_several_messages_is_the_whole_of_it():
+    def turns(question, *said):
+        asked = {"role": "user", "content": question}
+        roles = ("assistant", "user", "assistant")
+        return [asked, *({"role": r, "content": s} for r, s in zip(roles, said, strict=False))]
+
+    rows = [
+        to_labelled(
+            {
+                "chosen": turns("q0", "FIRST OWN", "go on", "OWN"),
+                "rejected": turns("q0", "FIRST BAD", "go on", "BAD"),
+            }
+        ),
+        to_labelled({"chosen": turns("q1", "OTHER"), "rejected": turns("q1", "WORSE")}),
+    ]
+    documents, _ = sides_of(byte_tokenizer(), rows)
+    end = "<|im_end|>"
+    asked, says = "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"
+    assert documents[0][0][1] == f"FIRST OWN{end}OWN{end}"
+    assert documents[0][1] == (asked.format("q0") + says.format("OTHER"), f"OTHER{end}")
+    theirs = says.format("FIRST OWN") + asked.format("go on") + says.format("OWN")
+    assert documents[2][1] == (asked.format("q1") + theirs, f"FIRST OWN{end}OWN{end}")
+
+
+def test_rows_of_one_prompt_are_no_mismatch_where_answers_are_several_messages():
+    def row(first, last):
+        call = [{"role": "assistant", "content": first}, {"role": "user", "content": "go on"}]
+        asked = [{"role": "user", "content": "q"}]
+        last = [{"role": "assistant", "content": last}]
+        fields = {"chosen": asked + call + last, "rejected": [*asked, *last]}
+        return to_labelled(fields)
+
+    documents, counters = sides_of(byte_tokenizer(), [row("a", "b"), row("c", "d")])
+    assert [len(sides) for sides in documents] == [1, 1, 1, 1]
+    assert counters.unmatched == 4
+
+
 def test_a_row_alone_has_no_second_side_nor_has_one_whose_neighbour_is_too_long():
     documents, counters = sides_of(byte_tokenizer(None), [labelled(0)])
     assert [len(sides) for sides in documents] == [1]
     assert counters.unmatched == 1
     rows = [labelled(0), labelled(1, "long" * 9)]
-    documents, counters = sides_of(byte_tokenizer(None), rows, 40)
-    assert [[text for text, _ in sides] for sides in documents] == [
-        ["q0 a0<|im_end|>"],
-        ["q1 " + "long" * 9 + "<|im_end|>"],
-    ]
-    assert (counters.unmatched, counters.cut_prompts, counters.dropped) == (2, 0, {})
+    documents, counters = sides_of(byte_tokenizer(None), rows, 37)
+    assert [[text for text, _ in sides] for sides in documents] == [["q0 a0<|im_end|>"]]
+    assert (counters.unmatched, counters.cut_prompts) == (1, 0)
+    assert sum(counters.dropped.values()) == 1
 
 
 def test_the_two_answers_of_a_pair_take_those_of_the_next_pair():
@@ -297,6 +363,35 @@ def test_a_store_of_labels_has_them(tmp_path):
     assert store.labels[:].tolist() == [n % 3 == 0 for n in range(60)]
     assert store.labels.dtype == np.uint8
     assert len(store.sides(0)) == 2
+    with h5py.File(store.path) as file:
+        assert file.attrs["version"] == 7
+
+
+def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
+    rows = [{**row, "completion": "word " * (n % 9 + 1)} for n, row in enumerate(LABELLED)]
+    store = prepared(tmp_path, rows, "labels")
+    longer = [max(len(tokens) for tokens, _ in store.sides(n)) for n in range(60)]
+    assert store.sizes(0, 60).tolist() == longer
+    assert store.sizes(7, 9).tolist() == longer[7:9]
+    assert store.length_values.tolist() == sorted({*longer})
+    for limit in (None, 20):
+        packed = PackedRows(store, ORDER, limit)
+        for row in range(packed.num_rows):
+            documents = [store.sides(n) for n in packed.sampler.documents_of(row)]
+            for side in (0, 1):
+                assert sum(len(sides[side][0]) for sides in documents) <= ORDER.seq_len
+    own = [int(store.sides(n)[0][1].sum()) for n in range(60)]
+    assert learned_tokens(store, ORDER.seq_len) == sum(own)
+    assert learned_tokens(store, ORDER.seq_len, 20) == sum(own[n] for n in drawn(60, 20))
+
+
+def test_labelled_answers_of_the_version_before_are_refused_with_what_to_do(tmp_path):
+    store = prepared(tmp_path, LABELLED, "labels")
+    with h5py.File(store.path, "r+") as file:
+        file.attrs["version"] = 5
+    seal(store.path)
+    with pytest.raises(DataError, match=r"version 5 .* make room .*train in another run\.dir"):
+        TokenStore.open(store.path)
 
 
 @pytest.mark.parametrize("dataset", ["documents/borders", "documents/labels", "loss_mask"])

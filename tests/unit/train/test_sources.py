@@ -76,6 +76,19 @@ def test_a_source_that_comes_back_goes_on_where_it_was():
     assert {name: p.rows_before for name, p in phases[-1].parts.items()} == {"a": 50, "b": 20}
 
 
+def test_a_source_that_comes_back_with_other_data_is_refused():
+    left_out = phases_of(saved([Phase(OLD)], 50), {"a": part(weight=1.0)}, True)
+    position = saved(left_out, 70)
+    for changes, said in (
+        ({"content": "grown"}, "b is not the data this run was trained on"),
+        ({"limit": 7}, "b has limit=7, and no limit in the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            phases_of(position, {**OLD, "b": replace(OLD["b"], **changes)}, True)
+    with pytest.raises(ConfigError, match="b back, with weight 0.4"):
+        phases_of(position, OLD, False)
+
+
 def test_other_data_under_an_old_name_are_refused():
     position = saved([Phase(OLD)], 40)
     for changes, said in (
