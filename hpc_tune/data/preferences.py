@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_tune.data.calls import tools_of
+from hpc_tune.data.cells import opened, with_input
 from hpc_tune.data.common_prompt import Answer, Messages, Prompt, split_chats, split_texts
 from hpc_tune.data.marks import MARKS, weight_of
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example, turns_of
@@ -21,12 +22,11 @@ CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 LABELS = ("label", "kto_tag")
 _CHATS = ("messages", "conversations")
-_TEXTS = ("prompt", "instruction", "question", "input")
+_TEXTS = ("prompt", "instruction", "question", "query", "input")
 _WITH_EACH = ("tools", "functions", *MARKS)
+_BESIDE = ("system", "system_prompt", "history", "context", "rejected_tools")
 # All fields of rows of pairs.
-PAIR_FIELDS = frozenset(
-    (*CHOSEN, *REJECTED, *_CHATS, *_TEXTS, *_WITH_EACH, "system", "system_prompt", "history")
-)
+PAIR_FIELDS = frozenset((*CHOSEN, *REJECTED, *_CHATS, *_TEXTS, *_WITH_EACH, *_BESIDE))
 _EXPECTED_PAIRS = (
     "expected pairs: chosen and rejected, with prompt, messages, conversations, instruction or"
     " question, or each of the two a whole chat; data.columns={GOOD: chosen, BAD: rejected} names"
@@ -62,6 +62,7 @@ def to_pair(record: Any) -> Pair:
         NotLearned: if it is marked as not to be learned.
     """
     _require_object(record)
+    record = opened(with_input(record), (*CHOSEN, *REJECTED, *_CHATS, "prompt"))
     better, worse = _only(record, CHOSEN), _only(record, REJECTED)
     if better is None and worse is None:
         raise WrongRecord(
@@ -71,6 +72,7 @@ def to_pair(record: Any) -> Pair:
     if weight == 0:
         raise NotLearned
     _require_no_weight(weight is None or weight == 1)
+    _require_same_tools(record)
     prompt, chosen, rejected = _parts(record, better, worse)
     if chosen == rejected:
         raise WrongRecord(
@@ -114,7 +116,8 @@ def to_labelled(record: Any) -> Labelled:
             "desirable"
         )
     example = to_example({name: value for name, value in record.items() if name != field})
-    return Labelled((_last_alone(example),), (bool(label),))
+    is_round = field != "kto_tag"  # of LLaMA-Factory, where it is of the last message
+    return Labelled((_answer_alone(example, record, is_round),), (bool(label),))
 
 
 def has_label(record: dict[str, Any]) -> bool:
@@ -218,7 +221,10 @@ def _whole_beside_answer(sides: tuple[Answer, Answer], names: tuple[str, str]) -
 
 
 def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messages, Answer, Answer]:
-    """Return the parts of a row whose chosen answer is the last of its messages."""
+    """Return the parts of a row whose chosen answer is in its messages.
+
+    It is all that comes after the last turn of the user, and so is the rejected one.
+    """
     messages, rejected = _turns(record[whole], whole), _side(record, worse)
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
@@ -227,7 +233,26 @@ def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messag
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
         return split_chats(messages, rejected, (whole, worse))
-    return messages[:-1], messages[-1:], rejected
+    begin = _last_round(messages)
+    if not begin:
+        raise WrongRecord(f"{whole} begins with its answer, expected a turn of the user before it")
+    return messages[:begin], messages[begin:], rejected
+
+
+def _last_round(messages: Messages) -> int:
+    """Return the first of the assistant's messages after the user's last."""
+    user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    return next(n for n, m in enumerate(messages) if n > user and m["role"] == "assistant")
+
+
+def _require_same_tools(record: dict[str, Any]) -> None:
+    """Refuse tools of the rejected answer alone (ms-swift): its prompt would be another."""
+    rejected = tools_of({"tools": record.get("rejected_tools")})
+    if rejected is not None and rejected != _tools_of(record):
+        raise WrongRecord(
+            "rejected_tools and tools differ: two answers are compared after the same prompt, of "
+            "which the tools are a part; keep tools alone"
+        )
 
 
 def _side(record: dict[str, Any], field: str) -> Answer:
@@ -269,11 +294,13 @@ def _prompt_of(record: dict[str, Any]) -> Prompt | None:
         return None
     if not isinstance(record[field], str) or not record[field].strip():
         raise WrongRecord(f"{field} is {shown(record[field])}, expected a prompt as text")
-    if field != "instruction":
+    if field != "instruction" and is_unset(record.get("history")):
         return _of_row(Completion(record[field], "", plain_prompt=record[field]), record)
-    names = ("instruction", "input", "history")
-    fields = {name: record[name] for name in names if record.get(name) is not None}
-    alpaca = to_example({**fields, "output": ""})
+    further = next((f for f in ("input", "context") if not is_unset(record.get(f))), None)
+    fields = {"instruction": record[field], "history": record.get("history"), "output": ""}
+    if field == "instruction" and further is not None:
+        fields["input"] = record[further]
+    alpaca = to_example({name: value for name, value in fields.items() if value is not None})
     assert isinstance(alpaca, Completion)
     return _of_row(replace(alpaca, plain_answers=()), record)
 
@@ -287,10 +314,13 @@ def _of_row(prompt: Prompt, record: dict[str, Any]) -> Prompt:
 
 
 def _system_of(record: dict[str, Any]) -> str:
-    field = next((f for f in ("system", "system_prompt") if not is_unset(record.get(f))), None)
-    if field is not None and not isinstance(record[field], str):
-        raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
-    return record[field] if field else ""
+    fields = [f for f in ("system", "system_prompt") if not is_unset(record.get(f))]
+    for field in fields:
+        if not isinstance(record[field], str):
+            raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
+    if len(fields) > 1 and record["system"] != record["system_prompt"]:
+        raise WrongRecord("system and system_prompt are there, and they differ; keep one of them")
+    return record[fields[0]] if fields else ""
 
 
 def _tools_of(record: dict[str, Any]) -> list[Any] | None:
@@ -348,8 +378,12 @@ def _answered(
     return _unlearned_before(chat, len(chat.messages) - len(answer))
 
 
-def _last_alone(example: Any) -> Chat | Completion:
-    """Return a labelled answer, before which nothing is learned."""
+def _answer_alone(example: Any, record: dict[str, Any], is_round: bool) -> Chat | Completion:
+    """Return a labelled answer, before which nothing is learned.
+
+    Of a chat the answer is the last message; if ``is_round``, all after the user's last (ms-swift).
+    Beside a prompt it is the whole completion (trl).
+    """
     if isinstance(example, Text):
         raise WrongRecord(f"found text with a label, and no prompt; {_EXPECTED_LABELS}")
     if isinstance(example, Completion):
@@ -363,7 +397,10 @@ def _last_alone(example: Any) -> Chat | Completion:
         raise WrongRecord(f"the last message is {shown(last)}, expected an answer of the assistant")
     if all(message["role"] == "assistant" for message in example.messages):
         raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
-    return _unlearned_before(example, len(example.messages) - 1)
+    if "completion" in record and not any(record.get(name) for name in _CHATS):
+        return _unlearned_before(example, answer_begins(example))
+    begin = _last_round(example.messages) if is_round else len(example.messages) - 1
+    return _unlearned_before(example, begin)
 
 
 def _require_no_weight(is_one: bool) -> None:

@@ -174,12 +174,20 @@ def _renamed(
         wanted = {new for _, new in reading.columns}
         forms = [form for form in _FORMS if wanted.intersection(form)]
         others = {name for form in _FORMS if forms and form not in forms for name in form}
-        others.update(*(g for g in (CHOSEN, REJECTED, LABELS) if wanted.intersection(g)))
+        groups = (CHOSEN, REJECTED, LABELS)
+        is_said = reading.form == "answers" and bool(forms)  # which answers are learned
+        others.update(*(g for g in groups if is_said or wanted.intersection(g)))
         kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
     renamed = {**kept, **{new: row[old] for old, new in names.items()}}
     is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed))
     if not is_pair and (further := _well_known(renamed)):
-        renamed = {further.get(name, name): value for name, value in renamed.items()}
+        # A field without a value may have the name that another one is read under.
+        taken = {new for old, new in further.items() if old != new}
+        renamed = {
+            further.get(name, name): value
+            for name, value in renamed.items()
+            if name in further or name not in taken
+        }
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
@@ -199,7 +207,10 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
         WrongRecord: if two of them could be what is meant.
     """
     has = [name for name, value in row.items() if value is not None]
-    if any(name in has for name in ("messages", "conversations", "text")):
+    system = {"system_prompt": "system"} if "system_prompt" in has and "system" not in has else {}
+    if any(name in has for name in ("messages", "conversations")):
+        return system
+    if "text" in has:
         return {}
     questions = [name for name in _QUESTIONS if name in has]
     answers = [name for name in _ANSWERS if name in has]
@@ -215,14 +226,14 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
                     f"found the fields {' and '.join(several)}, and either could be meant; say "
                     f"which: data.columns={{{questions[0]}: prompt, {answers[0]}: completion}}"
                 )
-        is_alpaca = questions == ["instruction"] or "context" in has
+        # ms-swift's query and response have a history, as alpaca's instruction and output.
+        is_swift = [*questions, *answers] == ["query", "response"] and bool(row.get("history"))
+        is_alpaca = questions == ["instruction"] or "context" in has or is_swift
         question = "instruction" if is_alpaca else "prompt"
         names = {questions[0]: question, answers[0]: pairs[question]}
     if "context" in has and "input" not in has and question == "instruction":
         names["context"] = "input"
-    if "system_prompt" in has and "system" not in has:
-        names["system_prompt"] = "system"
-    return {old: new for old, new in names.items() if old != new}
+    return {old: new for old, new in (names | system).items() if old != new}
 
 
 def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_tune.data.calls import calls_of, tools_of
+from hpc_tune.data.cells import ROLES, is_chat, opened
 from hpc_tune.data.marks import MARKS, weight_of
 from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
 
@@ -13,21 +14,6 @@ EXPECTED = (
     " prompt and completion, text; data.columns={NAME: prompt, OTHER: completion} names fields that"
     " are called something else"
 )
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-    "function": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-}
 # Turns that are calls of tools as JSON text: of LLaMA-Factory, of ms-swift.
 _CALLS = ("function_call", "tool_call")
 _BLANK = [("messages", ""), ("conversations", "")]
@@ -116,12 +102,24 @@ def to_example(record: Any) -> Example:
         "text": lambda fields: Text(_string(fields, "text")),
     }
     _refuse_preferences(record)
+    record = _opened(record)
     fields = [f for f in readers if record.get(f) is not None and (f, record[f]) not in _BLANK]
     if fields:
         field = next((field for field in fields if record[field] != []), fields[0])
         return _marked(readers[field](record), record)
     names = ", ".join(map(str, record)) or "no fields"
     raise WrongRecord(f"found the fields {names}; {_known_form(record) or EXPECTED}")
+
+
+def _opened(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose chats in other forms are messages.
+
+    A completion that is the text of a chat, but of no answer, stays text after a prompt as text.
+    """
+    record = opened(record, ("messages", "conversations"))
+    both = opened(record, ("prompt", "completion"))
+    are_messages = is_chat(both.get("prompt")) or _role(both.get("completion"), 0) == "assistant"
+    return both if are_messages else record
 
 
 def _known_form(record: dict[str, Any]) -> str:
@@ -163,14 +161,42 @@ def _marked(example: Example, record: dict[str, Any]) -> Example:
 def _refuse_preferences(record: dict[str, Any]) -> None:
     """Refuse rows for preference tuning: half of their answers are examples of what not to say."""
     fields = [name for name in PREFERENCES if record.get(name) is not None]
-    if isinstance(record.get("label"), bool) and record.get("completion") is not None:
+    answers = ("completion", "output", "messages", "conversations")
+    if isinstance(record.get("label"), bool) and any(record.get(name) for name in answers):
         fields.append("label")
     if fields:
         raise WrongRecord(
             f"{' and '.join(fields)}: rows of preferences are not for this kind of tuning:"
-            " tune.objective=dpo (or kto) trains on them; else keep the answers to be learned, as"
-            " prompt and completion or messages"
+            " tune.objective=dpo (or kto) trains on them; else say what is to be learned:"
+            f" data.columns={{{_columns_of(record)}}}"
         )
+
+
+def _columns_of(record: dict[str, Any]) -> str:
+    """Return the columns by which the better answers of a row of preferences are learned."""
+    answers = ("chosen", "output", "completion", "response")
+    record = opened(record, ("messages", "conversations", *answers))
+    has = [name for name, value in record.items() if not is_unset(value)]
+    whole = next((name for name in ("messages", "conversations") if name in has), None)
+    answer = next((name for name in answers if name in has), "ANSWER")
+    if whole is not None and _role(record[whole], -1) == "assistant":
+        return f"{whole}: {whole}"
+    if _role(record.get(answer), 0) not in ("", "assistant"):
+        return f"{answer}: messages"
+    if "instruction" in has and whole is None:
+        return f"instruction: instruction, {answer}: output"
+    prompts = (whole, "prompt", "question", "query", "input")
+    if (prompt := next((name for name in prompts if name in has), None)) is None:
+        return f"{answer}: text"
+    return f"{prompt}: prompt, {answer}: completion"
+
+
+def _role(messages: Any, at: int) -> str:
+    """Return the role of a message, as templates know it; empty where there are no messages."""
+    message = messages[at] if isinstance(messages, list) and messages else messages
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else ""
+    role = role[at] if isinstance(role, list) and role else role  # one list per key
+    return ROLES.get(str(role), str(role))
 
 
 def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
@@ -278,7 +304,9 @@ def _with_system(
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0].get("content") != system:
-        raise WrongRecord(f"{field} begins with a system message, and system is another one")
+        raise WrongRecord(
+            f"{field} begins with a system message, and system is another one; keep one of them"
+        )
     return messages
 
 
@@ -293,11 +321,11 @@ def _rows_of(columns: dict[str, Any], field: str) -> list[Any]:
 
 def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
     """Return a turn of ShareGPT as a message."""
-    role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
         raise WrongRecord(
             f"{field}: turn {number} is {shown(turn)}, expected from (one of"
-            f" {', '.join(_SHAREGPT_ROLES)}) and value (text)"
+            f" {', '.join(ROLES)}) and value (text)"
         )
     named = ("from", "value", "role", "content")
     others = {key: value for key, value in turn.items() if key not in named}
@@ -349,14 +377,22 @@ def _history(turns: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _completion(record: dict[str, Any]) -> Example:
-    if isinstance(record["prompt"], list):
-        prompt = _messages(record["prompt"], "prompt")
-        answer = _messages(record.get("completion"), "completion")
+    prompt, answer = record["prompt"], record.get("completion")
+    if isinstance(prompt, list | dict) or isinstance(answer, list | dict):
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt, answer = _turns(prompt, "prompt"), _turns(answer, "completion")
         asked = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
         field = "prompt and completion"
         return _as_chat(_with_system(asked + answer, field, record), field, record)
     text, completion = _string(record, "prompt"), _string(record, "completion")
     return Completion(text, completion, plain_prompt=text, system=_optional(record, "system"))
+
+
+def _turns(value: Any, field: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt, or of an answer, which may be one of them or its text."""
+    if isinstance(value, str):
+        value = [{"role": "assistant", "content": value}]
+    return turns_of([value] if isinstance(value, dict) and is_chat([value]) else value, field)
 
 
 def _optional(record: dict[str, Any], field: str) -> str:

@@ -24,6 +24,7 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.memory import garbage
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.policy import Action
+from hpc_tune.model.objective import before_learning
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -195,6 +196,7 @@ class Control:
         self._require_finite(result)
         if self._job.config.tune.has_reference and step == 1:
             require_equal_reference(result, self.recorder.plan)
+            result = replace(result, sums=before_learning(result.sums))
         self._step_s = time.monotonic() - trainer.began_s
         sample = self._job.monitor.worst()
         self._governor.observe(sample)
@@ -346,7 +348,7 @@ def prepare_control(
         config.train,
         data.total_steps,
         evals_so_far(saved, held_out, job.events),
-        config.tune.form == "labels",
+        config.tune,
     )
     state = RunState(
         step,

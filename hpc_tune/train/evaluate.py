@@ -11,11 +11,12 @@ from functools import partial
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import TrainConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import OF_ALL, log
-from hpc_tune.model.objective import measures_of
+from hpc_tune.model.objective import before_learning, measures_of, said
 from hpc_tune.rundir import displacement
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.step.plan import StepPlan
@@ -111,16 +112,16 @@ class Evaluation:
         train: TrainConfig,
         total_steps: int,
         evals: Evals,
-        has_labels: bool = False,
+        tune: TuneConfig,
     ) -> None:
         """Measure ``batches`` by the settings of ``train``; nothing where there are none.
 
-        ``has_labels``: they are of labelled answers, whose mean KL divergence is measured first.
+        Of labelled answers the mean KL divergence is measured first.
         """
         self.evals = evals
         self._comm, self._stop, self._plan, self._batches = comm, stop, plan, batches
         self._every, self._total = train.eval_every_steps, total_steps
-        self._has_labels = has_labels
+        self._has_labels, self._has_reference = tune.form == "labels", tune.has_reference
         self._patience = train.stop_after_evals
 
     def is_due(self, step: int) -> bool:
@@ -166,6 +167,8 @@ class Evaluation:
             losses[name] = sums[0] / (terms or 1.0)
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
             num += num_of_source
+        if step == 0 and self._has_reference:
+            all_sums = [*before_learning(all_sums)]
         loss = sum(losses.values()) / len(losses)
         eval_s, measures = time.monotonic() - began_s, measures_of(all_sums, num)
         self.evals = self.evals.with_(step, loss, measures.get("chosen_log_prob"))
@@ -177,7 +180,7 @@ class Evaluation:
                     extra=OF_ALL,
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
+        also = f", {said(measures)}" if measures else ""
         if list(losses) == [""]:
             losses = {}
         each = ", ".join(f"{name} {own:.4f}" for name, own in losses.items())

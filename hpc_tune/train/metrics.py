@@ -138,7 +138,7 @@ class Metrics:
         self._track(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  "
         if metrics.preferences:
-            note += f"accuracy {metrics.preferences['accuracy']:.0%}  "
+            note += f"accuracy {metrics.preferences['accuracy']:.1%}  "
         note += f"{format_count(metrics.tokens_per_s)} tokens/s"
         if metrics.comm_s > COMM_SHOWN_SHARE * metrics.step_s:
             note += f"  {metrics.comm_s / metrics.step_s:.0%} {_spent_on(metrics)}"

@@ -30,6 +30,7 @@ def _one(folder, row, columns=None):
     return example, findings.lines()
 
 
+ASKS, SAYS = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
 
 
@@ -45,6 +46,34 @@ ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4"}
         ),
         ({"instruction": "Add.", "context": "2, 2", "output": "4"}, ALPACA),
         ({"question": "Add.", "context": "2, 2", "answer": "4"}, ALPACA),
+        (
+            {"query": "q", "response": "a", "history": [["b", "c"]]},
+            {"instruction": "q", "output": "a", "history": [["b", "c"]]},
+        ),
+        (
+            {"system_prompt": "s", "messages": [ASKS, SAYS]},
+            {"messages": [{"role": "system", "content": "s"}, ASKS, SAYS]},
+        ),
+        (
+            {"system_prompt": "s", "system": None, "conversations": [ASKS, SAYS]},
+            {"messages": [{"role": "system", "content": "s"}, ASKS, SAYS]},
+        ),
+        (
+            {"prompt": [ASKS], "completion": "a"},
+            {"messages": [ASKS, SAYS]},
+        ),
+        (
+            {"prompt": json.dumps([ASKS]), "completion": json.dumps([SAYS])},
+            {"messages": [ASKS, SAYS]},
+        ),
+        (
+            {"prompt": [{"from": "human", "value": "q"}], "completion": SAYS},
+            {"messages": [ASKS, SAYS]},
+        ),
+        (
+            {"prompt": None, "question": "q", "answer": "a"},
+            {"prompt": "q", "completion": "a"},
+        ),
         (
             {"system_prompt": "s", "question": "q", "response": "a"},
             {"prompt": "q", "completion": "a", "system": "s"},

@@ -1,11 +1,13 @@
 """Rows of preferences as others' tools write them, and what is said of wrong ones."""
 
+import json
+
 import pytest
 
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.preferences import Labelled, Pair, to_labelled, to_pair, with_answer_of
 from hpc_tune.data.reading import Reading, as_example
-from hpc_tune.data.records import Chat, Completion, NotLearned
+from hpc_tune.data.records import Chat, Completion, NotLearned, Text
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
@@ -69,6 +71,53 @@ PAIRS = {
 }
 
 
+def text_of(value):
+    return json.dumps(value)
+
+
+# The same in cells of tables that have one type per column.
+PAIRS |= {
+    "JSON text of answers": {
+        "prompt": text_of(ASKED),
+        "chosen": text_of([says("4")]),
+        "rejected": text_of([says("5")]),
+    },
+    "JSON text of a prompt alone": {"prompt": text_of(ASKED), "chosen": "4", "rejected": "5"},
+    "JSON text of a message": {
+        "prompt": "2 + 2?",
+        "chosen": text_of(says("4")),
+        "rejected": text_of({"from": "gpt", "value": "5"}),
+    },
+    "JSON text of whole chats": {
+        "chosen": text_of([*ASKED, says("4")]),
+        "rejected": text_of([*ASKED, says("5")]),
+    },
+    "JSON text of messages and tools": {
+        "chosen": text_of({"messages": [*ASKED, says("4")], "tools": []}),
+        "rejected": text_of({"messages": [*ASKED, says("5")], "tools": []}),
+    },
+    "objects of messages": {
+        "chosen": {"messages": [*ASKED, says("4")], "tools": None},
+        "rejected": {"messages": [*ASKED, says("5")], "tools": None},
+    },
+    "JSON text of one list per key": {
+        "prompt": ASKED,
+        "chosen": text_of({"role": ["assistant"], "content": ["4"]}),
+        "rejected": text_of({"role": ["assistant"], "content": ["5"]}),
+    },
+    "OpenAI, JSON text": {
+        "input": text_of({"messages": ASKED, "tools": []}),
+        "preferred_output": text_of([says("4")]),
+        "non_preferred_output": text_of([says("5")]),
+    },
+    "ms-swift, JSON text": {
+        "messages": text_of([*ASKED, says("4")]),
+        "rejected_response": text_of([says("5")]),
+    },
+    "ms-swift, query": {"query": "2 + 2?", "chosen": "4", "rejected_response": "5"},
+}
+
+
 def messages_of(example):
     return (example.as_chat() if isinstance(example, Completion) else example).messages
 
@@ -97,6 +146,8 @@ def test_each_form_is_two_labelled_answers_as_well(name):
         {"prompt": [*ASKED, says("4"), user("sure?")]},
         {"messages": [*ASKED, says("4"), user("sure?")]},
         {"instruction": "sure?", "history": [["2 + 2?", "4"]]},
+        {"prompt": "sure?", "history": [["2 + 2?", "4"]]},
+        {"query": "sure?", "history": json.dumps([["2 + 2?", "4"]])},
     ],
 )
 def test_only_answers_are_learned_not_those_in_the_prompt(row):
@@ -142,6 +193,48 @@ def test_system_and_tools_are_of_both_sides():
     assert with_tools.chosen == Chat([SYSTEM, *ASKED, says("4")], [TOOL])
 
 
+CALL = {"type": "function", "function": {"name": "area", "arguments": {}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "4"}
+
+
+def test_rejected_response_of_ms_swift_stands_for_all_after_the_last_turn_of_the_user():
+    call = {"role": "tool_call", "content": json.dumps({"name": "area", "arguments": {}})}
+    result = {"role": "tool_response", "content": "4"}
+    row = {"messages": [*ASKED, call, result, says("4")], "rejected_response": "5"}
+    pair = to_pair(row)
+    assert pair.chosen == Chat([*ASKED, CALLS, RESULT, says("4")])
+    assert pair.rejected == Chat([*ASKED, says("5")])
+    with_a_call = to_pair({**row, "rejected_response": [call, result, says("5")]})
+    assert with_a_call.rejected == Chat([*ASKED, CALLS, RESULT, says("5")])
+    again = to_pair({**row, "messages": [*ASKED, says("4"), user("sure?"), says("yes")]})
+    assert again.rejected == Chat(
+        [*ASKED, says("4"), user("sure?"), says("5")], None, frozenset([1])
+    )
+
+
+def test_tools_of_the_rejected_answer_alone_are_refused():
+    row = {**PAIRS["ms-swift"], "tools": [TOOL]}
+    assert to_pair({**row, "rejected_tools": json.dumps([TOOL])}) == to_pair(row)
+    with pytest.raises(WrongRecord, match="rejected_tools and tools differ"):
+        to_pair({**row, "rejected_tools": [{**TOOL, "type": "other"}]})
+
+
+def test_tools_in_the_cells_of_two_chats_are_the_rows():
+    sides = [[*ASKED, says("4")], [*ASKED, says("5")]]
+    cells = [text_of({"messages": side, "tools": [TOOL]}) for side in sides]
+    pair = to_pair({"chosen": cells[0], "rejected": cells[1]})
+    assert (pair.chosen.tools, pair.rejected.tools) == ([TOOL], [TOOL])
+    with pytest.raises(WrongRecord, match="chosen has other tools than the rest of the row"):
+        to_pair({"chosen": cells[0], "rejected": cells[1], "tools": [{**TOOL, "type": "other"}]})
+
+
+def test_answers_that_are_json_of_something_else_stay_text():
+    for text in ('[{"role": "admin", "content": "x"}]', '{"a": 1}', "[1, 2]", "[unfinished", "{}"):
+        pair = to_pair({"prompt": "q", "chosen": text, "rejected": "5"})
+        assert pair.chosen == Completion("q", text, "q")
+
+
 def test_an_answer_may_be_a_call_of_a_tool():
     call = {"type": "function", "function": {"name": "area", "arguments": {}}}
     chosen = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -164,6 +257,12 @@ LABELLED = {
     "LLaMA-Factory, messages": {"messages": [*ASKED, says("4")], "kto_tag": True},
     "LLaMA-Factory, alpaca": {"instruction": "2 + 2?", "output": "4", "kto_tag": True},
     "ms-swift": {"messages": [*ASKED, says("4")], "label": 1},
+    "a message as completion": {"prompt": ASKED, "completion": says("4"), "label": True},
+    "text as completion": {"prompt": ASKED, "completion": "4", "label": True},
+    "JSON text": {"prompt": text_of(ASKED), "completion": text_of([says("4")]), "label": True},
+    "JSON text of a prompt": {"prompt": text_of(ASKED), "completion": "4", "label": True},
+    "JSON text of a chat": {"messages": text_of([*ASKED, says("4")]), "label": True},
+    "an object of messages": {"messages": {"messages": [*ASKED, says("4")]}, "label": True},
 }
 
 
@@ -177,6 +276,18 @@ def test_each_form_gives_the_same_labelled_answer(name):
 def test_only_the_last_answer_of_a_labelled_chat_is_learned():
     row = {"messages": [*ASKED, says("4"), user("sure?"), says("yes")], "label": False}
     assert to_labelled(row) == Labelled((Chat(row["messages"], None, frozenset({1})),), (False,))
+
+
+def test_a_labelled_answer_is_what_its_tool_takes_for_it():
+    """ms-swift: all after the user's last turn; trl: the completion; LLaMA-Factory: the last."""
+    answer = [CALLS, RESULT, says("4")]
+    whole = [user("1 + 1?"), says("2"), *ASKED, *answer]
+    for row, unlearned in (
+        ({"messages": whole, "label": True}, {1}),
+        ({"prompt": whole[:3], "completion": answer, "label": True}, {1}),
+        ({"messages": whole, "kto_tag": True}, {1, 3}),
+    ):
+        assert to_labelled(row).answers == (Chat(whole, None, frozenset(unlearned)),)
 
 
 def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
@@ -313,6 +424,42 @@ def test_rows_of_answers_stay_refused_where_answers_are_learned():
     for row in (PAIRS["trl, text"], LABELLED["trl"]):
         with pytest.raises(WrongRecord, match="rows of preferences.*tune.objective=dpo"):
             as_example(row, Reading(), Findings())
+
+
+# Without chosen, and text that begins with its prompt.
+NOT_REFUSED = {"ms-swift", "ms-swift, messages", "ms-swift, JSON text"}
+NOT_KNOWN = {"OpenAI", "OpenAI, JSON text", "axolotl, argilla"}
+WHOLE_TEXTS = {"hh-rlhf", "implicit text"}
+# A label that is a number may be a class.
+BY_NUMBER = {"ms-swift"}
+BOTH = [PAIRS[n] for n in PAIRS.keys() - NOT_REFUSED - NOT_KNOWN - WHOLE_TEXTS]
+BOTH += [LABELLED[n] for n in LABELLED.keys() - BY_NUMBER]
+
+
+def columns_of(row):
+    with pytest.raises(WrongRecord, match="are not for this kind of tuning") as raised:
+        as_example(row, Reading(), Findings())
+    advice = str(raised.value).partition("data.columns={")[2].partition("}")[0]
+    return tuple(tuple(part.split(": ")) for part in advice.split(", "))
+
+
+@pytest.mark.parametrize("row", BOTH, ids=str)
+def test_the_columns_that_a_refusal_names_learn_the_better_answers(row):
+    learned = as_example(row, Reading(columns_of(row)), Findings())
+    assert messages_of(learned) == [*ASKED, says("4")]
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE_TEXTS))
+def test_the_columns_that_a_refusal_names_learn_texts_as_a_whole(name):
+    row = PAIRS[name]
+    assert as_example(row, Reading(columns_of(row)), Findings()) == Text(row["chosen"])
+
+
+def test_messages_beside_preferences_are_learned_where_columns_say_so():
+    reading, findings = Reading((("messages", "messages"),)), Findings()
+    learned = as_example(PAIRS["UltraFeedback"], reading, findings)
+    assert learned == Chat([*ASKED, says("4")])
+    assert {"chosen", "rejected"} <= {*findings.unread}
 
 
 def test_wrong_rows_are_named_by_their_place_or_skipped(tmp_path):

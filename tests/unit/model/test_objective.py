@@ -1,7 +1,7 @@
 """Objectives on preferences against arithmetic that is written out."""
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from hpc_tune.model.objective import (
     Preference,
     PreferenceSums,
     TokenSum,
+    before_learning,
     log_probabilities,
     objective_of,
+    said,
 )
 
 # Two pairs, of 2 + 1 and of 3 + 2 tokens with loss.
@@ -148,6 +150,19 @@ def test_of_equal_rewards_none_is_right():
         sums = PreferenceSums(*Preference(objective, 0.1).sums(losses_N, batch).tolist())
         assert sums.right == 0
         assert sums.measures(2)["accuracy"] == 0
+
+
+def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
+    sums = PreferenceSums(0.7, 3, 1e-6, 2e-6, -9.0, -8.0, 4, 4, 20, 20, 1e-5, 17.0)
+    equal = PreferenceSums(*before_learning(astuple(sums)))
+    kept = {"right": 0, "chosen_reward": 0, "rejected_reward": 0}
+    assert equal == replace(sums, **kept)
+    assert (equal.measures(4)["accuracy"], equal.measures(4)["margin"]) == (0, 0)
+
+
+def test_accuracy_is_said_in_percent():
+    measures = {"accuracy": 0.75, "margin": 0.25, "chosen_log_prob": -1.5}
+    assert said(measures) == "accuracy 75.0%, margin 0.25, chosen log prob -1.5"
 
 
 def test_an_answer_of_certain_tokens_has_finite_odds():

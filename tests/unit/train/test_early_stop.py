@@ -15,6 +15,7 @@ from transformers import (
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TrainConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.evaluate import Evaluation, evals_so_far
 from hpc_tune.train.startup.describe import lost_best
@@ -42,7 +43,7 @@ def test_losses_over_other_held_out_data_are_not_compared(caplog, tmp_path):
 
 def evaluation(evals, patience):
     train = TrainConfig(eval_every_steps=1, stop_after_evals=patience)
-    return Evaluation(None, None, None, {}, train, 100, evals)
+    return Evaluation(None, None, None, {}, train, 100, evals, TuneConfig())
 
 
 def ours(losses, patience):
