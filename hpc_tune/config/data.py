@@ -68,7 +68,8 @@ class DataConfig(Section):
     )
     seq_len: PositiveInt = Field(
         1024,
-        description="Tokens per row; longer documents are cut there, and counted. 1024 holds most "
+        description="Tokens per row; longer documents are cut there, and counted. Of pairs "
+        "(tune.objective) both answers with their prompts share a row. 1024 holds most "
         "questions with their answers; the memory of activations grows in proportion.",
     )
     packing: bool = Field(

@@ -241,6 +241,17 @@ class TokenStore:
         lengths = np.diff(self.offsets[start : stop + 1])
         return sizes_of(lengths, None if borders is None else borders[start:stop])
 
+    def longest_side(self) -> int:
+        """Return the tokens of the longest side of all documents: of the longest text.
+
+        Raises:
+            DataError: if the file was cut off since it was opened.
+        """
+        if self.borders is None or self.labels is not None:
+            return int(self.length_values[-1])
+        borders = self.borders[:]
+        return int(max(borders.max(), (np.diff(self.offsets[:]) - borders).max()))
+
     def sides(self, document: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens and loss mask of each side: of preferences two, or one without the other.
 

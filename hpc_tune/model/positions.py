@@ -2,8 +2,8 @@
 
 transformers computes them for the longest text of a micro-batch (longrope: two sets of frequencies;
 dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the others of
-its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, as in a server that is
-started for texts of that length.
+its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, of pairs those of the
+longest text that is learned, as in a server that is started for texts of that length.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
 """The model of a run on the meta device, the settings that it supports, and its layout."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import OF_ALL, log
@@ -96,7 +98,9 @@ def build_model(job: Job, fresh: bool) -> Model:
         return start_from(built, Path(start)) if start and is_first else built
 
     built = comm.run_and_agree("building the model", make)
-    _say_of_model(built, config.data.seq_len)
+    _say_of_model(built)
+    if config.tune.form != "pairs":
+        _say_of_positions(built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens")
     kind = built.config.model_type
     proof = comm.on_rank_0(
         "trying the architecture", lambda: prove(read_config(built.directory), config.tune)
@@ -125,8 +129,39 @@ def build_model(job: Job, fresh: bool) -> Model:
     return model
 
 
-def _say_of_model(built: BuiltModel, seq_len: int) -> None:
-    """Log what of a model is off, ignored, or not made for rows of ``seq_len`` tokens."""
+def with_positions_of(model: Model, sources: Sequence[TokenStore], comm: Comm) -> Model:
+    """Return the model with its positions scaled for the longest text of what is learned.
+
+    That is as long as a row may be, but of pairs, of which a row holds two. Collective.
+    """
+    if model.config.tune.form != "pairs":
+        return model
+    longest = comm.on_rank_0(
+        "looking at the pairs", lambda: max(store.longest_side() for store in sources)
+    )
+    _say_of_positions(
+        model.built, longest, f"{longest} tokens, the longest answer with its prompt,"
+    )
+    return replace(model, built=replace(model.built, seq_len=longest))
+
+
+def _say_of_positions(built: BuiltModel, longest: int, what: str) -> None:
+    """Log how a model's positions fit texts of up to ``longest`` tokens; ``what`` those are."""
+    positions = getattr(built.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        log.warning(
+            "texts of up to %s are longer than the model's %d positions, and it was never trained "
+            "on later ones: use texts of %d or less (data.seq_len cuts them), or a config.json "
+            "that scales them (rope_scaling)",
+            *(what, positions, positions),
+            extra=OF_ALL,
+        )
+    if scaled_by_length(built.config):
+        log.info("rotary positions are scaled for texts of %s", what)
+
+
+def _say_of_model(built: BuiltModel) -> None:
+    """Log what of a model is off or ignored."""
     if built.dropout:
         log.warning(
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
@@ -141,14 +176,6 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "is learned",
             extra=OF_ALL,
         )
-    longest = getattr(built.config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        log.warning(
-            "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
-            "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
-            *(seq_len, longest, longest),
-            extra=OF_ALL,
-        )
     special = sorted({path.rpartition(".")[2] for path in special_linears(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
     what += ["are not in 4 bits"] if built.tune.method == "qlora" else []
@@ -159,8 +186,6 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
         )
     if built.others:
         log.info("ignored in the model's files: %s", ", ".join(built.others))
-    if scaled_by_length(built.config):
-        log.info("rotary positions are scaled for texts of data.seq_len=%d", seq_len)
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, tune: TuneConfig) -> None:

@@ -23,7 +23,7 @@ from hpc_tune.train.data import look_for_data, open_data
 from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
-from hpc_tune.train.model import build_model, plan_step, resolve_layout
+from hpc_tune.train.model import build_model, plan_step, resolve_layout, with_positions_of
 from hpc_tune.train.reference import use_reference
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.agreement import agree_on_settings
@@ -92,6 +92,8 @@ def _train(
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
+        learned = [source.store for source in data.sources]
+        model = with_positions_of(model, learned, job.setup_comm)
         describe(job, model, resolved, forecast, data)
         plan = plan_step(model, resolved, data.loss_share)
         engine = load_engine(job, model, plan)

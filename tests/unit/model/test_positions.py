@@ -6,11 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.reading import Reading
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.train.model import Model, with_positions_of
+from tests.support.data import byte_tokenizer, write_jsonl
 from tests.unit.model.test_model_build import FAMILY, documents, our_loss, row, stock_loss
+from tests.unit.train.test_data_inputs import ALONE
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -25,6 +32,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 def written(directory, kind, **said):
     torch.manual_seed(0)
+    if kind == "phi3":  # else its own 4,096 take the place of what rope_parameters say
+        said["original_max_position_embeddings"] = LONGROPE["original_max_position_embeddings"]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**FAMILY, **said}))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -56,6 +65,48 @@ def test_each_text_has_the_loss_that_transformers_has_for_that_length(
     wanted = stock_loss(stock, docs)
     module = ours(directory, longest)
     assert our_loss(module, *(row(doc) for doc in docs)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_positions_are_scaled_for_the_longest_text_of_pairs_not_for_both_together(tmp_path, caplog):
+    """A row of 32 tokens holds two texts of 16, which have the short factors."""
+    said = {"max_position_embeddings": 16, "rope_parameters": dict(LONGROPE)}
+    directory = written(tmp_path / "model", "phi3", **said)
+    rows = [{"prompt": "0123456", "chosen": "yes, yes", "rejected": "no"}]
+    source, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "p.h5"
+    prepare(
+        str(source), out, byte_tokenizer(None), PrepareSettings(32, reading=Reading(form="pairs"))
+    )
+    store = TokenStore.open(out)
+    assert (store.longest_side(), int(store.length_values[-1])) == (16, 26)
+    factors = {}
+    for objective in ("sft", "dpo"):
+        tune = {"objective": objective, "method": "full"}
+        config = RunConfig.model_validate({"model": {"path": str(directory)}, "tune": tune})
+        built = build(directory, torch.float32, config.tune, 0)
+        built = dataclasses.replace(built, seq_len=32)
+        model = with_positions_of(Model(built, None, config), [store], ALONE)
+        factors[objective] = frequencies(model.built)
+    expected = [1e4 ** (-i / 4) / LONGROPE["short_factor"][i] for i in range(4)]
+    assert factors["dpo"].tolist() == pytest.approx(expected)
+    expected = [1e4 ** (-i / 4) / LONGROPE["long_factor"][i] for i in range(4)]
+    assert factors["sft"].tolist() == pytest.approx(expected)
+    assert "longer than the model's" not in caplog.text
+    crowded = dataclasses.replace(
+        built, config=AutoConfig.for_model("llama", max_position_embeddings=15)
+    )
+    with_positions_of(Model(crowded, None, config), [store], ALONE)
+    assert "texts of up to 16 tokens, the longest answer with its prompt, are longer" in caplog.text
+
+
+def frequencies(built):
+    allocate(built.module, torch.device("cpu"))
+    load_weights(built)
+    (found,) = {
+        rotary
+        for rotary in built.module.modules()
+        if getattr(rotary, "rope_type", None) is not None
+    }
+    return found.inv_freq.clone()
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])

@@ -52,7 +52,7 @@ def test_all_linear_leaves_them_out_and_says_so(model, caplog):
     assert other in adapted(built)
     assert not adapted(built) & expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
-        _say_of_model(built, 64)
+        _say_of_model(built)
     assert ("have no adapters: they are not called" in caplog.text) == bool(expected)
     assert all(name in caplog.text for name in expected)
 
@@ -82,5 +82,5 @@ def test_they_are_not_in_4_bits_and_that_is_said(model, caplog):
     assert not packed & expected
     assert linears >= expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
-        _say_of_model(built, 64)
+        _say_of_model(built)
     assert ("are not in 4 bits: they are not called" in caplog.text) == bool(expected)
