@@ -5,10 +5,8 @@ from hpc_tune.convert.trainer import (
     NF4,
     ONE_SCHEDULE,
     ROUTER_LOSS,
-    modules_to_save,
     only,
     schedule_part,
-    trainable_tokens,
 )
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
@@ -134,8 +132,6 @@ LEFT: dict[str, Rule] = {
     ),
     "float32": lacking("set model.dtype=fp32", to_do=True),
     "fp8_enable_fsdp_float8_all_gather": lacking("weights are gathered in model.dtype"),
-    "lora_modules_to_save": modules_to_save,
-    "peft_trainable_token_indices": trainable_tokens,
     **each(
         lacking("all linear layers named in tune.targets get adapters", to_do=True),
         "peft_layers_to_transform peft_layers_pattern",

@@ -1,7 +1,7 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, modules_to_save, only, schedule_part
+from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 DECIDED: dict[str, Rule] = {
@@ -122,7 +122,6 @@ LEFT: dict[str, Rule] = {
     "train_from_scratch": lacking("a run begins with the weights of model.path", to_do=True),
     "eval_on_each_dataset": lacking("the held-out loss is one for all data"),
     "use_mca": lacking("Megatron is not used; plan proposes a layout"),
-    "additional_target": modules_to_save,
     "create_new_adapter": lacking("merge the first adapter into the model", to_do=True),
     **each(
         lacking("adapters begin as in LoRA, with B at 0", to_do=True),

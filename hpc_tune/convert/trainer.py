@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_tune.convert.outcomes import (
     LAYOUT,
+    NO_ADAPTERS,
     OFF,
     Automatic,
     ForeignConfig,
@@ -280,16 +281,28 @@ def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"checkpoint.every_steps": value})
 
 
-def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
+def modules_to_save(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
-    if not value:
-        return Automatic("off in their config")
-    names = value.split(",") if isinstance(value, str) else value
-    return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if not value:
+            return Automatic("off in their config")
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        names = value.split(",") if isinstance(value, str) else value
+        return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
+
+    return rule
 
 
-def trainable_tokens(value: Any, theirs: ForeignConfig) -> Outcome:
+def trainable_tokens(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for numbers of tokens whose rows of the embedding are trained."""
-    if not value:
-        return Automatic("off in their config")
-    return Mapped({"tune.trainable_tokens": value})
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if not value:
+            return Automatic("off in their config")
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        return Mapped({"tune.trainable_tokens": value})
+
+    return rule

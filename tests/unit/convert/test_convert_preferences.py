@@ -354,3 +354,37 @@ def test_each_key_is_in_one_group(text):
     groups = (converted.taken, converted.decided, converted.left)
     for key, _ in command.flatten(config, ("datasets",)):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "key", "value"),
+    [
+        (text, method, key, value)
+        for texts, methods, keys in (
+            (
+                (FACTORY_DPO, FACTORY_KTO, FACTORY_DPO.replace("stage: dpo", "stage: sft")),
+                ({"finetuning_type": "lora"}, {"finetuning_type": "full"}),
+                {"additional_target": "embed_tokens"},
+            ),
+            (
+                (AXOLOTL_DPO, AXOLOTL_ORPO, AXOLOTL_KTO),
+                (
+                    {"adapter": "qlora"},
+                    {"adapter": "lora", "load_in_4bit": None},
+                    {"adapter": None},
+                ),
+                {"lora_modules_to_save": ["embed_tokens"], "peft_trainable_token_indices": [5]},
+            ),
+        )
+        for text in texts
+        for method in methods
+        for key, value in keys.items()
+    ],
+)
+def test_what_is_trained_beside_adapters_is_left_out_without_them(text, method, key, value):
+    is_full = method in ({"finetuning_type": "full"}, {"adapter": None})
+    converted = command.convert(theirs(text, **method, **{key: value}), 1)
+    names = {"tune.modules_to_save", "tune.trainable_tokens"} & settings(converted).keys()
+    assert len(names) == (not is_full)
+    where = converted.decided if is_full else converted.taken
+    assert line_of(where, key) is not None
