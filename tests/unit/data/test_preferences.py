@@ -432,8 +432,8 @@ NOT_KNOWN = {"OpenAI", "OpenAI, JSON text", "axolotl, argilla"}
 WHOLE_TEXTS = {"hh-rlhf", "implicit text"}
 # A label that is a number may be a class.
 BY_NUMBER = {"ms-swift"}
-BOTH = [PAIRS[n] for n in PAIRS.keys() - NOT_REFUSED - NOT_KNOWN - WHOLE_TEXTS]
-BOTH += [LABELLED[n] for n in LABELLED.keys() - BY_NUMBER]
+BOTH = [PAIRS[n] for n in sorted(PAIRS.keys() - NOT_REFUSED - NOT_KNOWN - WHOLE_TEXTS)]
+BOTH += [LABELLED[n] for n in sorted(LABELLED.keys() - BY_NUMBER)]
 
 
 def columns_of(row):
