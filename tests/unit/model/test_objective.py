@@ -187,6 +187,27 @@ def test_log_probabilities_are_those_of_documents_in_their_order():
     assert found.tolist() == ANSWERS
 
 
+@pytest.mark.parametrize("num_tokens", [500, 8000, 32000])
+def test_the_sum_of_a_long_answer_is_the_nearest_number_to_the_exact_one(num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    losses_PN = 4 * torch.rand(8, num_tokens, generator=generator)
+    batch = batch_of(counts=[[num_tokens, num_tokens]] * 4)
+    found = log_probabilities(losses_PN.flatten(), batch.pairs)
+    exact = [
+        [-math.fsum(losses_N) for losses_N in pair] for pair in losses_PN.view(4, 2, -1).tolist()
+    ]
+    assert torch.equal(found, torch.tensor(exact, dtype=torch.float32))
+
+
+def test_the_gradient_of_an_answers_sum_is_in_fp32_and_each_tokens_own():
+    losses_N = torch.tensor(LOSSES, requires_grad=True)
+    log_probs_P2 = log_probabilities(losses_N, batch_of().pairs)
+    [grad_N] = torch.autograd.grad(log_probs_P2, losses_N, torch.tensor([[0.1, 0.2], [0.3, 0.4]]))
+    assert grad_N.dtype == torch.float32
+    expected = [-0.1, -0.1, -0.2, -0.3, -0.3, -0.3, -0.4, -0.4]
+    assert torch.equal(grad_N, torch.tensor(expected))
+
+
 def test_an_objective_has_its_own_numbers():
     assert isinstance(objective_of(TuneConfig()), TokenSum)
     assert objective_of(TuneConfig(objective="simpo")) == Preference("simpo", 2.0, 1.0)
