@@ -171,7 +171,7 @@ def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     rows = embedding_rows(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
     tokens = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
-    media = {str(tokens.get(name)) for name in names}
+    media = {str(tokens[name]) for name in names if tokens.get(name)}
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     if rows is None or max(vocabulary.values(), default=-1) < rows:
         return

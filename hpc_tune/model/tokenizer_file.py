@@ -212,5 +212,6 @@ def _keep_roles(whole: Any, tokenizer: Any) -> None:
     """Keep the special tokens that a class knows by itself, where the file has them."""
     vocabulary = whole.get_vocab()
     for role in _ROLES:
-        if getattr(whole, role) is None and str(getattr(tokenizer, role)) in vocabulary:
-            setattr(whole, role, str(getattr(tokenizer, role)))
+        text = getattr(tokenizer, role)  # None where the class has no such token
+        if getattr(whole, role) is None and text is not None and str(text) in vocabulary:
+            setattr(whole, role, str(text))

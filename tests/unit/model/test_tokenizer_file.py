@@ -67,6 +67,18 @@ def test_the_file_wins_over_a_class_that_makes_other_tokens(name, tmp_path, capl
     assert name == "Llama" or was_other  # transformers looks for a byte-level file there itself
 
 
+def test_the_word_none_stays_a_word_where_a_class_has_no_token_for_a_role(tmp_path):
+    file = write(tmp_path, "GPT2Tokenizer")
+    file.add_tokens([AddedToken("None", special=False)])  # a token of many vocabularies of code
+    file.save(str(tmp_path / "tokenizer.json"))
+    assert AutoTokenizer.from_pretrained(tmp_path).sep_token is None
+    tokenizer = load_tokenizer(tmp_path)
+    assert "None" not in tokenizer.all_special_tokens
+    assert (tokenizer.sep_token, tokenizer.cls_token, tokenizer.pad_token) == (None,) * 3
+    ids = tokenizer("def f(x=None)", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "def f(x=None)"
+
+
 def test_a_class_that_cannot_be_made_of_the_file_leaves_the_file(tmp_path, caplog):
     caplog.set_level("INFO", "hpc_tune")
     file = write(tmp_path, "T5Tokenizer")
