@@ -122,6 +122,11 @@ def _remedy_of_mapping(problem: str) -> str | None:
     )
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: a vendor's pre-release is what it is ahead of."""
+    return _numbers(version)[:2]
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 

@@ -25,6 +25,7 @@ from hpc_tune.memory.policy import COMPILING_SHARE
 from hpc_tune.memory.process_bytes import COMPILING_BYTES
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import Starts
+from hpc_tune.packages import release_of
 
 Forward = Callable[..., Any]
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
@@ -32,7 +33,7 @@ Forward = Callable[..., Any]
 MAX_GRAPHS = 64
 # Since then inductor draws four numbers at a time in one-dimensional kernels of a GPU alone, as if
 # their offsets were contiguous, and another kernel that draws them again has others.
-_WRONG_MASKS = "2.13"
+_WRONG_MASKS = (2, 13)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -108,10 +109,11 @@ def prepare_compiler(
 
 
 def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:
-    if dropout and device.type == "cuda" and torch.__version__ >= _WRONG_MASKS:
+    major, minor = _WRONG_MASKS
+    if dropout and device.type == "cuda" and release_of(torch.__version__) >= _WRONG_MASKS:
         raise ConfigError(
             f"train.compile=true with tune.dropout={dropout:g} on a GPU, and this torch is "
-            f"{torch.__version__}: since {_WRONG_MASKS} its compiled dropout repeats values of a "
+            f"{torch.__version__}: since {major}.{minor} its compiled dropout repeats values of a "
             "mask, and the backward pass may draw another mask than the forward pass; set "
             "tune.dropout=0 or train.compile=false, or install torch 2.11 or 2.12"
         )

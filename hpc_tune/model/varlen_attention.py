@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
+from hpc_tune.packages import release_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
@@ -33,7 +34,8 @@ MAX_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
 CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
 # torch 2.11 has no such option, and always lets queries share keys.
-_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+_HAS_GROUPS = release_of(torch.__version__) >= (2, 12)
+_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if _HAS_GROUPS else {}
 
 
 @dataclass(frozen=True)

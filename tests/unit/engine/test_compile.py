@@ -47,6 +47,7 @@ def test_a_cache_that_cannot_be_made_is_one_clear_error(tmp_path):
     ("version", "device", "dropout", "is_refused"),
     [
         ("2.13.0+cu130", "cuda", 0.05, True),
+        ("2.13.0a0+12ab34cd.nv26.1", "cuda", 0.05, True),
         ("2.12.1+cu128", "cuda", 0.05, False),
         ("2.13.0+cu130", "cuda", 0.0, False),
         ("2.13.0+cpu", "cpu", 0.05, False),
