@@ -194,7 +194,7 @@ class TensorIndex:
                 reserve(into.nbytes + PIECE_BYTES)
                 into.copy_(packed.read(rows, self._stored_box))
             return
-        pieces = self.pieces[name]
+        pieces = [piece for piece in self.pieces[name] if piece.box.num_values]
         if len({piece.box.offset for piece in pieces}) < len(pieces):
             raise self._error(
                 f"{pieces[0].file.parent}: {name} has several regions at the same place, so values "

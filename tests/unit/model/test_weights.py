@@ -202,6 +202,16 @@ def test_a_tensor_of_which_one_place_was_saved_twice_is_refused(tmp_path):
         index.fill(torch.zeros(4, 3), "w")
 
 
+def test_ranks_that_hold_nothing_of_a_small_tensor_leave_it_whole(tmp_path):
+    """A row over three shards: the second and the third have none of it, at the same place."""
+    full, files = torch.ones(1, 3), [tmp_path / f"rank-{n}.safetensors" for n in range(3)]
+    for file, rows in zip(files, (slice(0, 1), slice(1, 1), slice(1, 1)), strict=True):
+        write_regions(file, [part_of("w", full, (rows, slice(0, 3)))])
+    found = torch.zeros(1, 3)
+    TensorIndex(files, CheckpointError).fill(found, "w")
+    assert torch.equal(found, full)
+
+
 def test_a_large_file_goes_to_the_disk_stretch_by_stretch(tmp_path, monkeypatch):
     monkeypatch.setattr(regions, "PIECE_BYTES", 1 << 12)
     monkeypatch.setattr(regions, "SYNC_BYTES", 3 << 12)
