@@ -125,7 +125,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
 
     One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
     """
-    from hpc_tune.model.adapters import Targets, lora_config
+    from hpc_tune.model.adapters import NAMES_OF_EXPERTS, Targets, lora_config, taken_for_stacks
     from hpc_tune.model.token_rows import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
@@ -138,7 +138,10 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
     stacks = stacks_in(base)
-    targets = of_mixture(index, layers, stacks) if stacks else Targets(tune.targets)
+    targets = Targets(tune.targets)
+    if stacks:  # a layer named by its weight has no DoRA
+        taken = taken_for_stacks(base) if tune.method == "dora" else NAMES_OF_EXPERTS
+        targets = of_mixture(index, layers, stacks, taken)
     config = lora_config(tune, targets)
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:

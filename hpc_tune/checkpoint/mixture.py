@@ -7,7 +7,7 @@ so passes over a shared expert's gate_proj: such layers are named by their tenso
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex
 if TYPE_CHECKING:
     from hpc_tune.model.adapters import Targets
 
-_TAKEN_FOR_STACKS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
@@ -49,12 +48,19 @@ def passed_over_by_peft(index: TensorIndex, base: Path) -> list[str]:
 
 
 def of_mixture(
-    index: TensorIndex, layers: Sequence[str], stacks: Mapping[str, Adapted]
+    index: TensorIndex,
+    layers: Sequence[str],
+    stacks: Mapping[str, Adapted],
+    taken: Collection[str],
 ) -> "Targets":
-    """Return what has adapters, by names that mean just these ``layers`` to peft."""
+    """Return what has adapters, by names that mean just these ``layers`` to peft.
+
+    ``taken``: the names that it may take for stacks.
+    """
     from hpc_tune.model.adapters import Targets
 
     modules, parameters, adapted, rank = set(), set(), set(), 0
+    by_weight = []
     for layer in layers:
         own = _BLOCK.sub("", layer)
         if (stack := stacks.get(layer)) is not None:
@@ -62,8 +68,11 @@ def of_mixture(
             parameters.add(tensor)
             adapted.add(tensor.rpartition(".")[0])
             rank = index.shapes[f"{ADAPTER_PREFIX}{layer}.lora_A.weight"][0] // stack.num_experts
-        elif own.rpartition(".")[2] in _TAKEN_FOR_STACKS:
+        elif own.rpartition(".")[2] in taken:
             parameters.add(f"{own}.weight")
+            by_weight.append(layer)
         else:
             modules.add(own.rpartition(".")[2])
-    return Targets(sorted(modules), tuple(sorted(parameters)), tuple(adapted), rank)
+    return Targets(
+        sorted(modules), tuple(sorted(parameters)), tuple(adapted), rank, tuple(by_weight)
+    )

@@ -148,5 +148,6 @@ def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str])
         if own:
             (value,) = own
             names = "|".join(sorted(of_experts))
-            config[key] = patterns | {rf"experts\.\d+\.({names})": value}
+            # First: peft takes the first that matches, and gate_proj may be a pattern of others.
+            config[key] = {rf"experts\.\d+\.({names})": value} | patterns
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -6,11 +6,13 @@ tune.targets -> linear layers, and the tensors of experts and routers that are n
 
 import difflib
 import math
+import os.path
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,26 +28,31 @@ from hpc_tune.model.experts import (
     stacked_tensors,
     stacks_of,
 )
-from hpc_tune.model.language import LanguageModel
+from hpc_tune.model.language import LanguageModel, read_config
 from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.token_rows import token_ids, train_rows
 
 ALL_LINEAR = "all-linear"
+# What experts and routers were called as linear layers, in transformers 4.
+NAMES_OF_EXPERTS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+_OF_WEIGHT = ("(?:", r")(?:\.weight)?")  # around a pattern
 
 
 @dataclass(frozen=True)
 class Targets:
     """What of a model gets adapters: linear layers by name, and tensors by path.
 
-    ``parameters``: stacks of experts, and routers that are no linear layers. ``stacks``: the paths
-    of modules with adapters on stacks, ``expert_rank``: their rank.
+    ``parameters``: stacks of experts, and the weights of the layers ``by_weight``, such as routers
+    that are no linear layers. ``stacks``: the paths of modules with adapters on stacks,
+    ``expert_rank``: their rank.
     """
 
     modules: list[str] | str
     parameters: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
     expert_rank: int = 0
+    by_weight: tuple[str, ...] = ()
 
 
 def with_adapters(
@@ -80,6 +87,8 @@ def with_adapters(
         ) from None
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
     _require_patterns(tune, layers, targets.stacks)
+    _require_patterns_of_whole(tune, {layer: language.names.of_whole(layer) for layer in layers})
+    _require_loadable(tune, layers, directory)
     transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
     if transposed and tune.method != "lora":
         raise ConfigError(
@@ -160,7 +169,7 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     parameters += [f"{path}.weight" for path in chosen]
     chosen_each = chosen_experts(getattr(model, "config", None))
     rank = tune.expert_rank or max(1, tune.rank // chosen_each)
-    return Targets(rest, tuple(parameters), adapted, rank)
+    return Targets(rest, tuple(parameters), adapted, rank, tuple(chosen))
 
 
 def _is_named(path: str, names: list[str]) -> bool:
@@ -238,6 +247,45 @@ def names_as_they_are() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = theirs
 
 
+def taken_for_stacks(directory: Path) -> set[str]:
+    """Return the names that stock peft takes for stacks of experts in the model of a directory.
+
+    It goes by the model's type, whether or not a shared expert or a dense layer has such a name.
+    """
+    names = {*NAMES_OF_EXPERTS}
+    with lazy_imports():
+        from peft import LoraConfig
+
+        try:
+            from peft.utils import transformers_weight_conversion as conversion
+        except ImportError:  # of before it did; those who load the adapter may have another
+            return names
+    asked = LoraConfig(target_modules=[*names])
+    like = SimpleNamespace(config=read_config(directory))
+    conversion.convert_peft_config_for_transformers(asked, like, None)
+    return names - {*asked.target_modules}
+
+
+def _require_loadable(tune: TuneConfig, layers: list[str], directory: Path) -> None:
+    """Refuse DoRA on layers that peft takes for stacks of experts, which it adapts without DoRA."""
+    if tune.method != "dora" or {_last(layer) for layer in layers}.isdisjoint(NAMES_OF_EXPERTS):
+        return
+    taken = taken_for_stacks(directory)
+    if lost := [layer for layer in layers if _last(layer) in taken]:
+        others = sorted({_last(layer) for layer in layers} - taken)
+        rest = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
+        raise ConfigError(
+            f"tune.method=dora with tune.targets={tune.targets}: peft could not load the adapter "
+            f"of {lost[0]}. In this kind of model it takes layers called "
+            f"{', '.join(sorted({_last(layer) for layer in lost}))} for routed experts, for which "
+            f"it has no DoRA; use tune.method=lora{rest}"
+        )
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
 def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
     """Refuse adapters on an output head that cannot have them."""
     if language.is_tied:
@@ -303,12 +351,30 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
                 )
 
 
+def _require_patterns_of_whole(tune: TuneConfig, in_whole: Mapping[str, str]) -> None:
+    """Refuse a pattern that means a layer by its path in the language model, and not in the whole.
+
+    Adapters are trained in the one, and exported and merged for the other.
+    """
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(tune, setting)
+        for layer, whole in in_whole.items():
+            if odd := {*patterns_of(patterns, layer)} ^ {*patterns_of(patterns, whole)}:
+                end = os.path.commonprefix([layer[::-1], whole[::-1]])[::-1].partition(".")[2]
+                raise ConfigError(
+                    f"tune.{setting}: {min(odd)} matches one of {layer} and {whole}, which are one "
+                    "layer, in the language model and in the whole model of exports; write it so "
+                    f"that it matches both, as {end} does"
+                )
+
+
 def lora_config(tune: TuneConfig, targets: Targets) -> Any:
     """Return the peft configuration of these adapters."""
     with lazy_imports():
         from peft import LoraConfig
 
-    ranks, alphas = dict(tune.rank_pattern), dict(tune.alpha_pattern)
+    ranks = _also_of_weights(tune.rank_pattern, targets.by_weight)
+    alphas = _also_of_weights(tune.alpha_pattern, targets.by_weight)
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # the scale of the others
@@ -328,3 +394,22 @@ def lora_config(tune: TuneConfig, targets: Targets) -> Any:
         task_type="CAUSAL_LM",
         modules_to_save=tune.modules_to_save or None,
     )
+
+
+def _also_of_weights(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+    """Return patterns that match the weights of ``layers``, by which peft knows these, too."""
+    changed = {key for layer in layers for key in patterns_of(patterns, layer)}
+    before, behind = _OF_WEIGHT
+    return {
+        f"{before}{key.removesuffix('$')}{behind}" if key in changed else key: value
+        for key, value in patterns.items()
+    }
+
+
+def of_layers(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter's patterns as they were before they matched the weights of layers, too."""
+    before, behind = _OF_WEIGHT
+    return {
+        key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value
+        for key, value in patterns.items()
+    }

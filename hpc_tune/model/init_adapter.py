@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.adapters import of_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.language import Names
 from hpc_tune.model.weights import ADAPTER_FILE, ADAPTER_PREFIX, TensorIndex
@@ -43,7 +44,8 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     model: Any = built.module.model
     wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
-        fields[key] = _in_full(fields[key], wanted[key])
+        wanted[key] = of_layers(wanted[key])
+        fields[key] = _in_full(of_layers(fields[key]), wanted[key])
     problems = _other_ranks(fields, wanted, built.tune)
     problems += [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"

@@ -1,6 +1,7 @@
 """Exports of mixtures of experts: what stock transformers and peft make of them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
+from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.language import stock_class
 from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.stock import write_small
@@ -71,6 +73,63 @@ def test_a_merged_model_has_the_files_own_names_and_our_logits(mixtures, tmp_pat
     assert not report["unexpected_keys"]
     assert torch.allclose(logits(model.eval()), logits(module), atol=1e-5)
     assert not torch.allclose(logits(stock(base)), logits(module), atol=1e-3)
+
+
+@pytest.mark.parametrize("named", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen2_moe", "all-linear"),  # of a shared expert
+        ("deepseek_v3", ["q_a_proj", "gate_proj", "up_proj", "experts"]),  # and of a dense layer
+        ("qwen3_moe", ["q_proj", "gate"]),  # a router that is no linear layer
+    ],
+)
+def test_ranks_and_alphas_of_layers_that_are_named_by_their_weight_are_kept(
+    tmp_path, family, targets, named
+):
+    patterns = {"gate": 2} if "gate" in targets else {"gate_proj": 2}
+    patterns |= {"q_a_proj": 3} if "q_a_proj" in targets else {"q_proj": 3}
+    more = {"targets": targets, named: patterns}
+    tune = TuneConfig(method="lora", rank=8, alpha=6.0, **more)
+    base = write_mixture(family, tmp_path / "base")
+    module = trained(base, tune, tmp_path / "step")
+    ranks = {n: p.shape[0] for n, p in module.named_parameters() if "lora_A" in n}
+    of_first = [rank for n, rank in ranks.items() if f".{next(iter(patterns))}.lora_A" in n]
+    assert set(of_first) == ({2} if named == "rank_pattern" else {8})
+    out = export_adapter(tmp_path / "step", tune, base, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(stock(base), out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
+    assert not torch.allclose(logits(stock(base)), logits(module), atol=1e-3)
+    merged = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
+    assert torch.allclose(logits(stock(merged)), logits(module), atol=1e-5)
+    again = start_from(build(base, torch.float32, tune, 0), out)
+    assert again.start is not None
+
+
+def test_dora_on_layers_that_peft_takes_for_experts_is_refused_and_the_advice_is_good(
+    mixtures, tmp_path
+):
+    tune = TuneConfig(method="dora", rank=4, alpha=6.0)
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.mlp\.\w+_proj.*down_proj, gate_proj"
+    ) as said:
+        build(mixtures["deepseek_v3"], torch.float32, tune, 0)
+    (advice,) = re.findall(r"tune\.targets=\[([\w,]+)\]$", str(said.value))
+    tune = tune.model_copy(update={"targets": advice.split(",")})
+    module = trained(mixtures["deepseek_v3"], tune, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", tune, mixtures["deepseek_v3"], tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(stock(mixtures["deepseek_v3"]), out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
+
+
+def test_dora_on_layers_of_families_whose_names_peft_keeps_is_loaded(mixtures, tmp_path):
+    """A shared expert has layers of the names that routed experts had."""
+    base, tune = mixtures["qwen2_moe"], TuneConfig(method="dora", rank=4, alpha=6.0)
+    module = trained(base, tune, tmp_path / "step")
+    assert any("shared_expert.gate_proj.lora_A" in name for name, _ in module.named_parameters())
+    out = export_adapter(tmp_path / "step", tune, base, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(stock(base), out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
 
 
 def test_experts_have_a_rank_of_their_own_and_the_scale_of_the_others(mixtures, tmp_path):
