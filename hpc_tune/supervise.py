@@ -26,6 +26,7 @@ from typing import Literal
 
 from hpc_tune.cluster.blame import LauncherLines, accused_by
 from hpc_tune.cluster.nodes import Nodes
+from hpc_tune.cluster.own_command import why_it_failed
 from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.secrets import mask
@@ -358,7 +359,7 @@ class Supervisor:
         try:
             subprocess.run(self._requeue, check=True, timeout=_SCHEDULER_S)
         except (OSError, subprocess.SubprocessError) as error:
-            log.error("the job cannot be requeued (%s): submit it again", error)
+            log.error("the job cannot be requeued (%s): submit it again", why_it_failed(error))
         return EXIT_RESUMABLE
 
 

@@ -1,5 +1,6 @@
 """A command of hpc_tune in a process of its own, which is no rank."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,3 +18,14 @@ def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedPr
     return subprocess.run(
         command, capture_output=True, text=True, timeout=limit_s, env=unlaunched()
     )
+
+
+def why_it_failed(error: Exception) -> str:
+    """Return in words why a command came to nothing, without the command itself."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done within {error.timeout:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        if error.returncode < 0:
+            return f"it was ended by {signal.Signals(-error.returncode).name}"
+        return f"it ended with exit code {error.returncode}"
+    return str(error)

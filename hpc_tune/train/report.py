@@ -6,7 +6,7 @@ It imports nothing large: the supervisor of a job uses it too.
 import subprocess
 from pathlib import Path
 
-from hpc_tune.cluster.own_command import run_command
+from hpc_tune.cluster.own_command import run_command, why_it_failed
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import REPORTING_BYTES
@@ -33,7 +33,7 @@ def write_report(run_dir: Path) -> None:
     try:
         done = run_command(["report", str(run_dir)], _LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no report (%s); write it with: %s", error, later)
+        log.warning("no report (%s); write it with: %s", why_it_failed(error), later)
         return
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -7,13 +7,13 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 """
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_tune.cluster.own_command import why_it_failed
 from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, spare_bytes
@@ -155,9 +155,8 @@ def _plan(
         if reason := job.stop.reason():
             words = f"stopped while planning ({reason})"
             raise ResumableStop(reason, job.resume_point.step, words=words) from None
-        why = printed.splitlines()[-1] if printed else str(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            why = f"it was ended by {signal.Signals(-error.returncode).name}"
+        is_killed = isinstance(error, subprocess.CalledProcessError)
+        why = printed.splitlines()[-1] if printed and not is_killed else why_it_failed(error)
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
     return plan

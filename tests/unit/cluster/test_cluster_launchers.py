@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint, unlaunched
-from hpc_tune.cluster.own_command import run_command
+from hpc_tune.cluster.own_command import run_command, why_it_failed
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
 from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.errors import WorldError
@@ -113,6 +113,16 @@ def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
     assert (told.returncode, told.stdout.split()[0], told.stderr) == (0, "hpc_tune", "")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "did you mean train" in refused.stderr
+
+
+def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        run_command(["doctor"], 0.0)
+    assert why_it_failed(late.value) == "not done within 0 s"
+    ended = {3: "it ended with exit code 3", -9: "it was ended by SIGKILL"}
+    for code, said in ended.items():
+        assert why_it_failed(subprocess.CalledProcessError(code, ["x"])) == said
+    assert why_it_failed(OSError("no such file")) == "no such file"
 
 
 @pytest.mark.parametrize(
