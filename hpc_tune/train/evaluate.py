@@ -218,9 +218,12 @@ class Evaluation:
         return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
     def say_change(self) -> None:
-        """Log how the loss changed over the run."""
+        """Log how the loss changed over the run; with the steps where nothing is held out by now,
+        since the newest one is of an earlier step then.
+        """
         first, last = self.evals.first, self.evals.last
         if first is not None and last is not None and first != last:
-            (_, before), (_, after) = first, last
+            (since, before), (until, after) = first, last
             change = f" ({100 * (after / before - 1):+.1f}%)" if before else ""
-            log.info("held-out loss %.4f -> %.4f%s", before, after, change)
+            steps = "" if self._batches else f" from step {since} to step {until}"
+            log.info("held-out loss %.4f -> %.4f%s%s", before, after, change, steps)
