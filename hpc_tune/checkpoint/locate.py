@@ -9,7 +9,7 @@ from typing import TypeVar
 from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flat, said
 from hpc_tune.data.mixture import phases_from_json, reached
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError
 from hpc_tune.log import log
@@ -186,7 +186,8 @@ def differences(one: Path, other: Path) -> list[str]:
     """
     first, second = (flat(locate(path).config.model_dump()) for path in (one, other))
     return [
-        f"{name}: {first[name]} in {one}, {second[name]} in {other}"
+        f"{name}: {'; '.join(said(first[name]).splitlines())} in {one}, "
+        f"{'; '.join(said(second[name]).splitlines())} in {other}"
         for name in first
         if first[name] != second[name]
     ]

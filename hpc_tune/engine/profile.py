@@ -8,7 +8,6 @@ values, *messages* what the rank waits for others (a GPU's collectives, hidden b
 not), *data* the wait for the loader, *idle* the rest of the step: Python, launches, waiting.
 """
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
+from hpc_tune.rundir.stragglers import ADVICE, STRAGGLER, beside_median
 from hpc_tune.world.comm import Comm
 
 FOLDER = "profile"
-STRAGGLER = 1.1  # x the median rank's work
 _SHOWN = 16
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "Memcpy", "Memset")
 _MESSAGES = ("nccl", "gloo", "c10d", "record_param_comms")
@@ -179,12 +178,10 @@ def table(everyone: Sequence[Shares]) -> list[str]:
         parts = (s.compute_s, s.messages_s, s.copies_s, s.data_s, s.idle_s, s.step_s)
         numbers = "".join(f"{value:>10.3f}" for value in parts)
         lines.append(f"{s.rank:>5}  {s.host:{width}}{numbers}")
-    usual = statistics.median(shares.work_s for shares in everyone)
-    for s in everyone:
-        if s.work_s > STRAGGLER * usual and len(everyone) > 1:
+    for s, ratio in zip(everyone, beside_median([s.work_s for s in everyone]), strict=True):
+        if ratio > STRAGGLER:
             lines.append(
-                f"rank {s.rank} on {s.host} works {s.work_s / usual:.2f} x as long as the "
-                "median rank, and the others wait for it: look at its clocks, its memory and what "
-                "else runs there"
+                f"rank {s.rank} on {s.host} works {ratio:.2f} x as long as the median rank, and "
+                f"the others wait for it: {ADVICE}"
             )
     return lines

@@ -2,101 +2,27 @@
 
 import shlex
 import statistics
-import time
-from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from hpc_tune.config.load import describe_fields
+from hpc_tune.config.section import said
 from hpc_tune.report.read import Row, Run
+from hpc_tune.report.starts import starts
+from hpc_tune.rundir.stragglers import ADVICE, STRAGGLER, beside_median
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
-# A straggler computes that many times as long as the fastest rank, in that share of the steps.
-STRAGGLER, MAX_STEPS = 1.1, 0.8
+_MOST_STEPS = 0.8  # of all: a straggler is the slowest rank in more of them
 _MPIRUN = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"
 _NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
 _SUPPOSED = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
+_MEMORY = {
+    "host": "most host memory of a node, that of others included",
+    "device": "most device memory of a rank",
+}
+_MANY_NAMES = 4
 Rows = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a run. ``waited_s``: since the start before it ended."""
-
-    number: int
-    begin_s: float
-    seconds: float
-    waited_s: float
-    before_s: float
-    ranks: int | None
-    layout: str
-    first_step: int | None
-    last_step: int | None
-    ended: str
-
-
-def starts(run: Run) -> list[Start]:
-    """Return the starts of a run, the first one first."""
-    found, segments = [], run.segments
-    steps = _by_segment(run, run.steps)
-    events = _by_segment(run, run.of_kind("start"))
-    stops = _by_segment(run, run.of_kind("stop"))
-    left_out = _by_segment(run, run.of_kind("left_out"))
-    for place, segment in enumerate(segments):
-        event = events[place][-1] if events[place] else {}
-        # Not of a start that failed before it wrote its own first event.
-        ended = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
-        silent = str(run.state) if place + 1 == len(segments) else "killed"
-        nodes = ", ".join(str(e.get("node")) for e in left_out[place])
-        found.append(
-            Start(
-                number=place + 1,
-                begin_s=segment.begin_s,
-                seconds=segment.end_s - segment.begin_s,
-                waited_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
-                before_s=segment.before_s,
-                ranks=int(event["size"]) if "size" in event else None,
-                layout=str(event.get("layout", "")).partition(":")[0],
-                first_step=int(steps[place][0]["step"]) if steps[place] else None,
-                last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ended=(str(ended[-1].get("reason", "")) if ended else silent)
-                + (f"; node {nodes} is left out from then on" if nodes else ""),
-            )
-        )
-    return found
-
-
-def _by_segment(run: Run, rows: Iterable[Row]) -> list[list[Row]]:
-    """Return the rows that were written in each segment."""
-    begins = [segment.begin_s for segment in run.segments]
-    found: list[list[Row]] = [[] for _ in begins]
-    for row in rows:
-        if (place := bisect(begins, row.get("time", -1.0)) - 1) >= 0:
-            found[place].append(row)
-    return found
-
-
-def start_rows(run: Run) -> list[tuple[str, ...]]:
-    """Return the starts as rows of a table."""
-    return [
-        (
-            str(start.number),
-            time.strftime("%m-%d %H:%M:%S", time.localtime(start.begin_s)),
-            format_seconds(start.waited_s) if start.number > 1 else "",
-            "" if start.ranks is None else str(start.ranks),
-            start.layout,
-            "none" if start.first_step is None else f"{start.first_step} to {start.last_step}",
-            format_seconds(start.seconds),
-            start.ended,
-        )
-        for start in starts(run)
-    ]
-
-
-START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", "ran", "ended")
 
 
 def how_it_ended(run: Run) -> str:
@@ -115,8 +41,8 @@ def what_came_out(run: Run) -> str:
     losses = known(run.steps, "loss")
     if losses:
         parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
-    if held_out := known(run.evals, "eval_loss"):
-        parts.append(f"held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}")
+    if change := _held_out(run):
+        parts.append(f"held-out loss {change}")
     if adapter := adapter_of(run):
         parts.append(f"the adapter is in {adapter}")
     elif path := next((e.get("path") for e in reversed(run.of_kind("checkpoint"))), None):
@@ -125,6 +51,24 @@ def what_came_out(run: Run) -> str:
         parts.append("no checkpoint")
     text = "; ".join(parts)
     return text[0].upper() + text[1:]
+
+
+def _held_out(run: Run) -> str:
+    """Return how the held-out loss changed, with the newest one's step if it is not the last."""
+    evals = [row for row in run.comparable_evals if row.get("eval_loss") is not None]
+    if not evals:
+        return ""
+    last, step = int(evals[-1]["step"]), int(run.steps[-1]["step"]) if run.steps else 0
+    of = f" (of step {last})" if last < step else ""
+    return f"{evals[0]['eval_loss']:.4f} → {evals[-1]['eval_loss']:.4f}{of}"
+
+
+def _and(names: Sequence[str]) -> str:
+    shown = [
+        *names[:_MANY_NAMES],
+        *([f"{more} more"] if (more := len(names) - _MANY_NAMES) > 0 else []),
+    ]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def adapter_of(run: Run) -> str:
@@ -175,12 +119,13 @@ def facts(run: Run) -> dict[str, str]:
     losses = known(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
-    if held_out := known(run.evals, "eval_loss"):
-        values["held-out loss, first to last"] = f"{held_out[0]:.4f} → {held_out[-1]:.4f}"
-        if len(names := run.evals[-1].get("eval_losses", {})) > 1:
-            values["it is the mean over"] = ", ".join(names)
+    evals = run.comparable_evals
+    if change := _held_out(run):
+        names = list(evals[-1].get("eval_losses", {}))
+        of = f", the mean of those of {_and(names)}" if len(names) > 1 else ""
+        values[f"held-out loss, first to last{of}"] = change
     for name, kind in (("accuracy", ".1%"), ("margin", ".3g")):
-        if held_out := known(run.evals, f"eval_preferences.{name}"):
+        if held_out := known(evals, f"eval_preferences.{name}"):
             values[f"held-out {name}, first to last"] = (
                 f"{held_out[0]:{kind}} → {held_out[-1]:{kind}}"
             )
@@ -195,7 +140,9 @@ def facts(run: Run) -> dict[str, str]:
         if used := known(steps, f"{kind}_bytes"):
             limits = known(steps, f"{kind}_limit_bytes")
             of = f" of {format_bytes(limits[-1])}" if limits else ""
-            values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
+            values[_MEMORY[kind]] = f"{format_bytes(max(used))}{of}"
+            if own := known(steps, f"{kind}_ranks_bytes"):
+                values["of it this run's ranks, most on a node"] = format_bytes(max(own))
     values["saves"] = str(len(run.of_kind("checkpoint")))
     values["governor's actions"] = str(len(run.actions))
     return values
@@ -281,21 +228,17 @@ def what_the_data_gave(run: Run) -> Rows:
 
 def straggler(run: Run) -> str:
     """Return which rank the others wait for most often, and how much slower it is, or nothing."""
-    rows = [
-        row for row in run.steps[1:]
-        if row.keys() >= {"slowest_rank", "most_work_s", "least_work_s"}
-    ]  # fmt: skip
+    rows = [row for row in run.steps[1:] if "slowest_rank" in row]
     if not rows or (run.start.get("size") or 1) == 1:
         return ""
     rank, times = Counter(int(row["slowest_rank"]) for row in rows).most_common(1)[0]
-    ratios = [row["most_work_s"] / max(row["least_work_s"], 1e-4) for row in rows]
-    ratio = statistics.median(ratios)
-    text = (
-        f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
-    )
-    text += "as the fastest (median)"
-    if ratio > STRAGGLER and times > MAX_STEPS * len(rows):
-        text += ": check that rank's clocks, its memory and other processes there"
+    text = f"rank {rank} in {times} of {len(rows)} steps"
+    works = [row["work_s"] for row in run.ranks if len(row["work_s"]) > max(1, rank)]
+    if works:
+        ratio = statistics.median(beside_median(work_s)[rank] for work_s in works)
+        text += f"; it works {ratio:.2f} x as long as the median rank"
+        if ratio > STRAGGLER and times > _MOST_STEPS * len(rows):
+            text += f", and the others wait for it: {ADVICE}"
     return text
 
 
@@ -362,11 +305,7 @@ def changed_settings(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (setting, its value, its default) of the settings that are not at their defaults."""
     for name, _, default, _ in describe_fields():
         if name in run.settings and name not in _SUPPOSED and run.settings[name] != default:
-            yield name, _shown(run.settings[name]), _shown(default)
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None or repr(value) == "PydanticUndefined" else str(value)
+            yield name, said(run.settings[name]), said(default)
 
 
 def event_text(event: Row) -> str:

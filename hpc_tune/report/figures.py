@@ -15,9 +15,9 @@ from hpc_tune.report.timeline import timeline
 
 FIGURES: tuple[tuple[str, str, Draw], ...] = (
     ("timeline", "All starts on one axis of time", timeline),
-    *PLOTS[:1],
+    *PLOTS[:2],
     *PREFERENCE_PLOTS,
-    *PLOTS[1:],
+    *PLOTS[2:],
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", heatmap),
     ("experts", "Tokens of each expert: white is even, blue has few", expert_heatmap),
 )

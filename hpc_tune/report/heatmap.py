@@ -1,6 +1,5 @@
 """Rank x step: how long each rank worked beside the median rank of that step."""
 
-import statistics
 from collections.abc import Sequence
 
 from matplotlib import colormaps
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 
 from hpc_tune.report.plots import SIZE, whole_numbers
 from hpc_tune.report.read import Row, Run
+from hpc_tune.rundir.stragglers import beside_median
 
 _ROWS, _COLUMNS, _COLORS = 128, 200, 12
 _MIN_TOP = 1.2  # of the scale: ranks that differ by less look alike
@@ -58,8 +58,7 @@ def _cells(lines: Sequence[Row], num_ranks: int, group: int) -> list[list[float]
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
         place = min(num_columns - 1, int(share * num_columns))
-        median = max(statistics.median(line["work_s"]), 1e-4)
-        values = [work_s / median for work_s in line["work_s"]]
+        values = beside_median(line["work_s"])
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
         rows += [nothing] * (num_rows - len(rows))
         before = columns[place]

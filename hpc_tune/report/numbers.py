@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpc_tune.report.facts import goodput, running_s, sent_bytes, starts
+from hpc_tune.report.facts import goodput, running_s, sent_bytes
 from hpc_tune.report.plots import points
 from hpc_tune.report.read import Run
+from hpc_tune.report.starts import starts
 
 _CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
-    *("host_bytes", "device_bytes", "most_work_s", "least_work_s"),
+    *("host_bytes", "host_ranks_bytes", "device_bytes", "most_work_s", "least_work_s"),
 )
 _DIGITS, _POINTS = 5, 150
 _HELD_OUT = "eval_preferences."
@@ -41,6 +42,9 @@ def _numbers(run: Run) -> dict[str, Any]:
         "goodput": round(goodput(run), 4),
         "starts": [asdict(start) for start in starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
+        "evaluations_by_source": [
+            {"step": row["step"], **row["eval_losses"]} for row in run.evals if "eval_losses" in row
+        ],
         "preferences": [
             {name.removeprefix(_HELD_OUT): v for name, v in row.items() if name in _MEASURES}
             | {"step": row["step"]}

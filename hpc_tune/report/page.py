@@ -10,7 +10,6 @@ import yaml
 from hpc_tune import __version__
 from hpc_tune.report.checkpoints import checkpoints
 from hpc_tune.report.facts import (
-    START_HEADS,
     adapter_of,
     changed_settings,
     command_of,
@@ -21,7 +20,6 @@ from hpc_tune.report.facts import (
     machine,
     next_command,
     predictions,
-    start_rows,
     what_came_out,
     what_ran,
     what_the_data_gave,
@@ -30,6 +28,7 @@ from hpc_tune.report.facts import (
 from hpc_tune.report.numbers import numbers
 from hpc_tune.report.read import Run, differences
 from hpc_tune.report.sources import SOURCE_HEADS, sources
+from hpc_tune.report.starts import START_HEADS, start_rows, starts_in_words
 from hpc_tune.rundir import displacement
 from hpc_tune.units import format_bytes
 
@@ -52,7 +51,7 @@ figure{margin:0}figure svg{width:100%;height:auto;display:block}
 figcaption{font-weight:600;margin-bottom:6px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:4px 14px 4px 0;border-bottom:1px solid #eceef1;vertical-align:top}
-td,th{overflow-wrap:anywhere;min-width:100px}th{color:#5b6472;font-weight:600}
+td,th{overflow-wrap:anywhere;min-width:100px}td{white-space:pre-line}th{color:#5b6472;font-weight:600}
 .when{white-space:nowrap}
 .state{display:inline-block;border-radius:99px;padding:1px 12px;color:#fff;font-size:14px}
 .done{background:#1a7f37}.stopped{background:#9a6700}.failed,.died{background:#b00020}
@@ -138,11 +137,13 @@ def _heading(run: Run) -> str:
         ("How it ended" if is_over else "Now", how_it_ended(run)),
         ("What came out" if is_over else "So far", what_came_out(run)),
     ]
+    if said := starts_in_words(run):
+        rows.append(("Starts", said))
     rows += [(key, _shown(key, value)) for key, value in run.outcome.items() if key not in told]
     rows.append(("Next", next_command(run)))
     if command := command_of(run):
         rows.append(("To repeat it", command))
-    chosen = known(run.evals, "eval_preferences.chosen_log_prob")
+    chosen = known(run.comparable_evals, "eval_preferences.chosen_log_prob")
     if warning := displacement.warning(displacement.longest(chosen)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""

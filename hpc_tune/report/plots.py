@@ -15,7 +15,7 @@ from hpc_tune.units import format_count
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
-_POINTS, _MARKS = 300, 120
+POINTS, _MARKS = 300, 120
 DOTS = 40  # more of them on a line are no help
 STEP = "optimizer step"
 SIZE = (7.2, 3.6)  # inches
@@ -24,9 +24,14 @@ Points = tuple[list[float], list[float]]
 Draw = Callable[[Sequence[Run]], Figure | None]
 
 
-def _loss(runs: Sequence[Run]) -> Figure | None:
+def loss_label(runs: Sequence[Run]) -> str:
+    """Return what an axis of losses says: those of preferences are no nats."""
     has_pairs = any(run.settings.get("tune.objective", "sft") != "sft" for run in runs)
-    figure, axes = _new(STEP, "loss" if has_pairs else "loss (nats per token)")
+    return "loss" if has_pairs else "loss (nats per token)"
+
+
+def _loss(runs: Sequence[Run]) -> Figure | None:
+    figure, axes = _new(STEP, loss_label(runs))
     for run, color in colored(runs):
         steps, losses = points(run.steps, "step", "loss")
         axes.plot(steps, losses, color=color, lw=1.3, label=label_of(runs, run, "training"))
@@ -35,6 +40,26 @@ def _loss(runs: Sequence[Run]) -> Figure | None:
             held_out = label_of(runs, run, "held-out")
             marker = "o" if len(run.evals) <= DOTS else None
             axes.plot(*evals, color=color, lw=1, ls="--", marker=marker, ms=4, label=held_out)
+    return finished(figure, axes)
+
+
+def _held_out(runs: Sequence[Run]) -> Figure | None:
+    """Draw each held-out source's own loss: their mean may fall while one of them rises."""
+    figure, axes = _new(STEP, loss_label(runs))
+    lines = [
+        (run, name, [(row["step"], own[name]) for row in run.evals
+                     if name in (own := row.get("eval_losses", {}))])
+        for run, _ in colored(runs)
+        for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
+    ]  # fmt: skip
+    if len({name for _, name, _ in lines}) < 2:
+        return None
+    for number, (run, name, losses) in enumerate(lines):
+        rows = [{"step": step, "loss": loss} for step, loss in losses]
+        marker = "o" if len(rows) <= DOTS else None
+        axes.plot(*points(rows, "step", "loss"), color=COLORS[number % len(COLORS)], lw=1.2,
+                  ls=("-", "--", ":", "-.")[number // len(COLORS) % 4], marker=marker, ms=4,
+                  label=label_of(runs, run, short(name)))  # fmt: skip
     return finished(figure, axes)
 
 
@@ -94,7 +119,7 @@ def _parts(runs: Sequence[Run]) -> Figure | None:
         values = [mean[name] for mean in means]
         axes.barh(range(len(means)), values, left=left, color=color, label=name, alpha=0.8)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    labels = [_short(run.name) for run in runs if run.steps]
+    labels = [short(run.name) for run in runs if run.steps]
     axes.set_yticks(range(len(means)), labels)
     axes.invert_yaxis()
     return finished(figure, axes)
@@ -124,6 +149,9 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
             at = [elapsed(run, row) / factor for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
                       label=label_of(runs, run, "used"))  # fmt: skip
+            if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
+                own = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
+                axes.plot(at, own, color=COLORS[5], lw=1.4, label="of it this run's ranks")
             limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
                       if row.get(limit)]  # fmt: skip
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
@@ -142,7 +170,7 @@ def _mark(axes: Axes, run: Run, factor: float) -> None:
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
         happened = run.actions if kind == "governor" else run.of_kind(kind)
-        places = some([run.elapsed_s(event["time"]) / factor for event in happened])
+        places = some([at_s / factor for at_s in run.seconds_of(happened)])
         if places:  # one line with gaps: as many lines would be half of the page
             at = [x for place in places for x in (place, place, place)]
             heights = [0.0, height, float("nan")] * len(places)
@@ -191,6 +219,7 @@ def _foreseen(runs: Sequence[Run]) -> Figure | None:
 
 PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ("loss", "Loss", _loss),
+    ("held-out", "Held-out loss of each source", _held_out),
     ("memory", "Memory against its limits", _memory),
     ("step-time", "Where a step's time went, on rank 0", _parts),
     ("speed", "Speed", _speed),
@@ -225,14 +254,14 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _means_of(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
-    width = max(1, -(-len(rows) // _POINTS))
+    width = max(1, -(-len(rows) // POINTS))
     return [_mean(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
 def _worst_kept(rows: Sequence[Row], key: str) -> list[Row]:
     """Return a few hundred rows, each the one of the largest value of those around it."""
     known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
-    width = max(1, len(known) // _POINTS)
+    width = max(1, len(known) // POINTS)
     return [
         max(known[i : i + width], key=lambda row: row[key]) for i in range(0, len(known), width)
     ]
@@ -243,7 +272,7 @@ def points(
     x: str,
     y: str,
     scale: Callable[[float], float] = float,
-    most: int = _POINTS,
+    most: int = POINTS,
 ) -> Points:
     """Return x and y of the rows that have y, as means over neighbours where there are many."""
     known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
@@ -291,10 +320,11 @@ def label_of(runs: Sequence[Run], run: Run, what: str) -> str:
     """Return what a line is called: of which run it is, if there are several, and what it shows."""
     if len(runs) == 1:
         return what
-    return f"{_short(run.name)}: {what}" if what else _short(run.name)
+    return f"{short(run.name)}: {what}" if what else short(run.name)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """Return a name with its middle cut out where it is long."""
     return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
 
 

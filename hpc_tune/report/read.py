@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flat, said
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
@@ -36,7 +36,8 @@ _PARTS: dict[str, type] = {  # all else is text
 _METRICS = (
     *("time", "step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_s", "mfu"),
     *("step_s", "data_s", "comm_s", "most_work_s", "least_work_s", "slowest_rank"),
-    *("host_bytes", "host_limit_bytes", "device_bytes", "device_limit_bytes"),
+    *("host_bytes", "host_ranks_bytes", "host_limit_bytes"),
+    *("device_bytes", "device_limit_bytes"),
     *("eval_loss", "eval_tokens", "eval_s"),
 )
 _BY_KIND = ("sent_bytes", "expected_bytes", "source_tokens", "eval_losses")
@@ -127,13 +128,36 @@ class Run:
         total = self.start.get("total_steps")
         return total if isinstance(total, int) else None
 
+    @property
+    def comparable_evals(self) -> Sequence[Row]:
+        """The evaluations over the held-out data of the newest: those before are over others."""
+        if not (changes := self.of_kind("held_out")):
+            return self.evals
+        at_s, step = changes[-1]["time"], changes[-1].get("step", float("inf"))
+        return [r for r in self.evals if r.get("time", 0.0) > at_s or r["step"] > step]
+
     def elapsed_s(self, at_s: float) -> float:
         """Return the seconds that the run had been running at a time, without waits in a queue."""
-        place = bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
+        place = self.place_of(at_s)
         if place < 0:
             return 0.0
         segment = self.segments[place]
         return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
+
+    def place_of(self, at_s: float) -> int:
+        """Return the number of the newest start at a time, the first is 0; -1 before it."""
+        return bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
+
+    def seconds_of(self, events: Iterable[Row]) -> list[float]:
+        """Return how long the run had been running at events; not of those between its starts,
+        which are of a start that was refused.
+        """
+        at = [event["time"] for event in events]
+        return [
+            self.elapsed_s(at_s)
+            for at_s in at
+            if (place := self.place_of(at_s)) >= 0 and at_s <= self.segments[place].end_s
+        ]
 
 
 class Lines:
@@ -230,7 +254,7 @@ def assemble(
         events=events,
         outcome=outcome.read(path) or {},
         beats=(beats := heartbeat.read(path)),
-        segments=_segments(events, steps),
+        segments=_segments([*events, *evals], steps),
         silent_s=_silent_s(path, beats),
         has_died=owner.has_died(path),
         experts=[row for row in experts if row],
@@ -242,7 +266,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differing = []
     for name in names:
-        values = ["unset" if (v := run.settings.get(name)) is None else str(v) for run in runs]
+        values = [said(run.settings.get(name)) for run in runs]
         if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
             differing.append((name, values))
     return differing
@@ -331,21 +355,22 @@ def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
     return time.time() - max(signs, default=0.0)
 
 
-def _segments(events: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
+def _segments(others: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
     """Return the segments of the run, one per start; each ends with its last sign of life.
 
-    What a later start wrote before its own first event is no sign of the one before.
+    ``others`` are events and evaluations. What a start wrote that was refused before its own first
+    event is no sign of another.
     """
+    first = [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
     signs = sorted(
-        [(row["time"], row.get("began_s", 0.0)) for row in (*events, *steps) if "time" in row]
-        + [(row["time"] - row["step_s"], 0.0) for row in steps[:1] if "time" in row]
+        [(row["time"], row.get("began_s", 0.0)) for row in (*others, *steps) if "time" in row]
+        + [(at_s, 0.0) for at_s in first]
     )
     if not signs:
         return []
-    starts = sorted(event["time"] for event in events if event.get("kind") == "start") or [
-        signs[0][0]
-    ]
-    starts[0] = min(starts[0], signs[0][0])
+    starts = sorted(row["time"] for row in others if row.get("kind") == "start")
+    starts = starts or [signs[0][0]]
+    starts[0] = min([starts[0], *first])  # whose own event may be lost
     segments, before_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
         end_s = max(

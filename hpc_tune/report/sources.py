@@ -15,7 +15,7 @@ def sources(run: Run) -> Iterator[tuple[str, ...]]:
         for name, tokens in row.get("source_tokens", {}).items():
             learned[name] = learned.get(name, 0.0) + tokens
     total = sum(learned.values())
-    held_out = [row["eval_losses"] for row in run.evals if row.get("eval_losses")]
+    held_out = [row["eval_losses"] for row in run.comparable_evals if row.get("eval_losses")]
     for name in dict.fromkeys([*learned, *(name for losses in held_out for name in losses)]):
         losses = [losses[name] for losses in held_out if name in losses]
         loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""

@@ -1,24 +1,26 @@
 """All starts of one run on one axis of time: the loss, and below it what happened when."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpc_tune.report.facts import starts
 from hpc_tune.report.plots import (
     COLORS,
     DOTS,
     GREY,
+    POINTS,
     RED,
     SIZE,
     elapsed,
     finished,
+    loss_label,
     points,
     some,
     time_unit,
 )
-from hpc_tune.report.read import Run
+from hpc_tune.report.read import Row, Run
+from hpc_tune.report.starts import starts
 from hpc_tune.units import format_seconds
 
 _LETTER = 0.0125  # of the axis, of a label of a start
@@ -33,24 +35,45 @@ def timeline(runs: Sequence[Run]) -> Figure | None:
     unit, factor = time_unit(max(elapsed(run, row) for row in run.steps[-1:]))
     figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    rows = [
-        {"step": row["step"], "loss": row.get("loss"), "at": elapsed(run, row) / factor}
-        for row in run.steps
-        if "time" in row
-    ]
-    above.plot(*points(rows, "at", "loss"), color=COLORS[0], lw=1.3, label="training loss")
-    ends = {row["step"]: row["at"] for row in rows}
-    evals = [{**row, "at": ends.get(row["step"], 0.0)} for row in run.evals]
-    if evals:
-        marker = "o" if len(evals) <= DOTS else None
-        above.plot(*points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
-                   marker=marker, ms=4, label="held-out loss", clip_on=False)  # fmt: skip
-    above.set_ylabel("loss (nats per token)")
+    _losses(above, run, factor)
+    above.set_ylabel(loss_label(runs))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
     below.set_xlabel(f"{unit} of running{waits}")
     _bands(above, below, run, factor)
     _lanes(below, run, factor)
     return finished(figure, above, below)
+
+
+def _losses(axes: Axes, run: Run, factor: float) -> None:
+    """Draw the losses: of training a line for each start, since the steps between are lost."""
+    by_start: dict[int, list[Row]] = {}
+    for row in run.steps:
+        if "time" in row:
+            by_start.setdefault(run.place_of(row["time"]), []).append(row)
+    most = max(2, POINTS // max(1, len(by_start)))
+    at: list[float] = []
+    losses: list[float] = []
+    for rows in by_start.values():
+        placed = [{"at": elapsed(run, row) / factor, "loss": row.get("loss")} for row in rows]
+        own_at, own_losses = points(placed, "at", "loss", most=most)
+        at += [*own_at, float("nan")]
+        losses += [*own_losses, float("nan")]
+    axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
+    evals = [{**row, "at": at_s / factor} for row, at_s in _evaluated(run)]
+    if evals:
+        marker = "o" if len(evals) <= DOTS else None
+        axes.plot(*points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
+                  marker=marker, ms=4, label="held-out loss", clip_on=False)  # fmt: skip
+
+
+def _evaluated(run: Run) -> Iterator[tuple[Row, float]]:
+    """Yield evaluations and when they were done; in runs of older versions, when their step was."""
+    ends = {row["step"]: row["time"] for row in run.steps if "time" in row}
+    for row in run.steps[:1]:  # step 0 is evaluated before the first step begins
+        ends.setdefault(0, row.get("time", 0.0) - row["step_s"])
+    for row in run.evals:
+        if at_s := row.get("time") or ends.get(row["step"]):
+            yield row, run.elapsed_s(at_s)
 
 
 def _bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
@@ -85,7 +108,7 @@ def _lanes(axes: Axes, run: Run, factor: float) -> None:
         ("stop", "stops", "s", COLORS[6]),
     ):
         happened = run.actions if kind == "governor" else run.of_kind(kind)
-        places = some([run.elapsed_s(event["time"]) / factor for event in happened])
+        places = some([at_s / factor for at_s in run.seconds_of(happened)])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip

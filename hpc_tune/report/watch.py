@@ -76,15 +76,13 @@ def _figures(run: Run) -> RenderableType:
     losses = [row["loss"] for row in run.steps if row.get("loss") is not None]
     if losses:
         table.add_row("loss", f"{losses[-1]:.4f}", sparkline(losses))
-    if run.evals:
-        held_out = [row["eval_loss"] for row in run.evals]
+    if evals := run.comparable_evals:
+        held_out = [row["eval_loss"] for row in evals]
         table.add_row("held-out loss", f"{held_out[-1]:.4f}", sparkline(held_out))
-        for name in run.evals[-1].get("eval_losses", {}):
-            own = [
-                row["eval_losses"][name] for row in run.evals if name in row.get("eval_losses", {})
-            ]
+        for name in evals[-1].get("eval_losses", {}):
+            own = [row["eval_losses"][name] for row in evals if name in row.get("eval_losses", {})]
             table.add_row(f"  {name}", f"{own[-1]:.4f}", sparkline(own))
-    if held_out := known(run.evals, "eval_preferences.accuracy"):
+    if held_out := known(evals, "eval_preferences.accuracy"):
         table.add_row("held-out accuracy", f"{held_out[-1]:.1%}", sparkline(held_out))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
     if speeds:

@@ -52,7 +52,8 @@ class StepMetrics:
     collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
     ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
     fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
-    the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes the
+    the device's peak or counters are unknown. Host bytes are the fullest node's, those of others
+    included, ``host_ranks_bytes`` the most that this run's ranks take on a node; device bytes the
     fullest rank's. ``preferences``: see ``PreferenceSums.measures``. ``source_tokens``: the loss
     tokens of each source of a mixture. ``experts``: how routers spread the step's tokens
     (``load_of``), and the losses of that which are learned, per token and added up over layers.
@@ -78,6 +79,7 @@ class StepMetrics:
     expected_bytes: dict[str, int]
     device_util: float | None
     host_bytes: int | None
+    host_ranks_bytes: int | None
     host_limit_bytes: int | None
     device_bytes: int | None
     device_limit_bytes: int | None
@@ -157,7 +159,8 @@ class Metrics:
 
     def evaluation(self, step: int, eval_loss: float, measured: Measured) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
-        row: dict[str, Any] = {"step": step, "eval_loss": eval_loss, "eval_s": measured.seconds}
+        row: dict[str, Any] = {"time": time.time(), "step": step}
+        row |= {"eval_loss": eval_loss, "eval_s": measured.seconds}
         if measured.measures:
             row |= {"eval_pairs": measured.terms, "eval_preferences": measured.measures}
         else:
@@ -311,6 +314,7 @@ class Recorder:
                 ),
                 device_util=self._monitor.device_utilization(),
                 host_bytes=worst.host_bytes if sample else None,
+                host_ranks_bytes=worst.host_ranks_bytes if sample else None,
                 host_limit_bytes=sample.host_limit_bytes if sample else None,
                 device_bytes=worst.device_bytes if sample and sample.device else None,
                 device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
@@ -333,6 +337,7 @@ class _Worst:
     """Bytes of the fullest node and device; compute seconds of the slowest and fastest rank."""
 
     host_bytes: int
+    host_ranks_bytes: int
     device_bytes: int
     most_work_s: float
     least_work_s: float
@@ -342,9 +347,10 @@ class _Worst:
 def _worst_of_all(comm: Comm, sample: MemorySample | None, work_s: float) -> _Worst:
     """Return the extremes over all ranks by one collective."""
     tenths_of_ms = max(0, round(1e4 * work_s))
-    host, device, slowest, least = comm.max(
+    host, ranks, device, slowest, least = comm.max(
         [
             sample.host_bytes if sample else 0,
+            sample.ranks_bytes if sample else 0,
             sample.device.used_bytes if sample and sample.device else 0,
             # A rank's time and its number in one value, which a float64 holds exactly.
             tenths_of_ms * _MAX_RANKS + comm.world.rank,
@@ -352,7 +358,7 @@ def _worst_of_all(comm: Comm, sample: MemorySample | None, work_s: float) -> _Wo
         ],
     )
     most, rank = divmod(int(slowest), _MAX_RANKS)
-    return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
+    return _Worst(int(host), int(ranks), int(device), most / 1e4, -least / 1e4, rank)
 
 
 def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step: int) -> Recorder:

@@ -15,6 +15,7 @@ METHODS = {
 CONTRACT = {
     *("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_s", "mfu"),
     *("step_s", "data_s", "comm_s", "device_util", "host_bytes", "host_limit_bytes"),
+    "host_ranks_bytes",
     *("device_bytes", "device_limit_bytes", "samples_seen"),
 }
 

@@ -9,6 +9,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, replace
+from math import nan
 
 import pytest
 from rich.console import Console
@@ -16,12 +17,15 @@ from rich.console import Console
 from hpc_tune import cli
 from hpc_tune.report import watch as watching
 from hpc_tune.report.checkpoints import checkpoints
-from hpc_tune.report.facts import facts, predictions, starts, straggler, where_time_went
+from hpc_tune.report.facts import facts, predictions, straggler, where_time_went
 from hpc_tune.report.figures import FIGURES, all_figures
 from hpc_tune.report.read import Lines, differences, read_run
+from hpc_tune.report.sources import sources
+from hpc_tune.report.starts import starts
 from hpc_tune.report.write import write_report
 from hpc_tune.rundir import heartbeat, owner
 from hpc_tune.rundir.owner import this_process
+from hpc_tune.rundir.stragglers import ADVICE
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
@@ -34,6 +38,7 @@ def step(number, at_s, **changes):
         **{"grad_norm": 1.0, "tokens": 100, "loss_tokens": 50, "tokens_per_s": 50.0, "mfu": 0.4},
         **{"step_s": 2.0, "data_s": 0.1, "comm_s": 0.5, "most_work_s": 1.4, "least_work_s": 1.0},
         **{"slowest_rank": 1, "host_bytes": 4 << 30, "host_limit_bytes": LIMIT},
+        "host_ranks_bytes": 1 << 30,
         **{"device_bytes": 2 << 30, "device_limit_bytes": LIMIT, "samples_seen": 4 * number},
         "preferences": measured(0.05 * number, -2.0),
     }
@@ -43,6 +48,12 @@ def step(number, at_s, **changes):
 def measured(accuracy, chosen):
     rest = {"margin": 2 * accuracy, "rejected_log_prob": chosen - 0.5}
     return {"accuracy": accuracy, "chosen_log_prob": chosen, **rest}
+
+
+def evaluated(number, chat, code, at_s=None):
+    losses = {"eval_loss": (chat + code) / 2, "eval_losses": {"chat": chat, "code": code}}
+    when = {} if at_s is None else {"time": at_s}
+    return {**when, "step": number, **losses, "eval_tokens": 9, "eval_s": 1.0}
 
 
 def event(kind, at_s, **fields):
@@ -60,7 +71,7 @@ def make(tmp_path):
         (folder / "memory").mkdir(parents=True)
         (folder / "config.resolved.yaml").write_text(f"optim: {{{settings}}}\nrun: {{name: null}}")
         rows = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] if steps is None else steps
-        rows += [{"step": 10, "eval_loss": 2.0, "eval_tokens": 9, "eval_s": 1.0}] if evals else []
+        rows += [evaluated(10, 1.75, 2.25)] if evals else []
         begun = event("start", BEGAN_S, size=2, total_steps=10, command=["python", "-m", "x y"])
         begun |= {"launcher": "openmpi", "folder": "/home/me", "layout": "shard 2: fits"}
         begun |= {"counts": COUNTS, "remarks": ["3 cut at seq_len"], "hosts": {"n1": 2}}
@@ -128,7 +139,13 @@ def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
     for words in (
         *("done", "all steps done, exit code 0", "10 of 10", "2.9000 → 2.0000", "50", "40.0%"),
         *("4.00 GiB of 8.00 GiB", "python -m 'x y'", "micro-batches of 1 rows", "generate --run"),
-        *("1.6 s", "+25%", "+100%", "rank 1 in 9 of 9 steps", "check that rank's clocks"),
+        *(
+            "1.6 s",
+            "+25%",
+            "+100%",
+            "rank 1 in 9 of 9 steps",
+            "the others wait for it: look at its clocks",
+        ),
     ):
         assert words in text, words
     pictures = re.findall(r"<svg.*?</svg>", file.read_text(), re.DOTALL)
@@ -247,6 +264,88 @@ def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
     assert second.ended == "memory is short"
 
 
+def test_a_start_that_was_refused_is_no_time_running(make):
+    """A day before, and between two starts: neither is on the axis of time, both are told of."""
+    day_s = 86_400.0
+    refused = [
+        event("stop", at_s, reason="data.seq_len is too short", began_s=at_s - 5)
+        for at_s in (BEGAN_S - day_s, BEGAN_S + 500)
+    ]
+    again = event("start", BEGAN_S + 1020, size=2)
+    last = event("stop", BEGAN_S + 1030, reason="all steps done")
+    path = make(events=[*refused, again, last], outcome=DONE)
+    run = read_run(path)
+    assert [start.seconds for start in starts(run)] == [20, 10]
+    assert (starts(run)[0].begin_s, starts(run)[1].waited_s) == (BEGAN_S, 1000)
+    assert facts(run)["time running"] == "30s in 2 starts"
+    figure = dict((name, figure) for name, _, figure in all_figures([run]))["timeline"]
+    stops = [line for line in figure.axes[1].lines if line.get_marker() == "s"]
+    assert [list(line.get_xdata()) for line in stops] == [[30.0]]
+    first_screen = checked(write_report([path])).partition("All starts on one axis")[0]
+    assert "2 more ended while starting: data.seq_len is too short" in first_screen
+
+
+def test_losses_are_drawn_when_they_were_measured_and_lost_steps_are_a_gap(make):
+    """Step 0 after 6 s; steps 1 to 5 until 20 s, lost ones until 26 s, then 6 to 8."""
+    times = [*(BEGAN_S + 10 + 2 * n for n in range(1, 6)), *(BEGAN_S + 100 + n for n in (2, 4, 6))]
+    steps = [step(n, at_s) for n, at_s in enumerate(times, 1)]
+    evals = [evaluated(0, 3.0, 3.0, BEGAN_S + 6), evaluated(8, 1.0, 1.0, BEGAN_S + 107)]
+    lost = event("stop", BEGAN_S + 26, reason="host n2 is gone")
+    events = [lost, event("start", BEGAN_S + 100, size=2)]
+    settings = "lr: 0.1}\ntune: {objective: dpo"
+
+    def lines_of(run):
+        figures = {name: figure for name, _, figure in all_figures([run])}
+        above = figures["timeline"].axes[0]
+        assert above.get_ylabel() == figures["loss"].axes[0].get_ylabel() == "loss"
+        return [list(map(float, line.get_xdata())) for line in above.lines[:2]]
+
+    trained, held_out = lines_of(
+        read_run(make("new", [*steps, *evals], events, evals=False, settings=settings))
+    )
+    assert trained == pytest.approx([12, 14, 16, 18, 20, nan, 28, 30, 32], nan_ok=True)
+    assert held_out == [6, 33]
+    for row in evals:  # as older versions have written them
+        del row["time"]
+    _, held_out = lines_of(
+        read_run(make("old", [*steps, *evals], events, evals=False, settings=settings))
+    )
+    assert held_out == [10, 32]
+
+
+def test_a_held_out_loss_has_the_step_that_it_is_of_and_none_of_other_data_beside_it(make):
+    steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
+    evals = [evaluated(0, 4.0, 4.0, BEGAN_S), evaluated(8, 3.0, 2.0, BEGAN_S + 17)]
+    run = read_run(make("cut", [*steps, *evals], evals=False))
+    [(_, said)] = [(k, v) for k, v in facts(run).items() if k.startswith("held-out loss")]
+    assert said == "4.0000 → 2.5000 (of step 8)"
+    other = event("held_out", BEGAN_S + 16.5, step=8)
+    run = read_run(make("other", [*steps, *evals], [other], evals=False))
+    [(_, said)] = [(k, v) for k, v in facts(run).items() if k.startswith("held-out loss")]
+    assert said == "2.5000 → 2.5000 (of step 8)"
+    assert [row[-1] for row in sources(run)] == ["3.0000 → 3.0000", "2.0000 → 2.0000"]
+
+
+def test_each_held_out_source_has_its_own_curve(make):
+    steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
+    evals = [evaluated(0, 4.0, 3.0), evaluated(5, 3.0, 3.5), evaluated(10, 2.0, 4.0)]
+    run = make("mixture", [*steps, *evals], evals=False)
+    figures = {name: figure for name, _, figure in all_figures([read_run(run)])}
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figures["held-out"].axes[0].lines}
+    assert drawn == {"chat": [4.0, 3.0, 2.0], "code": [3.0, 3.5, 4.0]}
+    assert '"evaluations_by_source":[{"step":0,"chat":4.0' in write_report([run]).read_text()
+    one = make("one", [*steps, {"step": 10, "eval_loss": 2.0}], evals=False)
+    assert "held-out" not in {name for name, _, _ in all_figures([read_run(one)])}
+
+
+def test_sources_among_the_settings_are_read_line_by_line(make):
+    listed = "[{path: a.jsonl, name: chat, weight: 0.6, limit: null}, {path: b, weight: 0.4}]"
+    run = make(settings=f"lr: 0.1}}\ndata: {{sources: {listed}")
+    text = checked(write_report([run]))
+    assert "path a.jsonl, name chat, weight 0.6\npath b, weight 0.4" in text
+    assert "{'path'" not in text
+
+
 def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(make):
     message = "node n2 is left out from now on: Slurm says: down"
     events = [
@@ -256,9 +355,13 @@ def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(
     ]
     path = make(events=events, outcome=DONE)
     first, second = starts(read_run(path))
-    assert first.ended == "host n2 is gone; node n2 is left out from then on"
-    assert (first.seconds, second.ended) == (20, "done")
-    assert message in write_report([path]).read_text()
+    assert (first.ended, first.left_out, first.seconds) == ("host n2 is gone", ("n2",), 20)
+    assert second.ended == "done"
+    text = checked(write_report([path]))
+    assert message in text
+    assert "host n2 is gone; node n2 is left out from then on" in text
+    first_screen = text.partition("All starts on one axis")[0]
+    assert "2 starts, the newest after: host n2 is gone; left out: node n2" in first_screen
 
 
 def test_what_was_sent_is_compared_with_the_formula(make):
@@ -351,9 +454,14 @@ def test_waits_between_starts_are_no_running_time(make):
 
 
 def test_a_straggler_is_named_and_even_ranks_are_not_blamed(make):
-    assert "rank 1 in 9 of 9 steps; the slowest computed 1.40 x" in straggler(read_run(make()))
-    even = [step(n, BEGAN_S + n, most_work_s=1.02, slowest_rank=n % 2) for n in range(1, 11)]
-    assert "look at" not in straggler(read_run(make("even", steps=even)))
+    """Of 1.0 and 1.4 s the median is 1.2: as the profile and the figure of all ranks have it."""
+    said = straggler(read_run(make()))
+    assert said.startswith("rank 1 in 9 of 9 steps; it works 1.17 x as long as the median rank, ")
+    assert said.endswith(ADVICE)
+    even = [step(n, BEGAN_S + n, slowest_rank=n % 2) for n in range(1, 11)]
+    assert ADVICE not in straggler(read_run(make("even", steps=even)))
+    none = straggler(read_run(make("none", ranks=False)))
+    assert none == "rank 1 in 9 of 9 steps"
 
 
 def test_several_runs_lie_over_each_other_with_the_settings_that_differ(make, tmp_path):
