@@ -110,5 +110,5 @@ def starts_in_words(run: Run) -> str:
     if lost:
         parts.append(f"left out: node{'s' * (len(lost) > 1)} {', '.join(lost)}")
     if failed:
-        parts.append(f"{len(failed)} more ended while starting: {failed[-1].get('reason', '')}")
+        parts.append(f"{len(failed)} more ended while starting, see What happened")
     return "; ".join(parts)

@@ -282,7 +282,7 @@ def test_a_start_that_was_refused_is_no_time_running(make):
     stops = [line for line in figure.axes[1].lines if line.get_marker() == "s"]
     assert [list(line.get_xdata()) for line in stops] == [[30.0]]
     first_screen = checked(write_report([path])).partition("All starts on one axis")[0]
-    assert "2 more ended while starting: data.seq_len is too short" in first_screen
+    assert "2 more ended while starting, see What happened" in first_screen
 
 
 def test_losses_are_drawn_when_they_were_measured_and_lost_steps_are_a_gap(make):
