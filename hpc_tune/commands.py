@@ -320,18 +320,21 @@ def export(options: Namespace) -> int:
     argument("--run", Path, "a run directory or one of its checkpoints"),
     argument("--model", Path, "a model directory; with --run: the base model, if it has moved"),
     argument("--base", bool, "with --run: without the adapter"),
-    argument("--prompt", str, "the user's message; - reads it from stdin", required=True),
+    argument("--prompt", str, "the user's message; - reads it from stdin"),
+    argument("--system", str, "with --prompt: the system prompt"),
+    argument("--tools", Path, "JSON file with a list of tools, as rows of training data have it"),
+    argument("--chat", Path, "instead of --prompt: JSON file with messages, or with a whole row"),
     argument("--max-tokens", int, "maximum number of tokens to generate", least=1, default=128),
     argument("--temperature", float, "sampling temperature; 0: greedy", least=0, default=0.0),
     argument("--seed", int, "random seed for sampling", default=0),
 )
 def generate(options: Namespace) -> int:
-    """Answer a prompt with a fine-tuned model."""
-    from hpc_tune.generate import answer
+    """Answer a prompt, or a chat with tools, with a fine-tuned model."""
+    from hpc_tune.generate import answer, asked
 
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    chat = asked(options.prompt, options.system, options.tools, options.chat)
     sampling = options.max_tokens, options.temperature, options.seed
-    print(answer(options.run, options.model, not options.base, prompt, *sampling))
+    print(answer(options.run, options.model, not options.base, chat, *sampling))
     return EXIT_DONE
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,22 @@ class ConfigError(HpcTuneError):
     """The configuration or the command line is wrong; the user fixes it."""
 
     exit_code = EXIT_USER
+
+
+def require_text(word: str) -> str:
+    """Return a word of the command line, if it can be written as UTF-8.
+
+    Raises:
+        ConfigError: if not: bytes that the locale has not are half characters here.
+    """
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{word!a}: this shell's text is read as {sys.getfilesystemencoding()}, and this "
+            "is none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
+        ) from None
+    return word
 
 
 class DataError(HpcTuneError):

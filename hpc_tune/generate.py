@@ -1,5 +1,12 @@
-"""Answer one prompt with a model, with or without the adapter of a run, in one process."""
+"""Answer a prompt or a chat with a model, with or without the adapter of a run, in one process.
 
+What is asked becomes tokens as rows of training do: the system prompt and tools through the chat
+template, typed control tokens as text. The answer is shown as it is learned, calls of tools too.
+"""
+
+import json
+import sys
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,23 +15,102 @@ import torch
 
 from hpc_tune.checkpoint.locate import locate, require_base, with_newest
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.chats import REFUSALS, end_of_answer
-from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.data.chats import end_of_answer
+from hpc_tune.data.encode import Encoder
+from hpc_tune.data.records import Chat, NotLearned, to_example
+from hpc_tune.data.values import WrongRecord, name_of
+from hpc_tune.errors import ConfigError, require_text
+from hpc_tune.log import log
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer, stop_ids
+
+
+def asked(prompt: str | None, system: str | None, tools: Path | None, chat: Path | None) -> Chat:
+    """Return what is asked: a prompt (``-``: that of stdin) with what is beside it, or a chat.
+
+    ``tools`` and ``chat`` are JSON files, of what rows of training have as tools, and of a row's
+    messages or the whole row.
+
+    Raises:
+        ConfigError: if there is nothing, or both, or a file holds something else.
+    """
+    if chat is None and prompt is None:
+        raise ConfigError("generate needs --prompt TEXT or --chat FILE")
+    if chat is not None:
+        if given := [o for o, v in (("--prompt", prompt), ("--system", system)) if v is not None]:
+            raise ConfigError(
+                f"--chat and {' and '.join(given)} are given: put all messages into {chat}, or "
+                "leave --chat out"
+            )
+        content = _json_of("--chat", chat)
+        record = content if isinstance(content, dict) else {"messages": content}
+    else:
+        turns = [("system", system)] if system else []
+        turns.append(("user", _stdin() if prompt == "-" else str(prompt)))
+        record = {"messages": [{"role": role, "content": require_text(t)} for role, t in turns]}
+    if tools is not None:
+        if record.get("tools") or record.get("functions"):
+            raise ConfigError(f"--tools is given, and {chat} has tools too; keep one of them")
+        content = _json_of("--tools", tools)
+        if not isinstance(content, list) or not content:
+            raise ConfigError(
+                f"--tools {tools}: found {name_of(content)}, expected a list of tools, as rows of "
+                "training data have it"
+            )
+        record = {**record, "tools": content}
+    return _as_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
+
+
+def _as_chat(record: dict[str, Any], where: str) -> Chat:
+    try:
+        found = to_example(record)
+    except (WrongRecord, NotLearned) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(found, Chat):
+        raise ConfigError(
+            f"{where}: expected a list of messages, or an object with messages (or conversations) "
+            "and tools, as a row of training data"
+        )
+    if found.messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: the last message is an answer of the assistant; take it away, for the model "
+            "to give one"
+        )
+    return found
+
+
+def _json_of(option: str, file: Path) -> Any:
+    """Return what a file holds as JSON."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        json.dumps(content, ensure_ascii=False).encode()
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{option} {file}: half a character in it, as \\ud83d") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{option} {file}: expected one JSON value in UTF-8: {error}") from None
+    return content
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt -: stdin holds no UTF-8: {error}") from None
 
 
 def answer(
     run: Path | None,
     model: Path | None,
     with_adapter: bool,
-    prompt: str,
+    chat: Chat,
     max_tokens: int,
     temperature: float,
     seed: int,
 ) -> str:
-    """Return the model's answer to ``prompt``.
+    """Return the model's answer to ``chat``.
 
     ``run`` is a run directory or checkpoint, ``model`` a model directory; with both, ``model`` is
     where the run's base model is now. ``temperature`` 0: greedy decoding. Generation stops at a
@@ -59,7 +145,8 @@ def answer(
     if trained is not None and run is not None and with_adapter:
         with_newest(trained, run, partial(load_trained, built))
     lm = built.module.causal_lm().to(dtype).eval()
-    ids_BT = _encode(tokenizer, prompt).to(device)
+    ids_BT = _encode(tokenizer, chat).to(device)
+    ends = _ends(tokenizer, directory)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
@@ -69,11 +156,17 @@ def answer(
         attention_mask=torch.ones_like(ids_BT),
         max_new_tokens=max_tokens,
         use_cache=True,
-        eos_token_id=_ends(tokenizer, directory),
+        eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         **sampling,
     )
-    text: str = tokenizer.decode(out_BT[0, ids_BT.shape[1] :], skip_special_tokens=True)
+    return _said(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
+
+
+def _said(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
+    """Return an answer without what ends it; other control tokens are part of it, as of calls."""
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()
 
 
@@ -83,12 +176,9 @@ def _ends(tokenizer: Any, directory: Path) -> list[int]:
     return sorted((stop_ids(tokenizer, directory) | {end}) - {None})
 
 
-def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except REFUSALS as error:
-        raise ConfigError(f"the chat template refuses the prompt: {first_line(error)}") from None
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+def _encode(tokenizer: Any, chat: Chat) -> torch.Tensor:
+    encoder = Encoder(tokenizer, seq_len=1, loss_on="answers")
+    ids = encoder.prompt(chat)
+    for remark in encoder.counters.remarks():
+        log.warning("%s", remark)
+    return torch.tensor([ids])

@@ -16,7 +16,7 @@ import yaml
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.load import load_config
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, require_text
 from hpc_tune.units import format_bytes
 
 METHODS = ("lora", "qlora", "dora", "full")
@@ -65,7 +65,7 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
     """Return the four answers; ``ask`` is given the question of each that is missing.
 
     Raises:
-        ConfigError: if one is missing and there is nobody to ask.
+        ConfigError: if one is missing and there is nobody to ask, or is no text.
     """
     missing = [name for name in QUESTIONS if given.get(name) is None]
     if missing and ask is None:
@@ -76,7 +76,7 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
         for name in missing:
             answer = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip()
             complete[name] = answer or DEFAULTS[name]
-    return complete
+    return {name: require_text(value) for name, value in complete.items()}
 
 
 def write_config(

@@ -10,7 +10,6 @@ import difflib
 import functools
 import json
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from hpc_tune.config.secrets import secrets_in
 from hpc_tune.config.section import flat
 from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.errors import ConfigError, first_line, require_text
 from hpc_tune.safe_yaml import load_yaml
 
 _INSTEAD = {
@@ -297,12 +296,7 @@ def _names_beside(path: str) -> list[str]:
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:
-    if not _is_text(override):
-        raise ConfigError(
-            f"{override!a}: this shell's text is read as {sys.getfilesystemencoding()}, and this "
-            "is none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file of "
-            "settings"
-        )
+    require_text(override)
     key, equals, text = override.partition("=")
     if not equals or not key:
         hint = config_hint(override) or ", such as train.max_steps=100"
@@ -317,13 +311,6 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
         hint = "; quote a setting that has a space in it, as 'run.tags=[a, b]'" if cut else ""
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
-
-
-def _is_text(word: str) -> bool:
-    try:
-        return word.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 def config_hint(word: str) -> str:

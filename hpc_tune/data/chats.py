@@ -21,7 +21,7 @@ from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.rendered import PROBE, Render, RenderedChat
 from hpc_tune.data.templates import ChatTemplates
 from hpc_tune.data.tokenizer import FastTokenizer, describe
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]
 # What a template raises that cannot render messages.
@@ -120,6 +120,40 @@ class Renderer:
                 self._counters.count_role("other_answers", role)
         return self._answers_of(example, numbers, spans, full)
 
+    def prompt(self, chat: Chat) -> Rendered:
+        """Return the text of a chat up to where the assistant answers it, as training has it.
+
+        Without a chat template: of a prompt, with or without a system prompt.
+
+        Raises:
+            DataError: if there is no chat template, or it refuses the messages.
+        """
+        if not self._templates:
+            texts = [str(message.get("content") or "") for message in chat.messages]
+            if chat.tools or [m["role"] for m in chat.messages] not in (
+                ["user"],
+                ["system", "user"],
+            ):
+                raise DataError(
+                    f"the tokenizer {describe(self._tokenizer)} has no chat template: it takes a "
+                    "prompt, with or without a system prompt, and neither tools nor further turns"
+                )
+            return Rendered("\n\n".join(texts), None, is_plain=True, bos=True)
+        typed = chat = replace(chat, messages=self._with_content(chat.messages))
+        try:
+            messages = self.stand_ins.hide_in(chat.messages)
+            chat = replace(chat, messages=messages, tools=self.stand_ins.hide(chat.tools))
+            chat, text = self._written(chat, generation=True)
+        except REFUSALS as error:
+            raise DataError(
+                f"the chat template refuses the messages: {first_line(error)[:_REASON_CHARS]}"
+            ) from None
+        if ESCAPED_IN_JSON in text and chat != typed:
+            raise DataError("the chat template writes a typed control token as JSON in ASCII")
+        if (full := self._render_of(chat)(chat.messages)) is not None:
+            self._count_left_out(chat, full)
+        return Rendered(text, None)
+
     def _answers_of(
         self, example: Chat, numbers: list[int], spans: list[Span | None], full: str
     ) -> Rendered | str:
@@ -180,16 +214,17 @@ class Renderer:
 
         return render
 
-    def _written(self, chat: Chat) -> tuple[Chat, str]:
+    def _written(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
         """Return a chat as the template takes it, and its text; raises one of REFUSALS.
 
         Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
         """
         try:
-            return chat, self._apply(chat.messages, False, chat.tools)
+            return chat, self._apply(chat.messages, generation, chat.tools)
         except REFUSALS:
             as_text = replace(chat, messages=with_text_arguments(chat.messages))
-            if as_text != chat and (full := self._render_of(chat)(as_text.messages)) is not None:
+            full = self._render_of(chat)(as_text.messages, generation)
+            if as_text != chat and full is not None:
                 return as_text, full
             raise
 

@@ -74,6 +74,16 @@ class Encoder:
         """
         return self._renderer.render(example)
 
+    def prompt(self, chat: Chat) -> list[int]:
+        """Return the tokens of a chat up to where the assistant answers it, as training has them.
+
+        Raises:
+            DataError: if there is no chat template, or it refuses the messages.
+        """
+        rendered = self._renderer.prompt(chat)
+        (tokens, _) = self.tokenize([rendered])[0]
+        return [int(token) for token in tokens]
+
     def tokenize(self, rendered: list[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens and loss mask of each text, whole. All are of chats, or none is."""
         encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
