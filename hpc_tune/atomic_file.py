@@ -33,9 +33,12 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Write a file as a whole; text becomes UTF-8. Raises as ``replacing`` does."""
+    """Write a file as a whole; text becomes UTF-8, and what cannot is written by its number, as in
+    names of files that are of other bytes. Raises as ``replacing`` does.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with replacing(path, durable) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(data)
 
 
 def sync_file(path: Path) -> None:

@@ -38,7 +38,11 @@ def kind_of(command: str) -> Kind | None:
         return None
     try:
         done = subprocess.run(
-            [command, "--version"], capture_output=True, text=True, timeout=_ASK_S
+            [command, "--version"],
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_ASK_S,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -16,7 +16,12 @@ def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedPr
     """
     command = [sys.executable, "-m", "hpc_tune", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s, env=unlaunched()
+        command,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=limit_s,
+        env=unlaunched(),
     )
 
 

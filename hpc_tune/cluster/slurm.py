@@ -201,6 +201,7 @@ def _show_job(job_id: str, limit_s: float) -> str:
             ["scontrol", "show", "job", job_id],
             capture_output=True,
             text=True,
+            errors="backslashreplace",
             timeout=limit_s,
             # A user's own format of times would not be understood.
             env={**os.environ, "SLURM_TIME_FORMAT": "standard"},

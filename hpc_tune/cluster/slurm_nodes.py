@@ -110,6 +110,12 @@ def _run_lengths(text: str) -> list[int | None]:
 def _said(*argv: str) -> str:
     """Return what one of Slurm's programs prints, nothing if it does not answer."""
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_S).stdout
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_ASK_S,
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -34,7 +34,8 @@ def submit(script: str, settings: SlurmConfig, folder: Path, environ: Environ) -
             ["sbatch", "--parsable"],
             input=script,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
             timeout=_LIMIT_S,
             env=_handed_on(environ),
         )

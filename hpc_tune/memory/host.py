@@ -370,6 +370,6 @@ def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return os.fsdecode(file.read_bytes()).splitlines()  # paths of mounts are of any bytes
     except OSError:
         return []

@@ -49,7 +49,13 @@ def for_a_bug_report() -> list[str]:
     facts["platform"] = platform.platform()
     for name, argv in (("mpirun", ["mpirun", "--version"]), ("slurm", ["srun", "--version"])):
         with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_LIMIT_S)
+            done = subprocess.run(
+                argv,
+                capture_output=True,
+                text=True,
+                errors="backslashreplace",
+                timeout=_ASK_LIMIT_S,
+            )
             facts[name] = done.stdout.strip().splitlines()[0]
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
@@ -73,7 +79,12 @@ def git_commit(folder: Path | None = None) -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASK_LIMIT_S, cwd=folder
+            command,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_ASK_LIMIT_S,
+            cwd=folder,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -71,7 +71,9 @@ class JsonLines:
         """Append one object of JSON types; NaN and infinities are written as null."""
         if self._file is not None:
             clean = {k: _finite(v) for k, v in fields.items()}
-            self._file.append((json.dumps(clean, ensure_ascii=False) + "\n").encode())
+            line = json.dumps(clean, ensure_ascii=False) + "\n"
+            # Of a path that is no UTF-8: as JSON writes such a character.
+            self._file.append(line.encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Close the file; later writes are dropped."""

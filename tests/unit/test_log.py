@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune import log as log_module
+from hpc_tune.atomic_file import write_file
 from hpc_tune.log import OF_ALL, Progress, configure, log, logging_to
 from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after
@@ -24,6 +25,16 @@ def test_each_object_is_on_the_disk_as_soon_as_it_is_written(tmp_path):
     lines.write(step=2)
     assert rows(tmp_path / "x.jsonl")[1] == {"step": 2}
     lines.close()
+
+
+def test_a_name_that_is_no_utf_8_is_written_by_its_numbers(tmp_path):
+    """As the folder of a run may be called, or a file in the words of an error."""
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines.write(folder="/home/gr\udcf6", text="für")
+    lines.close()
+    assert rows(tmp_path / "x.jsonl") == [{"folder": "/home/gr\udcf6", "text": "für"}]
+    write_file(tmp_path / "page.html", "/home/gr\udcf6 für")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "/home/gr\\udcf6 für"
 
 
 def test_a_second_writer_appends(tmp_path):

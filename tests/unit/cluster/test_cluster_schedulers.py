@@ -1,3 +1,4 @@
+import os
 import time
 from datetime import datetime
 
@@ -16,7 +17,8 @@ def scontrol(tmp_path, monkeypatch):
 
     def answers(text, job="7"):
         program = tmp_path / "scontrol"
-        program.write_text(f'#!/bin/sh\n[ "$*" = "show job {job}" ] || exit 9\necho "{text}"\n')
+        script = f'#!/bin/sh\n[ "$*" = "show job {job}" ] || exit 9\necho "{text}"\n'
+        program.write_bytes(os.fsencode(script))
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
@@ -74,6 +76,7 @@ def test_where_there_is_no_scontrol_nothing_requeues(monkeypatch):
     ("shown", "end_s"),
     [
         (f"JobId=7 StartTime=2020-01-01T00:00:00 EndTime={END.isoformat()}", END.timestamp()),
+        (f"Comment=\udcf6\udcff EndTime={END.isoformat()}", END.timestamp()),  # no UTF-8
         ("JobId=7 EndTime=Unknown", None),
         ("", None),
     ],

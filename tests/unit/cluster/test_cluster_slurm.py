@@ -156,12 +156,24 @@ def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """An sbatch that takes every script; its file has the variables that it was given."""
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat >/dev/null; env >{tmp_path}/given; echo 7\n")
+    (tmp_path / "sbatch").write_text(
+        f"#!/bin/sh\ncat >{tmp_path}/script; env >{tmp_path}/given; echo 7\n"
+    )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "from").mkdir()
     monkeypatch.chdir(tmp_path / "from")
     return tmp_path / "given"
+
+
+def test_a_script_has_the_bytes_of_the_folder_whatever_they_are(tmp_path, monkeypatch, sbatch):
+    folder = os.fsencode(tmp_path) + b"/gr\xf6sse"
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    assert cli.main(["submit", "run.name=für"]) == 0
+    script = (tmp_path / "script").read_bytes()
+    assert folder in script
+    assert "run.name=für".encode() in script
 
 
 def test_an_environment_that_is_not_there_is_warned_of_before_the_job_waits(

@@ -38,7 +38,7 @@ class Machine:
     @staticmethod
     def file(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
 
     def member_of(self, *lines: str) -> None:
         self.file(self.proc / "self" / "cgroup", "\n".join(lines) + "\n")
@@ -71,6 +71,12 @@ def test_a_v2_group_limits_the_process_that_is_in_it(machine):
     machine.member_of("0::/user.slice/job")
     group = machine.group("user.slice/job", str(64 * GIB))
     assert machine.find() == HostLimit(64 * GIB, str(group / "memory.max"), group)
+
+
+def test_a_group_may_have_a_name_of_any_bytes(machine):
+    machine.member_of("0::/job/gr\udcf6")
+    group = machine.group("job/gr\udcf6", str(8 * GIB))
+    assert machine.find() == HostLimit(8 * GIB, str(group / "memory.max"), group)
 
 
 def test_under_slurm_the_leaf_says_max_and_an_ancestor_has_the_limit(machine):
