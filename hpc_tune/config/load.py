@@ -275,13 +275,13 @@ def _as_written(content: Any, texts: Any) -> Any:
     """
     for part, fields in content.items() if isinstance(content, dict) else ():
         for name in fields if isinstance(fields, dict) else ():
-            if f"{part}.{name}" in _text_fields():
+            if f"{part}.{name}" in text_fields():
                 fields[name] = texts[part][name]
     return content
 
 
 @functools.cache
-def _text_fields() -> frozenset[str]:
+def text_fields() -> frozenset[str]:
     """Return the names of the fields that take any text, or a list of it."""
     return frozenset(
         name
@@ -305,7 +305,7 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         key = "parallel.layout"
     try:
         value, as_text = load_yaml(text), load_yaml(text, as_text=True)
-        value = as_text if key in _text_fields() else _as_written({key: value}, {key: as_text})[key]
+        value = as_text if key in text_fields() else _as_written({key: value}, {key: as_text})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
         cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")

@@ -204,7 +204,8 @@ def _float8(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _profile(value: Any, theirs: ForeignConfig) -> Outcome:
-    first = int(theirs.get("profiler_steps_start", 0)) + 1
+    skipped = theirs.whole("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
+    first = skipped + 1
     return Mapped({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
 
 

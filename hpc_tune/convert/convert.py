@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from pydantic import ValidationError
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.load import explain
+from hpc_tune.config.load import explain, text_fields
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
+from hpc_tune.convert.numbers_of_text import with_numbers
 from hpc_tune.convert.outcomes import (
     Automatic,
     ForeignConfig,
@@ -110,7 +112,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     """
     tool = recognise(theirs)
     given = dict(flatten(theirs, tool.lists))
-    values = {key: value for key, value in resolve(given).items() if value is not None}
+    written = {key: value for key, value in resolve(given).items() if value is not None}
+    values = with_numbers(written)
     defaults = tool.defaults(ForeignConfig(values, ranks))
     known = ForeignConfig({**defaults, **values}, ranks)
     if another := tool.another(known):
@@ -128,7 +131,7 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
                 if is_named
                 else Unsupported(UNKNOWN, True)
             )
-        value = "(not shown)" if _SECRET.search(key) else shown(known.get(key))
+        value = "(not shown)" if _SECRET.search(key) else shown(written.get(key, known.get(key)))
         text = f"{key} = {value}" if key in known.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
         sheet.enter(key, text, outcome)
@@ -340,7 +343,8 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     tree: dict[str, dict[str, Any]] = {part: {} for part in RunConfig.model_fields}
     for key, value in ours.items():
         part, _, name = key.partition(".")
-        tree[part][name] = value
+        is_bare = key in text_fields() and isinstance(value, int | float | date)
+        tree[part][name] = str(value) if is_bare else value
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:

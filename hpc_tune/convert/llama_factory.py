@@ -127,8 +127,8 @@ def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
-    lowest, peak = theirs.get("lr_scheduler_kwargs.min_lr"), theirs.get("learning_rate")
-    if isinstance(lowest, int | float) and isinstance(peak, int | float) and peak > 0:
+    lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
+    if lowest >= 0 and peak > 0:
         ratio = lowest / peak
     return schedule(value, ratio, theirs)
 

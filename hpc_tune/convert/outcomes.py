@@ -3,6 +3,7 @@
 key, value -> rule -> Mapped | Automatic | Unsupported
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class ForeignConfig:
             if match := re.fullmatch(rf"{name}\.(\d+)\.(.+)", key):
                 found.setdefault(match[1], {})[match[2]] = value
         return list(found.values())
+
+    def number(self, key: str) -> float:
+        """Return a number; NaN, which compares as false with all others, where there is none."""
+        value = self.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if is_number else math.nan
 
     def whole(self, key: str) -> int:
         """Return a whole number.

@@ -131,9 +131,8 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
         return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if last_name(value) == "get_cosine_schedule_with_warmup":
-        warmup = str(theirs.get("lr_scheduler.num_warmup_steps", 0))
-        steps = _steps(theirs)
-        return falling("cosine", steps, int(warmup) if warmup.isdecimal() else 0)
+        key = "lr_scheduler.num_warmup_steps"
+        return falling("cosine", _steps(theirs), theirs.whole(key) if theirs.get(key) else 0)
     return Unsupported(ONE_SCHEDULE, to_do=True)
 
 

@@ -83,10 +83,9 @@ def eval_steps(
     """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        held_out = theirs.get(share)
         if isinstance(value, float) and value < 1:
             return Unsupported("train.eval_every_steps is a number of steps: set it", to_do=True)
-        if has_files(theirs) or (isinstance(held_out, float) and 0 < held_out < 1):
+        if has_files(theirs) or 0 < theirs.number(share) < 1:
             return Mapped({"train.eval_every_steps": value})
         return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
@@ -99,9 +98,7 @@ def early_stop(share: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in OFF:
             return Automatic("off in their config")
-        held_out = theirs.get(share)
-        is_split = isinstance(held_out, float) and 0 < held_out < 1
-        if is_split and isinstance(theirs.get("eval_steps"), int):
+        if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
             remark = "the held-out loss counts, also that of the start"
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
             return Mapped(ours, remark)
@@ -123,8 +120,7 @@ def neftune(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def has_max_steps(theirs: ForeignConfig) -> bool:
     """Return whether a number of steps ends the run, not one of epochs."""
-    steps = theirs.get("max_steps")
-    return isinstance(steps, int) and steps > 0
+    return theirs.number("max_steps") > 0
 
 
 def max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -163,8 +159,8 @@ def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
         case "warmup_stable_decay":
             return _wsd(theirs)
         case "cosine_with_restarts":
-            cycles = theirs.get(f"{_KWARGS}.num_cycles", 1)
-            if isinstance(cycles, int) and cycles > 1:
+            if theirs.number(f"{_KWARGS}.num_cycles") > 1:
+                cycles = theirs.whole(f"{_KWARGS}.num_cycles")
                 more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
                 return Mapped({"optim.schedule": str(name), **more}, _ENDS)
             ours = "cosine"

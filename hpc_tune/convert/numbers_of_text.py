@@ -1,0 +1,27 @@
+"""Numbers that YAML 1.1 reads as text, such as 1e-5 and 1e3, which other tools take for numbers.
+
+Values whose key is one of a name, a path or a column stay text.
+"""
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_OF_TEXT = re.compile(
+    r"(name|path|dir|project|model|source|files|dataset|template|column)$"
+    r"|^(test_)?datasets\.|^dataset\.column_map\."
+)
+
+
+def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key, with numbers in place of text that is one."""
+    return {key: value if _OF_TEXT.search(key) else _number(value) for key, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() and "." not in value else number
