@@ -26,6 +26,7 @@ from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.numbers_of_text import with_numbers
+from hpc_tune.convert.other_forms import not_converted, of_flags
 from hpc_tune.convert.outcomes import (
     Automatic,
     ForeignConfig,
@@ -41,6 +42,11 @@ from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
+_EXPECTED = (
+    "expected a training config of torchtune (optimizer, and model with _component_), "
+    "LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or axolotl (base_model and "
+    "datasets). docs/coming-from.md has tables for LitGPT and TorchTitan"
+)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$")
 
@@ -156,12 +162,7 @@ def recognise(theirs: dict[str, Any]) -> Tool:
         return AXOLOTL
     found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
     found += " and more" if len(theirs) > 12 else ""
-    raise ConfigError(
-        f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
-        "with _component_), LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or "
-        "axolotl (base_model and datasets). docs/coming-from.md has tables for LitGPT and "
-        "TorchTitan"
-    )
+    raise ConfigError(f"found the keys {found}; {not_converted(theirs) or _EXPECTED}")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -171,14 +172,17 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: if there is none, or it is no YAML with keys.
     """
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = load_yaml(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        raise ConfigError(f"{path}: {of_flags(text) or f'not YAML: {error}'}") from None
     if not isinstance(content, dict):
+        if flags := of_flags(text):
+            raise ConfigError(f"{path}: {flags}")
         raise ConfigError(f"{path}: expected keys with values, found {type(content).__name__}")
     return content
 

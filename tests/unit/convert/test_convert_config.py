@@ -432,6 +432,9 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
     [
         ({"base_model": "x", "my_key": "lora"}, 1, "base_model, my_key; expected"),
         ({"model": {"_component_": "x"}}, 1, "expected a training config of torchtune"),
+        ({"model": "m", "train_dataset": "d.yaml"}, 1, "newer form of LLaMA-Factory (v1"),
+        ({"model": "m", "dataset": "d", "train_type": "lora"}, 1, "a config of ms-swift"),
+        ({"model_name_or_path": "m", "dataset_name": "d"}, 1, "a config of trl"),
         ({}, 1, "found the keys nothing"),
         (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
         (theirs(TORCHTUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
@@ -511,3 +514,17 @@ def test_the_page_names_only_settings_that_exist():
         named = [code for cell in cells for code in re.findall(r"`([^`]*)`", cell)]
         assert [code for code in named if code not in known] == [], name
         assert {"model.path", "batch.global_size", "optim.lr", "run.dir"} <= set(named), name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "llamafactory-cli train --stage sft --do_train True",
+        "#!/bin/bash\nset -e: 1: 2\ntorchrun train.py \\\n  --do_train --stage=sft \\\n",
+    ],
+)
+def test_a_script_of_flags_is_told_how_to_become_yaml(tmp_path, text):
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    with pytest.raises(ConfigError, match="flags .*not YAML; write each flag .* as stage: sft"):
+        tool.read(script)
