@@ -23,6 +23,7 @@ from hpc_tune.errors import ConfigError, require_text
 from hpc_tune.log import log
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.model.template_syntax import refuse_syntax_errors
 from hpc_tune.model.tokenizer import load_tokenizer, stop_ids
 
 
@@ -134,6 +135,7 @@ def answer(
     dtype = compute_dtype(dtype_name, device)
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
+    refuse_syntax_errors(tokenizer.chat_template, str(run if template else directory))
     built = build(directory, dtype, tune, seed=0)
     if not isinstance(built.config, built.module.causal_lm().config_class):
         raise ConfigError(

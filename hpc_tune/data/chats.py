@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from hpc_tune.data.answers import AnswerFinder, Span, blocks_of
 from hpc_tune.data.calls import with_text_arguments
@@ -81,7 +81,8 @@ class Renderer:
         """Return the text and its spans, or the reason to drop the example.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template.
+            DataError: for messages where the tokenizer has no chat template, or one that cannot
+                be read.
         """
         if isinstance(example, Completion):
             if not self._templates:
@@ -95,11 +96,17 @@ class Renderer:
             )
         typed = example = replace(example, messages=self._with_content(example.messages))
         others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
-        roles = f"; of the roles {', '.join(others)}" if others else ""
+        roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
             messages = self.stand_ins.hide_in(example.messages)
             example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
             example, full = self._written(example)
+        except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
+            where = f"the chat template of {describe(self._tokenizer)}, line {error.lineno}"
+            raise DataError(
+                f"{where}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "
+                "or set data.chat_template to a Jinja file"
+            ) from None
         except REFUSALS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"

@@ -8,6 +8,7 @@ from hpc_tune.errors import DataError, first_line
 from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
+from hpc_tune.model.template_syntax import refuse_syntax_errors
 from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, by_its_file, read_whole_file
 from hpc_tune.pointer_file import why_pointer
 
@@ -16,7 +17,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
 
     Raises:
-        DataError: if it, its directory or the template is missing, or it has no fast form.
+        DataError: if it, its directory or the template is missing, it has no fast form, or the
+            template cannot be read.
     """
     require_directory(directory)
     for file in sorted(directory.iterdir()):
@@ -49,6 +51,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
+        refuse_syntax_errors(tokenizer.chat_template, f"data.chat_template={chat_template}")
     return tokenizer
 
 

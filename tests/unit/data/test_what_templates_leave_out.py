@@ -194,7 +194,9 @@ def test_control_tokens_around_turns_stay_text_in_an_answer_too():
 def test_answers_under_another_role_are_named(role):
     other, both = chat(("user", "q"), (role, "a")), chat((role, "a"), ("assistant", "b"))
     _, _, counters = read([other, both])
-    assert counters.dropped == {f"no answer of the assistant; of the roles {role}": 1}
+    assert counters.dropped == {
+        f"no answer of the assistant; roles beside system, user and assistant: {role}": 1
+    }
     assert counters.other_answers == {role: 1}
 
 
