@@ -11,6 +11,7 @@
 Source of the form: huggingface.co/docs/hub/datasets-manual-configuration.
 """
 
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,24 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration of a dataset: the files of each of its splits, in their order."""
+    """A configuration of a dataset: the files of each of its splits, in their order.
+
+    ``patterns``: what the card names of each split.
+    """
 
     name: str
     is_default: bool
     splits: dict[str, list[Path]]
+    patterns: dict[str, list[Any]]
+
+    def path_of(self, folder: Path, split: str) -> str:
+        """Return the data.path that reads all of a split, and nothing else."""
+        files, patterns = self.splits[split], self.patterns.get(split, [])
+        names = [str(folder / str(pattern)) for pattern in patterns]
+        matched = {Path(match) for name in names for match in glob.glob(name, recursive=True)}
+        if len(files) == 1 or matched != set(files):
+            names = [str(file) for file in files]
+        return names[0] if len(names) == 1 else f"'[{', '.join(names)}]'"
 
 
 def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path, str]] | None:
@@ -49,15 +63,15 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     if len(default) > 1:
         raise DataError(
             f"{folder} holds several configurations by its card; name the files of one: "
-            + _choices(folder, [(c.name, c.splits) for c in default])
+            + _choices([(c.name, c.path_of(folder, _train_or_first(c.splits))) for c in default])
         )
     (chosen,) = default
     splits = {name: files for name, files in chosen.splits.items() if files}
-    name = "train" if "train" in splits else next(iter(splits))
+    name = _train_or_first(splits)
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train by its card; name the files of one: "
-            + _choices(folder, [(split, {split: files}) for split, files in splits.items()])
+            + _choices([(split, chosen.path_of(folder, split)) for split in splits])
         )
     left_out: dict[Path, str] = {}
     for config in configs:
@@ -69,12 +83,15 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     return splits[name], left_out
 
 
-def _choices(folder: Path, choices: list[tuple[str, dict[str, list[Path]]]]) -> str:
-    options = []
-    for name, splits in choices[:_MAX_NAMES]:
-        file = next(file for files in splits.values() for file in files)
-        options.append(f"{name} (data.path={folder / file})")
+def _choices(choices: list[tuple[str, str]]) -> str:
+    options = [f"{name} (data.path={path})" for name, path in choices[:_MAX_NAMES]]
     return ", ".join(options) + (" and more" if len(choices) > _MAX_NAMES else "")
+
+
+def _train_or_first(splits: dict[str, list[Path]]) -> str:
+    """Return the split to train on: the one called train, or else the first that has files."""
+    filled = [name for name, files in splits.items() if files]
+    return "train" if "train" in filled else filled[0]
 
 
 def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
@@ -94,7 +111,9 @@ def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
             splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
         if patterns:
             name = str(config.get("config_name", "default"))
-            yield Configuration(name, bool(config.get("default")) or name == "default", splits)
+            yield Configuration(
+                name, bool(config.get("default")) or name == "default", splits, patterns
+            )
 
 
 def _header(card: Path) -> dict[str, Any]:

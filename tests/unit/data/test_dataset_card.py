@@ -1,8 +1,10 @@
 """The files that a dataset's card names, beside what the datasets library reads of the folder."""
 
 import json
+import re
 
 import pytest
+import yaml
 
 from hpc_tune.data.files import find
 from hpc_tune.errors import DataError
@@ -80,6 +82,43 @@ def test_splits_without_one_for_training_have_to_be_named(tmp_path):
     text = "configs:\n- config_name: x\n  data_files: {sft: a/one.jsonl, gen: a/two.jsonl}"
     with pytest.raises(DataError, match=r"no split called train by its card.* sft \(data\.path="):
         find(card(tmp_path, text))
+
+
+def advised(message):
+    """Return the files that each data.path of a message names, as a shell and a run read it."""
+    found = re.findall(r"data\.path=('[^']*'|[^\s,;()]+)", message)
+    return [find(yaml.safe_load(path.strip("'"))).files for path in found]
+
+
+@pytest.mark.parametrize(
+    ("data_files", "split", "expected"),
+    [
+        ("{sft: a/*, gen: b/*}", 0, ["a/one.jsonl", "a/two.jsonl"]),
+        ("{sft: a/*, gen: b/*}", 1, ["b/three.jsonl"]),
+        ("{sft: [a/*, b/*], gen: pairs/*}", 0, ["a/one.jsonl", "a/two.jsonl", "b/three.jsonl"]),
+        ("{sft: [a/one.jsonl, b/*], gen: pairs/*}", 0, ["a/one.jsonl", "b/three.jsonl"]),
+    ],
+)
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_the_path_that_is_proposed_for_a_split_reads_all_of_it_and_nothing_else(
+    tmp_path, monkeypatch, data_files, split, expected, is_relative
+):
+    monkeypatch.chdir(tmp_path)
+    name = "set" if is_relative else str(tmp_path / "set")
+    card(tmp_path / "set", f"configs:\n- config_name: x\n  data_files: {data_files}")
+    with pytest.raises(DataError) as refused:
+        find(name)
+    files = advised(str(refused.value))[split]
+    assert [str(file.relative_to(name)) for file in files] == expected
+
+
+def test_the_paths_that_are_proposed_for_configurations_read_what_each_is_trained_on(tmp_path):
+    text = "configs:\n- config_name: x\n  data_files: {test: b/*, train: a/*}\n"
+    path = card(tmp_path, f"{text}- config_name: y\n  data_dir: pairs")
+    with pytest.raises(DataError) as refused:
+        find(path)
+    names = [[file.name for file in files] for files in advised(str(refused.value))]
+    assert names == [["one.jsonl", "two.jsonl"], ["four.jsonl"]]
 
 
 @pytest.mark.parametrize(
