@@ -19,6 +19,7 @@ from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
 from hpc_tune.config.load import is_tiny
+from hpc_tune.config.paths import in_cache
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports
@@ -69,6 +70,14 @@ def _reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
         return value
 
     return read
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder of a model that a path names, or OWNER/NAME in the hub's cache."""
+    try:
+        return Path(in_cache("the model", path, "model"))
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 SETTINGS = (
@@ -290,7 +299,7 @@ def plan(options: Namespace) -> int:
         required=True,
     ),
     argument("--out", Path, "directory to write (default: RUN/export/ and the kind)"),
-    argument("--base", Path, "directory of the base model, if it has moved"),
+    argument("--base", model_folder, "directory of the base model, if it has moved"),
     argument("--dtype", ("bf16", "fp32"), "of merged weights (default: as the base stores them)"),
 )
 def export(options: Namespace) -> int:
@@ -318,7 +327,9 @@ def export(options: Namespace) -> int:
 
 @command(
     argument("--run", Path, "a run directory or one of its checkpoints"),
-    argument("--model", Path, "a model directory; with --run: the base model, if it has moved"),
+    argument(
+        "--model", model_folder, "a model directory; with --run: the base model, if it has moved"
+    ),
     argument("--base", bool, "with --run: without the adapter"),
     argument("--prompt", str, "the user's message; - reads it from stdin"),
     argument("--system", str, "with --prompt: the system prompt"),

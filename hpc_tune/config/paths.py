@@ -1,9 +1,14 @@
-"""~ and $VARIABLES in the paths of a configuration."""
+"""~ and $VARIABLES in the paths of a configuration, and names of what is in the hub's cache."""
 
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from hpc_tune.errors import ConfigError
+from hpc_tune.hub_cache import Kind, by_name, is_cache, snapshot
+from hpc_tune.log import log
 
 # What may begin with ~ or hold $SCRATCH.
 _PATHS = (
@@ -11,11 +16,16 @@ _PATHS = (
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
     "slurm.env_file", "slurm.venv",
 )  # fmt: skip
+# Where OWNER/NAME, or a model's folder in the hub's cache, stands for a revision's folder.
+_OF_HUB: dict[str, Kind] = {
+    "model.path": "model", "tune.init_from": "model", "data.path": "dataset",
+    "data.eval_path": "dataset",
+}  # fmt: skip
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Expand ~ and $VARIABLES in paths, in place; yield a problem for each that is not set."""
+    """Expand paths, in place; yield a problem for each variable or revision that is not there."""
     for name in _PATHS:
         part, _, key = name.partition(".")
         if isinstance(fields := values.get(part), dict):
@@ -30,13 +40,18 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
-    """Expand ~ and $VARIABLES in ``fields[key]``; ``name``: of the setting."""
+    """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
+    kind = _OF_HUB.get(name, "dataset" if key == "path" else None)
     for at, path in enumerate(paths):
         if not isinstance(path, str):
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
+        try:
+            expanded = in_cache(name, expanded, kind) if kind else expanded
+        except ConfigError as error:
+            yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
             expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
         paths[at] = expanded
@@ -47,3 +62,33 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
             )
     if isinstance(given, str):
         fields[key] = paths[0]
+
+
+def in_cache(name: str, path: str, kind: Kind) -> str:
+    """Return the folder in the hub's cache that a path stands for, and say so; or the path itself.
+
+    It is OWNER/NAME, with @REVISION or not, where there is no such file, or a model's folder in
+    the cache, of which refs/main is taken. ``name``: of the setting.
+
+    Raises:
+        ConfigError: if the cache has it, and not that revision.
+    """
+    folder = Path(path)
+    try:
+        if kind == "model" and is_cache(folder) and not (folder / "config.json").exists():
+            found = snapshot(folder)
+        else:
+            found = None if folder.exists() else by_name(path, kind)
+    except OSError:  # a name that is too long for a file, or a folder that may not be read
+        return path
+    except ValueError as error:
+        raise ConfigError(f"{name}={path}: {error}") from None
+    if found is None:
+        return path
+    others = ", ".join(path.name for path in found.others[:5])
+    others = f"; also there: {others}" if others else ""
+    log.info(
+        "%s=%s: revision %s (%s) of the hub's cache, %s%s",
+        *(name, path, found.path.name, found.why, found.path, others),
+    )
+    return str(found.path)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_tune.data.dataset_card import train_files
-from hpc_tune.data.hub_cache import is_cache, own_name, refuse_several_revisions, snapshot_of
+from hpc_tune.data.hub_cache import own_name, refuse_several_revisions, snapshot_of
 from hpc_tune.errors import DataError
+from hpc_tune.hub_cache import is_cache, where_looked
 from hpc_tune.pointer_file import why_pointer
 
 Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs"]
@@ -212,10 +213,7 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
         raise DataError(why_pointer(entry) or where)
     for entry in inner:
         if is_cache(entry):
-            raise DataError(
-                f"{folder} has {entry.name} within it, a folder of the hub's cache; name it "
-                f"itself: data.path={entry}"
-            )
+            raise DataError(_cache_within(folder, [path for path in inner if is_cache(path)]))
         if table := _table_with_history(folder, entry):
             raise DataError(
                 f"{folder} is {table} table, whose files hold rows that were deleted since; write "
@@ -230,6 +228,21 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
             )
         files += _walk(entry, seen)
     return sorted(files)
+
+
+def _cache_within(folder: Path, cached: Sequence[Path]) -> str:
+    """Return what to do about a folder that holds some of the hub's cache."""
+    data = [path for path in cached if not path.name.startswith("models--")]
+    if not data:
+        return (
+            f"{folder} has {cached[0].name} within it, a model in the hub's cache, which is no "
+            "data; name the dataset (datasets--OWNER--NAME) or its files in data.path"
+        )
+    names = " or ".join(f"data.path={path}" for path in sorted(data)[:_MAX_NAMES])
+    return (
+        f"{folder} has {data[0].name} within it, a folder of the hub's cache; name it itself: "
+        + names
+    )
 
 
 def _table_with_history(folder: Path, inner: Path) -> str | None:
@@ -369,9 +382,9 @@ def _instead(name: str) -> str:
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and kind_of(path) is None
     if is_hub or "://" in name:
         return (
-            "; a run downloads nothing, because compute nodes have no internet. Fetch data on the "
-            "login node (from the Hugging Face hub: hf download --repo-type dataset NAME "
-            "--local-dir DIR) and name its file or folder"
+            f"{where_looked(name, 'dataset')}; a run downloads nothing, because compute nodes have "
+            "no internet. Fetch data on the login node (from the Hugging Face hub: hf download "
+            "--repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )
     parts = [part.strip() for part in name.split(",")]
     if len(parts) > 1 and all(Path(part).exists() for part in parts):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import DataError, first_line
+from hpc_tune.hub_cache import SNAPSHOTS, is_cache, revisions_of, snapshot, where_looked
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import refuse_kernels, require_an_end
 from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
@@ -38,17 +39,20 @@ def require_directory(directory: Path) -> None:
     if not directory.is_dir():
         seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
-            f"model.path={directory}: no such directory{seen_from}. It must be a Hugging Face "
+            f"model.path={directory}: no such directory{seen_from}"
+            f"{where_looked(str(directory), 'model')}. It must be a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json); models are not "
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
         )
-    is_inside = directory.name == "snapshots" and (directory.parent / "blobs").is_dir()
-    snapshots = sorted((directory if is_inside else directory / "snapshots").glob("*"))
-    if snapshots and not (directory / "config.json").is_file():
+    root = directory.parent if directory.name == SNAPSHOTS else directory
+    if is_cache(root) and not (directory / "config.json").is_file():
+        names = " or ".join(f"model.path={path}" for path in revisions_of(root))
+        main = snapshot(root)
+        which = f" ({main.why}: {main.path.name})" if main and main.others else ""
         raise DataError(
             f"model.path={directory}: a folder of the hub's cache, not of a model; name its "
-            f"snapshot: model.path={' or '.join(map(str, snapshots))}"
+            f"snapshot: {names}{which}"
         )
     if why := why_pointer(directory / "config.json"):
         raise DataError(why)

@@ -1,7 +1,6 @@
 """Folders as other tools leave them: pointers instead of files, the hub's cache."""
 
 import json
-import os
 
 import pytest
 from transformers import LlamaConfig
@@ -14,6 +13,7 @@ from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 from tests.support.data import byte_tokenizer
+from tests.support.hub import cache
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 123456789\n"
 EXTENDED = LFS.replace("oid", "ext-0-foo sha256:11\noid")
@@ -84,22 +84,6 @@ def test_a_pointer_in_place_of_weights_is_refused(model):
     (model / "model.safetensors").write_text("x")
     with pytest.raises(DataError, match="not a whole safetensors file"):
         TensorIndex([model / "model.safetensors"])
-
-
-def cache(root, revisions, main=None):
-    """A folder of the hub's cache: {revision: {file: content}}."""
-    (root / "blobs").mkdir(parents=True)
-    (root / "refs").mkdir()
-    for revision, files in revisions.items():
-        for name, content in files.items():
-            blob = root / "blobs" / f"{abs(hash(content)):x}"
-            blob.write_text(content)
-            link = root / "snapshots" / revision / name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(os.path.relpath(blob, link.parent))
-    if main:
-        (root / "refs" / "main").write_text(main)
-    return root
 
 
 def row(text):

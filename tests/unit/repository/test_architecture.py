@@ -34,6 +34,7 @@ LAYERS = (
         "safe_yaml",
         "packages",
         "pointer_file",
+        "hub_cache",
     ),
     ("first_signals",),
     ("config",),

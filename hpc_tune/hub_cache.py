@@ -1,0 +1,102 @@
+"""The hub's cache: which revision of a model or dataset is meant; nothing is fetched.
+
+HF_HUB_CACHE, or HF_HOME/hub
+    models--OWNER--NAME/, datasets--OWNER--NAME/
+        blobs/HASH               the files' contents, once each
+        refs/main                the revision that was fetched last by that name
+        snapshots/REVISION/...   links into blobs, under the files' names
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["model", "dataset"]
+SNAPSHOTS, BLOBS, MAIN = "snapshots", "blobs", "main"
+_HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
+_MIN_PREFIX = 7  # characters of a revision, as git shortens it
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The folder of a revision, ``why`` it is this one, and those of the others."""
+
+    path: Path
+    why: str
+    others: tuple[Path, ...]
+
+
+def is_cache(folder: Path) -> bool:
+    """Return whether a folder is that of one dataset or model in the hub's cache."""
+    return (folder / SNAPSHOTS).is_dir() and (
+        (folder / BLOBS).is_dir() or (folder / "refs").is_dir()
+    )
+
+
+def revisions_of(folder: Path) -> list[Path]:
+    """Return the folders of all revisions that a folder of the cache has."""
+    return sorted(path for path in (folder / SNAPSHOTS).iterdir() if path.is_dir())
+
+
+def snapshot(folder: Path, revision: str = MAIN) -> Snapshot | None:
+    """Return a revision of a folder of the cache, by its own name or by one of ``refs``.
+
+    None: it is not there. Where refs/main is not there, either, the only revision is meant by it.
+    """
+    found = revisions_of(folder)
+    named = _named_by(folder, revision)
+    chosen = [path for path in found if path.name == (named or revision)]
+    why = f"refs/{revision}" if named else "as named"
+    if not chosen and len(revision) >= _MIN_PREFIX:
+        chosen = [path for path in found if path.name.startswith(revision)]
+    if not chosen and revision == MAIN:
+        chosen, why = found, "the only one"
+    if len(chosen) != 1:
+        return None
+    return Snapshot(chosen[0], why, tuple(path for path in found if path != chosen[0]))
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder that the hub's own tools cache in."""
+    if named := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(named).expanduser()
+    others = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environment.get("HF_HOME") or others).expanduser() / "hub"
+
+
+def by_name(name: str, kind: Kind) -> Snapshot | None:
+    """Return what OWNER/NAME or OWNER/NAME@REVISION is in the cache; None if that has none of it.
+
+    Raises:
+        ValueError: if the revision is not there, or none is named and there are several.
+    """
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        return None
+    owner, short, revision = match.groups()
+    folder = cache_folder(os.environ) / f"{kind}s--{owner}--{short}"
+    if not is_cache(folder):
+        return None
+    found = snapshot(folder, revision or MAIN)
+    if found is None:
+        others = ", ".join(f"{owner}/{short}@{path.name}" for path in revisions_of(folder)[:5])
+        what = f"revision {revision}" if revision else "refs/main"
+        raise ValueError(f"{folder} has no {what}; name one that it has: {others or 'it has none'}")
+    return found
+
+
+def where_looked(name: str, kind: Kind) -> str:
+    """Return that a name of the hub is not in the cache; nothing for what is no such name."""
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    return f"; nor is a {kind} of that name in the hub's cache, {cache_folder(os.environ)}"
+
+
+def _named_by(folder: Path, reference: str) -> str:
+    try:
+        return (folder / "refs" / reference).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
