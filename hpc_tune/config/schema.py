@@ -27,8 +27,8 @@ class ModelConfig(Section):
     path: str = Field(
         "builtin:tiny",
         description="A Hugging Face model directory (config.json, safetensors, tokenizer), or "
-        "OWNER/NAME or OWNER/NAME@REVISION of what is in the hub's cache (HF_HUB_CACHE, or hub in HF_HOME); "
-        "nothing is downloaded: compute nodes have no internet. builtin:tiny: "
+        "OWNER/NAME or OWNER/NAME@REVISION of what is in the hub's cache (HF_HUB_CACHE, or hub in "
+        "HF_HOME); nothing is downloaded: compute nodes have no internet. builtin:tiny: "
         "a small Llama-shaped model with a byte tokenizer, which needs no download.",
     )
     dtype: Literal["auto", "fp32", "bf16"] = Field(

@@ -11,12 +11,12 @@
 Source of the form: huggingface.co/docs/hub/datasets-manual-configuration.
 """
 
-import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.data.patterns import matches
 from hpc_tune.errors import DataError
 from hpc_tune.safe_yaml import load_yaml
 
@@ -41,7 +41,7 @@ class Configuration:
         """Return the data.path that reads all of a split, and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
-        matched = {Path(match) for name in names for match in glob.glob(name, recursive=True)}
+        matched = {Path(match) for name in names for match in matches(name)}
         if len(files) == 1 or matched != set(files):
             names = [str(file) for file in files]
         return names[0] if len(names) == 1 else f"'[{', '.join(names)}]'"

@@ -19,6 +19,7 @@ from typing import Literal
 
 from hpc_tune.data.dataset_card import train_files
 from hpc_tune.data.hub_cache import own_name, refuse_several_revisions, snapshot_of
+from hpc_tune.data.patterns import matches
 from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import is_cache, where_looked
 from hpc_tune.pointer_file import why_pointer
@@ -128,8 +129,7 @@ def _names(files: Sequence[Path]) -> str:
 def _find_one(name: str) -> Found:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
-        matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
-        return _of_glob(name, matched)
+        return _of_glob(name, [Path(match) for match in matches(name)])
     if why := why_pointer(path):
         raise DataError(why)
     if not path.exists():

@@ -173,9 +173,10 @@ def _parse(line: bytes) -> Any:
         return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
     except json.JSONDecodeError as error:
         shown = line[:60].decode("utf-8", "replace").strip()
+        why = error.msg.removesuffix(" at")  # "Invalid control character at"
         return WrongRecord(
-            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; expected one JSON object"
-            " per line, or one array of objects"
+            f"not JSON ({why} at column {error.colno}): {shown!r}; expected one JSON object per "
+            "line, or one array of objects"
         )
     except ValueError as error:  # a number of thousands of digits
         return WrongRecord(f"JSON that cannot be read ({error})")
@@ -223,8 +224,8 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{where} {number} of the array: {error}") from error
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{where} {number} of the array: not JSON ({error.msg}); expected an array of"
-                " objects, or one object per line"
+                f"{where} {number} of the array: not JSON ({error.msg.removesuffix(' at')}); "
+                "expected an array of objects, or one object per line"
             ) from error
         except ValueError as error:
             raise DataError(f"{where} {number}: cannot be read ({error})") from error

@@ -185,9 +185,27 @@ def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
         others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
         advice = f"{start}, or change {' and '.join(others)}"
     else:
-        left = world_size // split
-        advice = f"{start}, or set parallel.replicate={left} or parallel.shard={left}, or neither"
+        advice = f"{start}, {_replicate_or_shard(parallel, world_size // split)}"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
-        f"{settings} on {world_size} ranks: expected replicate x shard x tensor x pipeline = "
+        f"{settings} on {ranks}: expected replicate x shard x tensor x pipeline = "
         f"{world_size}; {advice}"
     )
+
+
+def _replicate_or_shard(parallel: ParallelConfig, left: int) -> str:
+    """Return what replicate and shard may be for ``left`` ranks, which they do not multiply to."""
+    given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
+    given = {name: size for name, size in given.items() if size is not None}
+    if len(given) == 1:
+        ((name, _),) = given.items()
+        sizes = [str(size) for size in range(1, left + 1) if left % size == 0]
+        return f"or set parallel.{name} to {' or '.join(sizes)}, or leave it out (=null)"
+    other = {"replicate": "shard", "shard": "replicate"}
+    options = [
+        f"parallel.{other[name]}={left // size} beside parallel.{name}={size}"
+        for name, size in reversed(given.items())
+        if left % size == 0
+    ]
+    options += ["neither (both =null): what fits follows from memory"]
+    return f"or set {', or '.join(options)}"

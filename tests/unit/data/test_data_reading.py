@@ -168,6 +168,7 @@ def test_a_wrong_value_is_told_under_its_own_name(tmp_path):
 
 BAD_LINES = {
     b'{"text": ': "not JSON",
+    b'{"text": "a\x01"}': r"not JSON \(Invalid control character at column 12\)",
     b'{"text": "\xff"}': "not UTF-8",
     b"null": "found a JSON null",
     b'{"text": null}': "found the fields text",

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from transformers import FalconConfig, LlamaConfig
 
@@ -63,23 +65,14 @@ def test_axes_that_are_set_are_kept_whatever_fits(axes, layout, bytes_per_rank):
 
 
 @pytest.mark.parametrize(
-    "axes",
-    [{"replicate": 3}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 4}]
-    + [{"replicate": 4, "shard": 4}, {"replicate": 1, "shard": 1}],
-)
-def test_axes_that_do_not_make_the_world_are_refused_with_what_would(axes):
-    with pytest.raises(ConfigError, match="set parallel.replicate=4 or parallel.shard=4"):
-        choose_layout(ParallelConfig(**axes), 4, FULL, 1 << 40)
-
-
-@pytest.mark.parametrize(
     ("axes", "advice"),
     [
         ({"tensor": 3}, "start a multiple of 3 ranks, or change parallel.tensor=3"),
         ({"tensor": 2, "pipeline": 4}, "start a multiple of 8 ranks"),
-        ({"tensor": 2, "shard": 4}, "set parallel.replicate=2 or parallel.shard=2"),
-        ({"shard": 8}, "start a multiple of 8 ranks, or set parallel.replicate=4"),
-        ({"replicate": 2, "shard": 4}, "start 8 ranks, or set parallel.replicate=4"),
+        ({"tensor": 2, "shard": 4}, "set parallel.shard to 1 or 2, or leave it out"),
+        ({"shard": 8}, "start a multiple of 8 ranks, or set parallel.shard to 1 or 2 or 4, or"),
+        ({"replicate": 3}, "set parallel.replicate to 1 or 2 or 4, or leave it out"),
+        ({"replicate": 2, "shard": 4}, "start 8 ranks, or set parallel.replicate=1 beside"),
     ],
 )
 def test_axes_beyond_the_world_are_refused_with_what_would_work(axes, advice):
@@ -203,3 +196,27 @@ def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():
     assert {p.data for p in places} == set(range(layout.data_size))
     for data in range(layout.data_size):
         assert sum(p.counts_rows for p in places if p.data == data) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ({"replicate": 2, "shard": 8}, 8, [{"replicate": 1}, {"shard": 4}]),
+        ({"replicate": 3, "shard": 4}, 8, [{"replicate": 2}]),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, 16, [{"replicate": 4}, {"shard": 4}]),
+        ({"replicate": 4, "shard": 4}, 4, [{"replicate": 1}, {"shard": 1}]),
+        ({"replicate": 1, "shard": 1}, 4, [{"replicate": 4}, {"shard": 4}]),
+        ({"replicate": 3, "shard": 5}, 8, []),
+    ],
+)
+def test_what_is_proposed_for_axes_that_do_not_multiply_to_the_ranks_does(given, ranks, expected):
+    parallel = ParallelConfig(**given)
+    with pytest.raises(ConfigError) as refused:
+        choose_layout(parallel, ranks, FULL, 1 << 30)
+    proposed = re.findall(r"(?:set|or) parallel\.(\w+)=(\d+) beside", str(refused.value))
+    assert [{name: int(size)} for name, size in proposed] == expected
+    for change in expected:
+        layout, _ = choose_layout(ParallelConfig(**given | change), ranks, FULL, 1 << 30)
+        assert layout.size == ranks
+    neither = ParallelConfig(**given | {"replicate": None, "shard": None})
+    assert choose_layout(neither, ranks, FULL, 1 << 30)[0].size == ranks

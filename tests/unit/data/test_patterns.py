@@ -1,0 +1,37 @@
+"""Patterns match what Python's glob matches, and end where links lead back."""
+
+import glob
+
+import pytest
+
+from hpc_tune.data.files import find
+from hpc_tune.data.patterns import matches
+
+PATTERNS = ("**/*.jsonl", "a/**/*.jsonl", "a/**", "**", "**/b/**/*.jsonl", "?/**/b/*", "*.jsonl")
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    for name in ("x.jsonl", "a/y.jsonl", "a/b/z.jsonl", "a/b/b/[1].jsonl", ".h/a.jsonl", "a/.s"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_a_pattern_matches_what_glob_matches(tree, pattern, is_absolute):
+    pattern = str(tree / pattern) if is_absolute else pattern
+    expected = {name.rstrip("/") or "." for name in glob.glob(pattern, recursive=True)}
+    assert set(matches(pattern)) - {"."} == expected - {"."}
+
+
+@pytest.mark.timeout(60)
+def test_a_search_ends_where_links_lead_back_and_finds_each_file_once(tree):
+    (tree / "a" / "self").symlink_to(".")
+    (tree / "a" / "up").symlink_to("..")
+    (tree / "a" / "0-link").symlink_to("b")
+    found = [str(file) for file in find("a/**/*.jsonl").files]
+    assert found == ["a/b/b/[1].jsonl", "a/b/z.jsonl", "a/up/x.jsonl", "a/y.jsonl"]
