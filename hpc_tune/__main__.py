@@ -46,8 +46,11 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
             sys.stderr.write("hpc_tune: %s\n" % why)
             return EXIT_USER
         if isinstance(error, OSError) and error.filename is not None:
-            sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, error.strerror))
-            return EXIT_FAILED
+            from hpc_tune.errors import remedy_of
+
+            words = "%s%s" % (error.strerror, remedy_of(error))
+            sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, words))
+            return EXIT_USER if isinstance(error, PermissionError) else EXIT_FAILED
         raise
     return code
 

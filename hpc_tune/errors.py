@@ -4,7 +4,10 @@ import errno
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from hpc_tune.rights import is_refusal, missing_right
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -78,18 +81,26 @@ class UnreadableError(HpcTuneError):
     """The file system refuses to read a checkpoint, which may be whole."""
 
 
+class NoRightError(UnreadableError):
+    """This user may not read a file of a checkpoint; the file's owner gives the right."""
+
+    exit_code = EXIT_USER
+
+
 class DiskError(HpcTuneError):
-    """A file system takes nothing more; the user makes room, or chooses another."""
+    """A file system takes nothing more, or this user has no right there; the user acts."""
 
     exit_code = EXIT_USER
 
     @classmethod
     def of(cls, error: OSError, doing: str) -> "DiskError | None":
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
+        if is_refusal(error.errno) and error.filename is not None:
+            return cls(f"{error.filename}: {error.strerror}{remedy_of(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
         where = f"{error.filename} cannot be written" if error.filename else doing
-        advice = limit_met(error) or ". Make room, or choose a run.dir on another file system"
+        advice = remedy_of(error) or ". Make room, or choose a run.dir on another file system"
         return cls(f"{where}: {error.strerror}{advice}")
 
 
@@ -141,8 +152,9 @@ class RemoteError(HpcTuneError):
         self.exit_code = exit_code
 
 
-def limit_met(error: BaseException) -> str:
-    """Return which limit of the job's a write met, to follow the error's own words; "" for none.
+def remedy_of(error: BaseException, path: Path | None = None) -> str:
+    """Return what to do about a limit or a right that an open or a write met, to follow the
+    error's own words; "" for none. ``path`` is what was opened, where the error may not name it.
 
     Libraries in Rust tell the number in their words alone.
     """
@@ -153,6 +165,9 @@ def limit_met(error: BaseException) -> str:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
     if number == errno.EDQUOT:
         return ". The quota there is used up: make room, or choose another file system"
+    named = getattr(error, "filename", None) or path
+    if is_refusal(number) and named is not None and (words := missing_right(Path(named))):
+        return f": {words}"
     return ""
 
 

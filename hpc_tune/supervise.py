@@ -37,6 +37,7 @@ from hpc_tune.errors import (
     EXIT_USER,
     CheckpointError,
     ConfigError,
+    remedy_of,
 )
 from hpc_tune.log import log
 from hpc_tune.rundir import heartbeat, left_out, outcome
@@ -410,5 +411,7 @@ def _append(run_dir: Path, start: Start) -> None:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
         log.warning(
-            "%s cannot be written (%s): this start will not be counted by later jobs", FILE, error
+            "%s cannot be written (%s): this start will not be counted by later jobs",
+            FILE,
+            f"{error}{remedy_of(error)}",
         )

@@ -23,7 +23,7 @@ from hpc_tune.checkpoint.mixture import of_mixture, passed_over_by_peft, stacks_
 from hpc_tune.checkpoint.per_expert import per_expert
 from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, limit_met
+from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
@@ -229,7 +229,7 @@ def pack_adapter(
         for file in files:
             file.unlink()
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}{limit_met(error)}") from None
+        raise CheckpointError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
     return [replace(file, name=f"{ADAPTER_FOLDER}/{file.name}") for file in (weights, config)]
 
 
@@ -367,6 +367,6 @@ def replacing(out: Path, base: Path) -> Iterator[Path]:
             shutil.rmtree(out)
         temporary.rename(out)
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}{limit_met(error)}") from None
+        raise CheckpointError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

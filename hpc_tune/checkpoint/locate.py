@@ -11,7 +11,7 @@ from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat, said
 from hpc_tune.data.mixture import phases_from_json, reached
-from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError
+from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, remedy_of
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.identity import identity_of, sample_of
@@ -122,7 +122,7 @@ def template_of(run_dir: Path, chat_template: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the run was made with the chat template {chat_template}, and its copy of it, {kept}, "
-            f"cannot be read ({error}); put the template there"
+            f"cannot be read ({error}{remedy_of(error)}); put the template there"
         ) from None
 
 

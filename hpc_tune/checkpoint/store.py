@@ -34,9 +34,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_tune.atomic_file import sync_file, sync_folder, write_file
-from hpc_tune.errors import CheckpointError, HpcTuneError, UnreadableError, limit_met
+from hpc_tune.errors import (
+    CheckpointError,
+    HpcTuneError,
+    NoRightError,
+    UnreadableError,
+    remedy_of,
+)
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
+from hpc_tune.rights import is_refusal
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -90,7 +97,7 @@ class Store:
             temporary.mkdir()
         except OSError as error:
             raise CheckpointError(
-                f"{temporary} cannot be made: {error}{limit_met(error)}"
+                f"{temporary} cannot be made: {error}{remedy_of(error)}"
             ) from None
         return temporary
 
@@ -124,7 +131,7 @@ class Store:
             sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"{final} cannot be committed: {error}{limit_met(error)}"
+                f"{final} cannot be committed: {error}{remedy_of(error)}"
             ) from None
         self.prune(final, require_wanted)
         return final
@@ -231,7 +238,8 @@ def _read(file: Path, reading: Callable[[], T]) -> T:
     """Return what ``reading`` a file of a checkpoint gives, which may succeed at a later attempt.
 
     Raises:
-        CheckpointError: if it is not there. UnreadableError: if the file system refuses.
+        CheckpointError: if it is not there. NoRightError: if this user may not read it.
+        UnreadableError: if the file system refuses.
     """
     for wait_s in (*_READ_AGAIN_AFTER_S, None):
         try:
@@ -239,6 +247,9 @@ def _read(file: Path, reading: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno in _DAMAGES:
                 raise CheckpointError(f"{file} cannot be read: {error}") from None
+            if is_refusal(error.errno) and (whose := remedy_of(error, file)):
+                words = f"{file} cannot be read: {error.strerror}{whose}"
+                raise NoRightError(words) from None
             if wait_s is None:
                 raise UnreadableError(
                     f"{file} cannot be read: {error.strerror}, {len(_READ_AGAIN_AFTER_S) + 1} "

@@ -43,7 +43,7 @@ from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, r
 from hpc_tune.data.templates import template_date_of
 from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint, num_ids
 from hpc_tune.data.writer import Block, write_store
-from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.errors import DataError, HpcTuneError, remedy_of
 from hpc_tune.log import log
 from hpc_tune.world.comm import RunAndAgree, alone
 
@@ -105,7 +105,7 @@ class Ranks:
             try:
                 return work()
             except OSError as error:
-                raise DataError(str(error)) from None
+                raise DataError(f"{error}{remedy_of(error)}") from None
 
         return self.run_and_agree("preparing the data", step)
 
@@ -375,6 +375,8 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
             " the folder of the prepared file must be on a file system that all nodes share. Set"
             " data.cache to such a folder"
         ) from None
+    except PermissionError as error:
+        raise DataError(f"{error}{remedy_of(error)}") from None
     except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{work.part(number)} is damaged ({error}); remove its folder and prepare again"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.errors import ConfigError, limit_met
+from hpc_tune.errors import ConfigError, remedy_of
 
 BUILTIN_TINY = "builtin:tiny"
 SEED = 20240229
@@ -47,11 +47,11 @@ def write_tiny(directory: Path) -> None:
     try:
         _write(directory)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory} cannot be written: {error}{limit_met(error)}") from None
+        raise ConfigError(f"{directory} cannot be written: {error}{remedy_of(error)}") from None
 
 
 def _write(directory: Path) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
     from transformers import LlamaConfig
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,8 @@ def _write(directory: Path) -> None:
         )
         for name, shape in _weight_shapes().items()
     }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    # Not save_file, which lets nobody but this user read the file, whatever the umask.
+    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     # Last: a directory with config.json is a whole one.
     config.save_pretrained(directory)
 

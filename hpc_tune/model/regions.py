@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.errors import CheckpointError, limit_met
+from hpc_tune.errors import CheckpointError, remedy_of
 from hpc_tune.model.box import Box
 from hpc_tune.model.weights import (
     DTYPE_NAMES,
@@ -127,7 +127,7 @@ def write_regions(
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error}{limit_met(error)}") from None
+        raise CheckpointError(f"{file} cannot be written: {error}{remedy_of(error)}") from None
     return WrittenFile(file.name, position, digest.hexdigest())
 
 

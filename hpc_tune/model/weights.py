@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, remedy_of
 from hpc_tune.model.box import Box
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.joined import Joined
@@ -127,7 +127,9 @@ class TensorIndex:
             self.num_bytes += file.stat().st_size
         except FileNotFoundError:
             raise self._error(
-                f"{file}: no such file, though the model's index names it; copy the directory again"
+                _why_not_opened(file)
+                or f"{file}: no such file, though the model's index names it; copy the directory "
+                "again"
             ) from None
         except (SafetensorError, OSError, *_MISFITS) as error:
             raise self._error(
@@ -245,7 +247,7 @@ class TensorIndex:
             # safetensors maps a file privately and copies nothing on the CPU.
             tensor: torch.Tensor = self._handle(pieces[0].file).get_tensor(pieces[0].stored_name)
         except (SafetensorError, OSError) as error:
-            raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
+            raise self._unreadable(pieces[0], error) from None
         return tensor
 
     def _stored_box(self, piece: Piece, box: Box) -> torch.Tensor:
@@ -258,7 +260,8 @@ class TensorIndex:
         return values
 
     def _unreadable(self, piece: Piece, error: Exception) -> HpcTuneError:
-        return self._error(f"{piece.file}: {piece.stored_name} cannot be read: {error}")
+        why = _why_not_opened(piece.file)
+        return self._error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
 
     def _fill_from(self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve) -> int:
         """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
@@ -277,6 +280,17 @@ class TensorIndex:
         except (SafetensorError, OSError) as error:
             raise self._unreadable(piece, error) from None
         return found.num_values
+
+
+def _why_not_opened(file: Path) -> str | None:
+    """Return why a file that is there cannot be opened: safetensors calls each such one missing."""
+    try:
+        with file.open("rb"):
+            return None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}{remedy_of(error)}"
 
 
 def _rows_at_once(box: Box) -> Iterator[Box]:

@@ -29,7 +29,7 @@ from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.subset import by_length
 from hpc_tune.data.tokenizer import fingerprint
-from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.errors import ConfigError, DataError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
 from hpc_tune.plan.resolve import Resolved
@@ -397,4 +397,4 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error}") from None
+        raise ConfigError(f"{folder} cannot be made: {error}{remedy_of(error)}") from None

@@ -3,7 +3,7 @@
 from hpc_tune.autotune.choose import compare_step
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.locate import template_of
-from hpc_tune.errors import HpcTuneError, limit_met
+from hpc_tune.errors import HpcTuneError, remedy_of
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome
@@ -45,7 +45,7 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
             template, base = template_of(run_dir, config.data.chat_template), model.built.directory
             out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
         except OSError as error:
-            raise HpcTuneError(f"{out} cannot be written: {error}{limit_met(error)}") from None
+            raise HpcTuneError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
         log.info("adapter exported to %s", out)
     try:
         outcome.write(ended, run_dir, job.setup_comm.nonce)

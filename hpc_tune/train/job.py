@@ -10,7 +10,7 @@ from hpc_tune.autotune.candidates import Candidate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig, RunSettings
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, remedy_of
 from hpc_tune.faults import Faults
 from hpc_tune.log import log, logging_to
 from hpc_tune.memory.monitor import Monitor
@@ -19,6 +19,7 @@ from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import RunLock, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.rundir.refused import names_in
+from hpc_tune.rundir.right_to import require_rights
 from hpc_tune.trackers.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
@@ -140,6 +141,7 @@ def _make_run_dir(
     require_trackers(run)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        require_rights(run_dir)
         owner.acquire()
         last = previous.read(run_dir)
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
@@ -150,8 +152,8 @@ def _make_run_dir(
             write_settings(run_dir / nearby.SETTINGS)
     except OSError as error:
         raise ConfigError(
-            f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
-            "a file system that this job may write to and that has free space"
+            f"run.dir={run_dir} cannot be written: {error.strerror or error}{remedy_of(error)}; "
+            "choose a folder on a file system that this job may write to and that has free space"
         ) from None
     return last
 

@@ -29,7 +29,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.errors import ConfigError, DataError, HpcTuneError, limit_met
+from hpc_tune.errors import ConfigError, DataError, HpcTuneError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.positions import scaled_by_length
@@ -137,7 +137,7 @@ def start_of(tune: TuneConfig) -> str | None:
     except OSError as error:
         raise DataError(
             f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
-            f"in it cannot be read ({error.strerror}); bring it back"
+            f"in it cannot be read ({error.strerror}{remedy_of(error)}); bring it back"
         ) from None
     return hashlib.sha256(weights).hexdigest()
 
@@ -188,6 +188,8 @@ def _read(file: Path, num_documents: int) -> np.ndarray | None:
         if hashlib.sha256(values).digest() != digest:
             raise ValueError("its bytes are not those that were written")
         kept: np.ndarray = np.load(io.BytesIO(values), allow_pickle=False)
+    except PermissionError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}{remedy_of(error)}") from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{file} is damaged ({error}); remove it, and it is computed anew"
@@ -206,7 +208,7 @@ def _write(file: Path, reference: np.ndarray) -> None:
         write_file(file, values + hashlib.sha256(values).digest())  # np.load reads it all the same
     except OSError as error:
         raise DataError(
-            f"{file} cannot be written: {error.strerror or error}{limit_met(error)}"
+            f"{file} cannot be written: {error.strerror or error}{remedy_of(error)}"
         ) from None
 
 

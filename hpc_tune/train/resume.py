@@ -10,7 +10,7 @@ from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, damage_of, newest_valid, read_state
 from hpc_tune.engine.base import Engine
-from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.errors import CheckpointError, ConfigError, remedy_of
 from hpc_tune.log import log
 from hpc_tune.model.init_adapter import name_as_in_whole
 from hpc_tune.model.weights import index_checkpoint
@@ -130,7 +130,9 @@ def _keep(run_dir: Path, template: str | None) -> None:
         if template is not None:  # exports carry it, and the user's file may be gone by then
             write_file(run_dir / TEMPLATE_FILE, template)
     except OSError as error:
-        raise ConfigError(f"run.dir={run_dir} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written: {error.strerror}{remedy_of(error)}"
+        ) from None
 
 
 def _newest_valid(comm: Comm, store: Store) -> Path | None:

@@ -24,6 +24,7 @@ from house_table import (  # noqa: E402
 
 # From the lowest layer to the highest; what is in one row must not know its neighbours.
 LAYERS = (
+    ("rights",),
     (
         "errors",
         "units",
