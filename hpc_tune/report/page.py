@@ -131,7 +131,7 @@ def _all_settings(run: Run) -> str:
 
 def _heading(run: Run) -> str:
     """Return the first screen: what came out, how it ended, what to do; then the main figures."""
-    told = ("status", "reason", "step", "exit_code", "rank", "host")
+    told = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
     rows = [
         ("How it ended" if is_over else "Now", how_it_ended(run)),

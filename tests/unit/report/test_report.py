@@ -159,7 +159,7 @@ def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
 
 
 def test_the_first_screen_says_what_came_out_how_it_ended_and_what_repeats_it(make):
-    run = make(events=EVENTS, outcome=DONE)
+    run = make(events=EVENTS, outcome=DONE | {"start": "5200a3a49310a817"})
     (run / "export" / "adapter").mkdir(parents=True)
     first = checked(write_report([run])).partition("All starts on one axis")[0]
     for words in (
@@ -169,6 +169,7 @@ def test_the_first_screen_says_what_came_out_how_it_ended_and_what_repeats_it(ma
         "generate --run",
     ):
         assert words in first, words
+    assert "5200a3a49310a817" not in first, "it tells a program which start has ended"
     lost = {
         "status": "failed",
         "reason": "host n7 is gone",
