@@ -7,6 +7,7 @@ ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
 _MAX_SHOWN = 5
 _MAX_NAMES = 30
 _MAX_REASONS = 20
+_SAMPLE = "such as docs/samples/chatml_tools.jinja where turns are ChatML's"
 _REMARKS = {
     "truncated": "cut at seq_len",
     "split": "texts split into pieces of seq_len",
@@ -22,9 +23,9 @@ _REMARKS = {
     " so the model will not learn where to stop",
     "null_contents": "messages whose content is null, taken as empty",
     "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
-    " takes one that writes them)",
+    f" takes one that writes them, {_SAMPLE})",
     "lost_tools": "rows whose tools the chat template does not show (data.chat_template takes one"
-    " that does)",
+    f" that does, {_SAMPLE})",
     "own_controls": "control tokens in answers, such as those of calls, learned as such",
     "control_texts": "control tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
@@ -42,7 +43,7 @@ _REMARKS = {
 OF_PREFERENCES = ("cut_prompts", "cut_others", "unpaired", "unmatched")
 _OF_ROLES = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
-    " takes one that writes them)",
+    f" takes one that writes them, {_SAMPLE})",
     "other_answers": "messages of role {role} not learned: only those of role assistant are",
 }
 

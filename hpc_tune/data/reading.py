@@ -256,7 +256,7 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
         raise WrongRecord("nested too deeply") from None
     except UnicodeEncodeError:
         raise WrongRecord(
-            "half a character in it (a surrogate alone, as \\ud83d in JSON); cut text between "
+            "one half of a surrogate pair in it (such as \\ud83d alone in JSON); cut text between "
             "characters"
         ) from None
     if reading.part == "all":
