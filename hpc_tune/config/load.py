@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
+from hpc_tune.config.foreign_names import OURS as FOREIGN
 from hpc_tune.config.optim import OptimConfig, auto_lr
 from hpc_tune.config.paths import expand_paths
 from hpc_tune.config.schema import RunConfig
@@ -46,22 +47,6 @@ _TWINS = {
     "data.eval_sources": "data.eval_path",
     "train.epochs": "train.max_steps",
 }
-# What other tools call it.
-_ELSEWHERE = {
-    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "lr_scheduler":
-    "optim.schedule", "max_grad_norm": "optim.clip_norm", "warmup": "optim.warmup_steps",
-    "batch_size": "batch.global_size", "gradient_accumulation_steps": "batch.global_size",
-    "micro_batch_size": "batch.micro_size", "per_device_train_batch_size": "batch.micro_size",
-    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "steps": "train.max_steps",
-    "max_length": "data.seq_len", "max_seq_length": "data.seq_len", "sequence_len": "data.seq_len",
-    "cutoff_len": "data.seq_len", "train_file": "data.path", "dataset": "data.path", "model":
-    "model.path", "model_name_or_path": "model.path", "base_model": "model.path", "r": "tune.rank",
-    "lora_r": "tune.rank", "lora_rank": "tune.rank", "lora_alpha": "tune.alpha", "lora_dropout":
-    "tune.dropout", "target_modules": "tune.targets", "lora_target": "tune.targets",
-    "output_dir": "run.dir", "gradient_checkpointing": "parallel.recompute", "deepspeed":
-    "parallel.zero_stage", "bf16": "model.dtype", "eval_steps": "train.eval_every_steps",
-    "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
-}  # fmt: skip
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _SOURCE_FIELDS = [
     *(f"data.sources.{name}" for name in TrainedSource.model_fields),
@@ -123,8 +108,8 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
         name = missing[1]
         return (
-            f"{key} needs {name}, which the environment has not; export it in this shell, and in a "
-            f"job: export {name}=..."
+            f"{key} needs {name}, which is not set in the environment; export it in this "
+            f"shell, and in a job: export {name}=..."
         )
     return f"{first_line(error)} (key {key})"
 
@@ -201,12 +186,14 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
         name = ".".join(str(part) for part in error["loc"])
         in_source = _IN_SOURCE.match(name)  # data.sources.0.path.str: the branch is cut off
         if error["type"] == "extra_forbidden":
-            near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (name, known)
-            hint = _INSTEAD.get(name) or _near(*near)
-            if name.startswith("slurm."):
-                option = name.removeprefix("slurm.").replace("_", "-")
-                hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
-            unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
+            for one in _given_names(name, error["input"]):
+                at = in_source
+                near = (at[1] + at[3], _SOURCE_FIELDS) if at else (one, known)
+                hint = _INSTEAD.get(one) or _near(*near)
+                if one.startswith("slurm."):
+                    option = one.removeprefix("slurm.").replace("_", "-")
+                    hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
+                unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
         field = in_source[0] if in_source else field
@@ -221,6 +208,13 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)
     return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
+
+
+def _given_names(name: str, value: Any) -> list[str]:
+    """Return the names that stand in a section which there is not, such as lora.r of lora."""
+    if name in _INSTEAD or "." in name or not isinstance(value, dict) or not value:
+        return [name]
+    return [f"{name}.{inner}" for inner in value]
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -322,7 +316,7 @@ def config_hint(word: str) -> str:
 def _near(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     same_name = [k for k in known if k.rpartition(".")[2] == last]
-    elsewhere = [_ELSEWHERE[last]] if last in _ELSEWHERE else []
+    elsewhere = [FOREIGN[last]] if last in FOREIGN else []
     near = (
         same_name
         or elsewhere

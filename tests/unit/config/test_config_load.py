@@ -5,6 +5,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_tune.config.foreign_names import OURS
 from hpc_tune.config.load import (
     check,
     describe_fields,
@@ -223,7 +224,7 @@ def test_variables_and_other_keys_are_interpolated(write, monkeypatch):
 def test_a_variable_that_is_not_set_is_named_with_its_key(write, monkeypatch):
     monkeypatch.delenv("NOPE", raising=False)
     message = problem(write("run: {dir: '${oc.env:NOPE}/x'}"))
-    assert "run.dir needs NOPE, which the environment has not; export it" in message
+    assert "run.dir needs NOPE, which is not set in the environment; export it" in message
 
 
 def test_an_unset_variable_does_not_hide_the_other_problems(write, monkeypatch):
@@ -243,12 +244,31 @@ def test_an_unset_variable_does_not_hide_the_other_problems(write, monkeypatch):
         ("lr=1", "optim.lr"),
         ("train.lr=1", "optim.lr"),
         ("model.seq_len=1", "data.seq_len"),
+        ("lora.r=8", "tune.rank"),
+        ("lora={r: 8}", "tune.rank"),
+        ("peft.use_dora=true", "tune.method"),
+        ("training.per_device_train_batch_size=4", "batch.micro_size"),
+        ("tokenizer.max_seq_len=512", "data.seq_len"),
+        ("val_set_size=0.1", "data.eval_fraction"),
+        ("clip_grad_norm=1", "optim.clip_norm"),
     ],
 )
 def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
     message = problem(write(SOME), override)
     assert "no such key" in message
     assert near in message.partition("did you mean ")[2]
+
+
+def test_each_name_of_another_tool_stands_for_a_setting_that_there_is():
+    assert set(OURS.values()) <= set(field_names())
+    taken = {key.rpartition(".")[2] for key in field_names()}
+    assert not OURS.keys() & (taken - {"dataset"}), "the same name here goes before it"
+
+
+def test_each_key_of_a_section_that_there_is_not_is_named(write):
+    message = problem(write("lora: {r: 8, lora_alpha: 16}"))
+    assert "lora.r: no such key" in message
+    assert "lora.lora_alpha: no such key" in message
 
 
 def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
