@@ -125,7 +125,9 @@ class Nodes:
         words = self._words_for({node: self._counts[node] for node in use}, "hosts")
         missing = self._wanted - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
-        told = f"on {len(use)} of {self._wanted} nodes, {self._num_ranks(use)} ranks"
+        num_ranks = self._num_ranks(use)
+        told = f"on {len(use)} of {self._wanted} nodes, {num_ranks} rank"
+        told += "s" if num_ranks > 1 else ""
         told += f", with {' '.join(settings)}" if settings else ""
         return Command(words, shared, use, missing, settings, told if missing else "")
 

@@ -189,7 +189,10 @@ def machine(run: Run) -> Rows:
         if (key := f"{kind}_limit_bytes") in last
     )
     hosts = start.get("hosts", {})
-    shown = [f"{host} ({count} ranks)" for host, count in list(hosts.items())[:8]]
+    shown = [
+        f"{host} ({count} rank{'s' if count > 1 else ''})"
+        for host, count in list(hosts.items())[:8]
+    ]
     more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
     versions = start.get("versions", {})
     no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""

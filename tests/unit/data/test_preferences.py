@@ -524,5 +524,5 @@ def test_a_pair_is_held_out_or_not_by_its_content():
 
 def test_half_a_character_in_a_pair_is_refused():
     row = {"prompt": "q \ud83d", "chosen": "a", "rejected": "b"}
-    with pytest.raises(WrongRecord, match="half a character"):
+    with pytest.raises(WrongRecord, match="one half of a surrogate pair"):
         as_example(row, Reading(form="pairs"), Findings())
