@@ -15,8 +15,10 @@ from typing import Any
 import yaml
 
 from hpc_tune.atomic_file import write_file
+from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError, require_text
+from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_bytes
 
 METHODS = ("lora", "qlora", "dora", "full")
@@ -148,8 +150,12 @@ def _lines(
     elif machine.gpus:
         yield _line("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
     yield "data:"
-    yield f"  path: {_scalar(given['data'])}"
-    yield _line("eval_fraction: 0.02", "held out by a hash of each document, to see overfitting")
+    data = _data(given["data"])
+    yield f"  path: {_scalar(data)}"
+    if is_prepared(data):
+        yield _line("eval_path: null", "the file that prepare wrote of what it held out, if any")
+    else:
+        yield _line("eval_fraction: 0.02", "held out by a hash of each document: overfitting shows")
     yield _line(f"seq_len: {length}", why)
     yield "batch:"
     yield _line(f"global_size: {rows}", "rows per optimizer step, over all ranks together")
@@ -210,10 +216,19 @@ def _row_length(model: str, usual: int) -> tuple[int, str]:
     return min(limit, usual), f"tokens per row; this model takes up to {limit}"
 
 
-def _scalar(text: str) -> str:
-    """Return a value as YAML writes it, in quotes where it needs them."""
-    line: str = yaml.safe_dump(text, width=10**9).removesuffix("\n").removesuffix("\n...")
-    return line
+def _data(text: str) -> str | list[str]:
+    """Return data.path as a setting of the command line means it: [a, b] is a list."""
+    try:
+        value = load_yaml(text, as_text=True) if text.startswith("[") else text
+    except ValueError:
+        return text
+    return value if isinstance(value, list) else text
+
+
+def _scalar(value: str | list[str]) -> str:
+    """Return a value on one line as YAML writes it, in quotes where it needs them."""
+    line: str = yaml.safe_dump(value, width=10**9, default_flow_style=True)
+    return line.removesuffix("\n").removesuffix("\n...")
 
 
 def _next(out: Path, machine: Machine, data: str, host_bytes: int) -> Iterator[str]:

@@ -102,3 +102,21 @@ def test_sizes_of_a_new_run_are_those_of_its_plan(tmp_path):
     phases = json.loads(planned.stdout)["phases"]
     need = max(phase["node_bytes"] for phase in phases if not phase["optional"])
     assert need < int(memory.removesuffix("G")) << 30 < 1.2 * need + (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("prepared.h5", "prepared.h5"),
+        ("[a.jsonl, 2.jsonl]", ["a.jsonl", "2.jsonl"]),
+        ("my data/**/*.jsonl", "my data/**/*.jsonl"),
+        ("[odd", "[odd"),
+    ],
+)
+def test_data_of_each_form_is_what_a_run_reads_and_holds_out_where_it_can(tmp_path, data, expected):
+    out = tmp_path / "mine.yaml"
+    write_config(out, DEFAULTS | {"data": data}, 8 << 30)
+    config = load_config([str(out)], []).data
+    assert config.path == expected
+    assert config.eval_path is None
+    assert (config.eval_fraction is None) == (data == "prepared.h5")
