@@ -119,4 +119,4 @@ def test_data_of_each_form_is_what_a_run_reads_and_holds_out_where_it_can(tmp_pa
     config = load_config([str(out)], []).data
     assert config.path == expected
     assert config.eval_path is None
-    assert (config.eval_fraction is None) == (data == "prepared.h5")
+    assert config.eval_fraction == (0.0 if data == "prepared.h5" else 0.02)
