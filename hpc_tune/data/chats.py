@@ -30,6 +30,7 @@ REFUSALS = (
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
+_END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}
 # What others call the assistant, in small letters.
 _ANSWERING = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
@@ -173,6 +174,7 @@ class Renderer:
                 continue
             message = example.messages[number]
             self._counters.lost_reasoning += _reasoning(message) not in answer
+            self._counters.written_reasoning += _is_reasoning_written(message, answer)
             names = Counter(_called(message))
             written = answer if span else full
             lost_calls = any(written.count(name) < names[name] for name in names)
@@ -394,7 +396,7 @@ def _unless_ones(weights: Sequence[float]) -> tuple[float, ...]:
 
 def _is_empty(message: dict[str, Any], learned: str) -> bool:
     """Return whether nothing of an answer is in ``learned``, the text that is learned."""
-    text = (message.get("content") or "").rpartition("</think>")[2].strip()
+    text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
     others = [_reasoning(message), *_called(message)]
     return not (text or any(other and other in learned for other in others))
 
@@ -409,10 +411,16 @@ def _name_of_tool(tool: Any) -> str:
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
+def _is_reasoning_written(message: dict[str, Any], learned: str) -> bool:
+    """Return whether the text that is learned has a block of reasoning that the data have not."""
+    is_given = _END_OF_REASONING in (message.get("content") or "") or _reasoning(message)
+    return _END_OF_REASONING in learned and not is_given
+
+
 def _reasoning(message: dict[str, Any]) -> str:
     """Return the reasoning of an answer, as a field of its own or as a block in front of it."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.get(name), str):
             return str(message[name]).strip()
-    head, mark, _ = (message.get("content") or "").partition("</think>")
+    head, mark, _ = (message.get("content") or "").partition(_END_OF_REASONING)
     return head.removeprefix("<think>").strip() if mark else ""

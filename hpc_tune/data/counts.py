@@ -19,6 +19,10 @@ _REMARKS = {
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as the data mark them",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
+    "written_reasoning": "answers without reasoning, learned with the empty block of it that the"
+    " chat template writes",
+    "joined_starts": "answers whose first token has the end of the prompt in it: a model that is"
+    " given the prompt alone sees other tokens",
     "unended_texts": "texts and answers without an end token: the tokenizer names none (eos_token),"
     " so the model will not learn where to stop",
     "null_contents": "messages whose content is null, taken as empty",
@@ -41,6 +45,8 @@ _REMARKS = {
 }
 # Counted for preferences alone.
 OF_PREFERENCES = ("cut_prompts", "cut_others", "unpaired", "unmatched")
+# Written into a file only where there are some: files without are those of before.
+IF_ANY = ("weighted", "written_reasoning", "joined_starts")
 _OF_ROLES = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
     f" takes one that writes them, {_SAMPLE})",
@@ -64,6 +70,8 @@ class Counters:
     empty_answers: int = 0
     marked_answers: int = 0
     lost_reasoning: int = 0
+    written_reasoning: int = 0
+    joined_starts: int = 0
     lost_calls: int = 0
     lost_tools: int = 0
     unended_texts: int = 0
@@ -171,7 +179,8 @@ class Findings:
             lines.append(f"columns read under another name: {names} (data.columns can change that)")
         if unread := [name for name in self.unread if name not in self.read_as]:
             more = ", ..." if len(unread) >= _MAX_NAMES else ""
-            lines.append(f"columns not read: {', '.join(sorted(unread))}{more}")
+            names = ", ".join(name or '""' for name in sorted(unread))
+            lines.append(f"columns not read: {names}{more}")
         if self.num_marked:
             lines.append(f"{self.num_marked:,} rows left out, as their own marks say")
         if self.num_bad:

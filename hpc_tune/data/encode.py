@@ -39,6 +39,7 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._seq_len, self._dtype = seq_len, token_dtype(num_ids(tokenizer))
+        self._learns_prompts = loss_on == "all"
         own = self._backend.encode("", add_special_tokens=True).ids
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and bos in own else []
@@ -233,8 +234,10 @@ class Encoder:
             inside = np.zeros(len(ids), dtype=mask.dtype)
             weights = item.weights or (1,) * len(item.spans)
             for (start, stop), weight in zip(item.spans, weights, strict=True):
-                overlaps = (begins < stop) & (ends > start)
-                inside[overlaps & ((begins >= start) | ~is_control)] = weight
+                learned = (begins < stop) & (ends > start) & ((begins >= start) | ~is_control)
+                if start and not self._learns_prompts:
+                    self.counters.joined_starts += bool((begins[learned] < start).any())
+                inside[learned] = weight
             mask[len(bos) : len(bos) + len(ids)] = inside
         mask[:1] = 0
         return whole, mask

@@ -39,7 +39,10 @@ KINDS: dict[str, Kind] = {
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
 KNOWN = f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)})"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-_SPLIT = re.compile(r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
+_SPLIT = re.compile(
+    r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval|held[-_]?out|hold[-_]?out)(?:[-_.]|$)",
+    re.I,
+)
 # How the hub names a file: the split, and which of how many.
 _HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 # One part of several: train-00000-of-00003.parquet, c4-train.00000-of-01024.json.gz.
@@ -50,6 +53,8 @@ _DOCUMENTATION = re.compile(
     r"dataset_?card)([-_.]|$)",
     re.I,
 )
+# What map and filter of Hugging Face datasets have made of the files beside it, kept for later.
+_CACHED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 _METADATA = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 _IS_HELD_OUT = "by its name a split to hold out; name it in data.eval_path"
 _MAX_NAMES = 5
@@ -186,6 +191,7 @@ def _of_folder(folder: Path) -> Found:
         kept = _one_configuration(folder, [file for file in files if file not in held_out])
         unread = [(file, _IS_HELD_OUT) for file in held_out]
     _require_all_parts(folder, kept)
+    _refuse_copies(folder, kept)
     kinds = {str(kind_of(file)): file for file in kept}
     if len(kinds) > 1:
         mixed = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
@@ -269,6 +275,8 @@ def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             others.append((file, "of no known kind of data"))
         elif file.name.startswith(("_", ".")):
             others.append((file, "its name begins with _, as those of bookkeeping do"))
+        elif _CACHED.fullmatch(file.name):
+            others.append((file, "rows that datasets keeps of a map or filter; name it to read it"))
         else:
             data.append(file)
     return data, others
@@ -338,6 +346,24 @@ def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
                 f"{folder} lacks {int(total) - len(parts):,} of the {int(total):,} parts that "
                 f"{file.name} is one of, such as {number}-of-{total}; copy them, or, to train on "
                 f"the others alone, name these: data.path='{file.parent}/*{file.suffix}'"
+            )
+
+
+def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder with two files of one name and kind: packed or not, an array or lines.
+
+    Raises:
+        DataError: naming both.
+    """
+    seen: dict[tuple[Path, Kind | None, str], Path] = {}
+    for file in files:
+        packed = file.suffix.lower() in PACKED
+        bare = file.with_suffix("").stem if packed else file.stem
+        other = seen.setdefault((file.parent, kind_of(file), bare), file)
+        if other != file:
+            raise DataError(
+                f"{folder} has {other.name} and {file.name}, which may hold the same rows; remove "
+                "one, or name the files that are meant"
             )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
-from hpc_tune.data.counts import OF_PREFERENCES
+from hpc_tune.data.counts import IF_ANY, OF_PREFERENCES
 from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, WEIGHTS, Attributes, sizes_of
 from hpc_tune.data.seal import seal
 
@@ -205,8 +205,9 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:
     values = asdict(attributes)
-    if not attributes.has_weights:
-        del values["counters"]["weighted"]
+    for name in IF_ANY:
+        if not values["counters"][name]:
+            del values["counters"][name]
     if attributes.form == "answers":
         for name in OF_PREFERENCES:
             del values["counters"][name]

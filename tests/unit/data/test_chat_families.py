@@ -488,7 +488,17 @@ def test_reasoning_that_a_template_leaves_out_is_counted():
     family = FAMILIES["Qwen3: an empty block of reasoning in the last turn"]
     found, counters = learned(family, record)
     assert found == ["1<|im_end|>", "<think>\nhm\n</think>\n\n2<|im_end|>"]
-    assert counters.lost_reasoning == 1
+    assert (counters.lost_reasoning, counters.written_reasoning) == (1, 0)
+
+
+def test_an_empty_block_of_reasoning_that_a_template_writes_into_an_answer_is_counted():
+    family = FAMILIES["Qwen3: an empty block of reasoning in the last turn"]
+    found, counters = learned(family, chat("one?", "1", "two?", "2"))
+    assert found == ["1<|im_end|>", "<think>\n\n</think>\n\n2<|im_end|>"]
+    assert counters.written_reasoning == 1
+    assert "1 answers without reasoning, learned with the empty block of it" in str(counters)
+    own = chat("one?", "<think>\n\n</think>\n\n1")
+    assert learned(family, own)[1].written_reasoning == 0
 
 
 def test_a_template_that_prints_the_date_gives_the_same_tomorrow():

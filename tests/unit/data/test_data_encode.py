@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from tokenizers import trainers
+from tokenizers import models, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data import encode, pydocs
@@ -230,6 +230,20 @@ def test_a_white_space_token_before_the_answer_is_not_learned():
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     found, _ = _encode(tokenizer, [_chat("q", "a \n b\n")])
     assert found[0][1] == "a \n b\n<|im_end|>"
+
+
+def test_answers_whose_first_token_begins_in_the_prompt_are_counted():
+    """As a line end of the prompt and one of the answer may be one token, or a space and a word."""
+    tokenizer = byte_tokenizer()
+    vocab = {**tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False), "ĊĊ": 258}
+    tokenizer.backend_tokenizer.model = models.BPE(vocab, merges=[("Ċ", "Ċ")])
+    chats = [_chat("one?", "\n\n1", "two?", "2"), _chat("one?", "1\n\n")]
+    found, counters = _encode(tokenizer, chats)
+    assert [learned for _, learned in found] == ["\n\n\n1<|im_end|>|2<|im_end|>", "1\n\n<|im_end|>"]
+    assert counters.joined_starts == 1
+    assert "1 answers whose first token has the end of the prompt in it" in str(counters)
+    weighted = Chat(chats[0].messages, weights={1: 0.5})
+    assert _encode(tokenizer, [weighted], loss_on="all")[1].joined_starts == 0
 
 
 @pytest.mark.parametrize("seq_len", [30, 400, 3000])

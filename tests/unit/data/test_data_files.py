@@ -80,6 +80,30 @@ def test_a_folder_with_two_sets_of_parts_is_refused(tmp_path):
         find(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a.jsonl", "a.jsonl.gz"), ("a.json", "a.jsonl"), ("a.csv.zst", "a.csv"), ("a.txt", "a.md")],
+)
+def test_a_folder_with_a_file_and_its_copy_in_another_form_is_refused(one, other, tmp_path):
+    _put(tmp_path, f"d/{one}", "d/b.jsonl" if ".json" in one else f"d/b{one[1:]}", f"e/{other}")
+    assert len(find(str(tmp_path)).files) == 3
+    _put(tmp_path, f"d/{other}")
+    with pytest.raises(DataError, match=r"has a\S+ and a\S+, which may hold the same rows"):
+        find(str(tmp_path))
+    assert len(find(f"{tmp_path}/**/*.*").files) == 4
+
+
+def test_rows_that_datasets_keeps_of_a_map_are_left_out_unless_they_are_named(tmp_path):
+    cached = ["d/cache-4d1b1fe3547812d6.arrow", "d/cache-0123456789abcdef_00000_of_00002.arrow"]
+    _put(tmp_path, "d/json-train.arrow", *cached)
+    read, left_out = _found(str(tmp_path), tmp_path)
+    assert read == ["d/json-train.arrow"]
+    assert left_out == dict.fromkeys(
+        cached, "rows that datasets keeps of a map or filter; name it to read it"
+    )
+    assert len(find(str(tmp_path / cached[0])).files) == 1
+
+
 def test_a_card_alone_is_no_data_and_is_read_only_if_it_is_named(tmp_path):
     _put(tmp_path, "README.md", "data.zip")
     with pytest.raises(DataError, match=r"without any .*it has .*README\.md, .*data\.zip"):
@@ -98,7 +122,11 @@ def test_splits_are_told_by_the_names_of_files_or_else_of_folders(tmp_path):
 
 def test_splits_to_be_held_out_are_left_out_beside_others_and_read_alone(tmp_path):
     _put(tmp_path, "train.jsonl", "test-1.jsonl", "data.validation.jsonl", "other.jsonl")
+    held_out = ("heldout.jsonl", "my-held-out.jsonl", "held_out_2.jsonl", "holdout.jsonl")
+    _put(tmp_path, *held_out)
     assert _found(str(tmp_path), tmp_path)[0] == ["other.jsonl", "train.jsonl"]
+    for name in held_out:
+        (tmp_path / name).unlink()
     (tmp_path / "train.jsonl").unlink()
     assert _found(str(tmp_path), tmp_path)[0] == ["other.jsonl"]
     (tmp_path / "other.jsonl").unlink()

@@ -98,6 +98,7 @@ def test_what_is_read_under_another_name_and_what_is_not_read_is_said(tmp_path):
     assert _one(tmp_path, {"text": "t", "label": 1, "system": "s"})[1] == [
         "columns not read: label, system"
     ]
+    assert _one(tmp_path, {"": 0, "text": "t"})[1] == ['columns not read: ""']
     assert _one(tmp_path, {"prompt": "q", "completion": "a", "system": None})[1] == []
 
 
