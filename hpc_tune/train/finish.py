@@ -1,5 +1,8 @@
 """The end of a run: the adapter exported, the outcome written, the report drawn."""
 
+import shlex
+from pathlib import Path
+
 from hpc_tune.autotune.choose import compare_step
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.locate import template_of
@@ -55,13 +58,14 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
         if ended.step is not None and ended.step < control.trainer.total_steps:
             log.info("stopped early: %s", ended.reason)
             _say_best(job, control)
-        log.info(
-            "done after %d steps. Next: python -m hpc_tune generate --run %s --prompt '...'",
-            ended.step,
-            run_dir,
-        )
+        log.info("done after %d steps. Next: %s", ended.step, next_command(run_dir))
     else:
         log.info("%s", _said_of_stop(job, control, ended))
+
+
+def next_command(run_dir: Path) -> str:
+    """Return what to paste into a shell after a run."""
+    return f"python -m hpc_tune generate --run {shlex.quote(str(run_dir))} --prompt '...'"
 
 
 def _said_of_stop(job: Job, control: Control, ended: Outcome) -> str:

@@ -3,6 +3,7 @@
 It imports nothing large: the supervisor of a job uses it too.
 """
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def write_report(run_dir: Path) -> None:
     """
     if not (run_dir / SETTINGS).is_file():
         return
-    later = f"python -m hpc_tune report {run_dir}"
+    later = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
     left = spare_bytes(find_limit())
     if left < REPORTING_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)

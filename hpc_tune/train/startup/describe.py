@@ -163,11 +163,14 @@ def few_steps(
             f"weights, and the run {total_steps}: few for batch.global_size={rows}; use a smaller "
             "batch.global_size or more train.epochs"
         )
-    if optim.warmup_steps is not None and optim.warmup_steps >= total_steps:
+    warmup = optim.warmup_steps or 0
+    if warmup >= total_steps and warmup > 1:
         last = learning_rate(optim, total_steps - 1, total_steps)
+        missed = f"{last:.2g}, not {optim.peak_lr:g}"
+        reached = f"{optim.peak_lr:g} in the last step alone" if warmup == total_steps else missed
         yield (
-            f"the run ends during warm-up (optim.warmup_steps={optim.warmup_steps} in a run of "
-            f"{total_steps} steps): the rate reaches {last:.2g}, not {optim.peak_lr:g}; use fewer"
+            f"the run ends during warm-up (optim.warmup_steps={warmup} in a run of {total_steps} "
+            f"steps): the rate reaches {reached}; use fewer"
         )
 
 

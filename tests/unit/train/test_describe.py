@@ -47,7 +47,13 @@ def warnings_of(settings, total_steps, rows_per_epoch):
         ),
         (60, 40, 10, []),
         (40, 2200, 10, []),
-        (40, 2200, 40, ["(optim.warmup_steps=40 in a run of 40 steps)"]),
+        (
+            40,
+            2200,
+            40,
+            ["in a run of 40 steps): the rate reaches 0.001 in the last step alone; use fewer"],
+        ),
+        (1, 2200, 1, []),
     ],
 )
 def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words):

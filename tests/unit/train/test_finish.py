@@ -1,0 +1,11 @@
+"""What the end of a run says."""
+
+import shlex
+from pathlib import Path
+
+from hpc_tune.train.finish import next_command
+
+
+def test_the_command_that_a_run_proposes_works_where_its_folder_has_spaces_and_brackets():
+    words = shlex.split(next_command(Path("runs/my first [v1]")))
+    assert words[3:6] == ["generate", "--run", "runs/my first [v1]"]
