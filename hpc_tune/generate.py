@@ -150,9 +150,7 @@ def answer(
     ids_BT = _encode(tokenizer, chat).to(device)
     ends = _ends(tokenizer, directory)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature}
+    sampling = {"temperature": temperature} if temperature else {}
     out_BT = lm.generate(
         ids_BT,
         attention_mask=torch.ones_like(ids_BT),
@@ -160,6 +158,7 @@ def answer(
         use_cache=True,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        do_sample=bool(temperature),
         **sampling,
     )
     return _said(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
