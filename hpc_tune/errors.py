@@ -14,6 +14,7 @@ EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class HpcTuneError(Exception):
@@ -88,7 +89,7 @@ class NoRightError(UnreadableError):
 
 
 class DiskError(HpcTuneError):
-    """A file system takes nothing more, or this user has no right there; the user acts."""
+    """A file system takes nothing more, this user has no right there, or may open no more files."""
 
     exit_code = EXIT_USER
 
@@ -97,6 +98,8 @@ class DiskError(HpcTuneError):
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
         if is_refusal(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{remedy_of(error)}")
+        if error.errno in _NO_DESCRIPTORS:
+            return cls(f"{error.filename or doing}: {error.strerror}{remedy_of(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
         where = f"{error.filename} cannot be written" if error.filename else doing
@@ -163,12 +166,26 @@ def remedy_of(error: BaseException, path: Path | None = None) -> str:
         number = int(told[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
+    if number in _NO_DESCRIPTORS:
+        return (
+            ". It has as many files open as it may: raise the limit before the launcher "
+            "(ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
+        )
     if number == errno.EDQUOT:
         return ". The quota there is used up: make room, or choose another file system"
     named = getattr(error, "filename", None) or path
     if is_refusal(number) and named is not None and (words := missing_right(Path(named))):
         return f": {words}"
     return ""
+
+
+def require_descriptors(error: BaseException) -> None:
+    """Raise again an error that says nothing of its file: this process may open no more files.
+
+    To be called where a file that cannot be opened counts as an empty one.
+    """
+    if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+        raise error
 
 
 def first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.rights import is_refusal, missing_right
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
@@ -62,6 +63,14 @@ def configure(rank: int) -> None:
     log.setLevel(logging.INFO)
     for name in (*_CHATTER, *(_ADVICE if rank else ())):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def say_unreadable(path: Path, error: Exception) -> None:
+    """Warn that a file counts as missing which is there and may not, or cannot, be opened."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+        whose = missing_right(path) if is_refusal(error.errno) else ""
+        words = f"{error.strerror}: {whose}" if whose else error.strerror
+        log.warning("%s cannot be read and counts as missing: %s", path, words)
 
 
 @contextlib.contextmanager

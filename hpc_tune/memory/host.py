@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
+from hpc_tune.errors import require_descriptors
 from hpc_tune.memory.policy import free_bytes_below
 
 RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
@@ -127,9 +128,9 @@ class Usage:
             file = limit.cgroup / "memory.stat"
             layout = _V1 if "total_rss" in _fields(file) else _V2
             names, others = layout.counted, layout.uncounted
-            with contextlib.suppress(OSError, ValueError):
+            with _absent(), contextlib.suppress(ValueError):
                 self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
-            with contextlib.suppress(OSError):
+            with _absent():
                 self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
         self._keys, self._others = _keys_of(names), _keys_of(others)
@@ -140,7 +141,7 @@ class Usage:
         for pid in self._pids:
             if members and pid not in members:
                 continue  # it has a limit of its own
-            with contextlib.suppress(OSError):
+            with _absent():  # the process has ended
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._last_sum, self._ranks_at_sum = -1, 0
         self._last_others, self._next_sum_s = 0, 0.0
@@ -340,6 +341,15 @@ def _members(group: Path | None) -> set[int]:
     return {int(pid) for folder in folders for pid in _lines(Path(folder, "cgroup.procs"))}
 
 
+@contextlib.contextmanager
+def _absent() -> Iterator[None]:
+    """Do without a file that cannot be opened, unless no file can."""
+    try:
+        yield
+    except OSError as error:
+        require_descriptors(error)
+
+
 def _keys_of(names: Sequence[str]) -> list[bytes]:
     return [f"\n{name} ".encode() for name in names]
 
@@ -371,5 +381,6 @@ def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
 def _lines(file: Path) -> list[str]:
     try:
         return os.fsdecode(file.read_bytes()).splitlines()  # paths of mounts are of any bytes
-    except OSError:
+    except OSError as error:
+        require_descriptors(error)  # without its cgroup's limit a job would be killed
         return []

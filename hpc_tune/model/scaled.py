@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, require_descriptors
 from hpc_tune.model.config_json import config_json
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def quantization_of(directory: Path) -> dict[str, Any]:
     """Return quantization_config of a directory's config.json, or of a part; empty without one."""
     try:
         config = config_json(directory)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        require_descriptors(error)
         return {}
     parts = [config, *config.values()] if isinstance(config, dict) else []
     found = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION]

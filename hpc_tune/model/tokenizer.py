@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import DataError, first_line
+from hpc_tune.errors import DataError, first_line, require_descriptors
 from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
@@ -140,7 +140,8 @@ def _settings(file: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing where there is none that can be read."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        require_descriptors(error)
         return {}
     return settings if isinstance(settings, dict) else {}
 
@@ -160,7 +161,8 @@ def embedding_rows(directory: Path) -> int | None:
     try:
         config = config_json(directory)
         rows = (config.get("text_config") or config).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as error:
+        require_descriptors(error)
         return None  # an error where the model is built
     return rows if isinstance(rows, int) else None
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from hpc_tune.config.section import flat, said
 from hpc_tune.errors import ConfigError
+from hpc_tune.log import say_unreadable
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
@@ -181,8 +182,8 @@ class Lines:
                     self._offset += len(new)
                     *whole, self._rest = (self._rest + new).split(b"\n")
                     self._keep(whole)
-        except OSError:
-            pass
+        except OSError as error:
+            say_unreadable(self._path, error)
         return self._rows
 
     def _keep(self, lines: Iterable[bytes]) -> None:
@@ -340,7 +341,8 @@ def _event(event: Row) -> Row:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        say_unreadable(path, error)
         return {}
     sections = tree if isinstance(tree, dict) else {}
     return flat({name: fields for name, fields in sections.items() if isinstance(fields, dict)})

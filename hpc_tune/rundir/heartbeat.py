@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from hpc_tune.atomic_file import write_file
+from hpc_tune.log import say_unreadable
 from hpc_tune.memory.host import HostLimit, oom_kills
 from hpc_tune.memory.policy import HOST, Level
 from hpc_tune.units import format_bytes
@@ -89,7 +90,8 @@ def read(run_dir: Path) -> list[Heartbeat]:
     for file in sorted((run_dir / FOLDER).glob("node-*.json")):
         try:
             heartbeat = _HEARTBEAT.validate_json(file.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            say_unreadable(file, error)
             continue
         heartbeats += [heartbeat] if heartbeat.limit > 0 else []
     return sorted(heartbeats, key=lambda beat: -beat.used / beat.limit)

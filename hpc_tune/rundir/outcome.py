@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
-from hpc_tune.log import log
+from hpc_tune.log import log, say_unreadable
 from hpc_tune.world.stop import STOP_FILE
 
 FILE = "outcome.json"
@@ -90,7 +90,8 @@ def read(run_dir: Path) -> dict[str, Any] | None:
     """Return outcome.json, or None where there is none that can be read."""
     try:
         fields = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        say_unreadable(run_dir / FILE, error)
         return None
     return fields if isinstance(fields, dict) else None
 

@@ -52,6 +52,7 @@ from hpc_tune.world.failure import (
     report_failure,
     tell_others,
 )
+from hpc_tune.world.open_files import use_spare
 from hpc_tune.world.stop import StopFlag, process_start
 
 
@@ -109,6 +110,7 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
+    use_spare()
     run_dir = None if isinstance(error, InUseError) else run_dir
     if isinstance(error, OSError):
         error = DiskError.of(error, comm.doing[0] if comm is not None else "starting") or error

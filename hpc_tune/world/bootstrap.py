@@ -67,6 +67,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     """
     end_world_on_uncaught(None)
     files = open_files.raise_limit()
+    open_files.require_least(files)
     launcher, claim = launcher_of(os.environ)
     launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"

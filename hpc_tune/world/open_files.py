@@ -3,10 +3,16 @@
 import contextlib
 import resource
 
+from hpc_tune.errors import ConfigError
+
 # Gloo connects each rank of a group to each other: the group of all, the one for control traffic,
 # and those of the layout, which add up to another. Rank 0 also has the store's connections. The
 # rest is for files, libraries and data.
 FILES, FILES_PER_RANK = 256, 4
+LEAST = 64  # with fewer a run of one or two ranks of the smallest model cannot begin
+SPARE = 16  # what tells why a run fails can be opened when nothing else can
+
+_REMEDY = "ulimit -Hn {} before the launcher, or LimitNOFILE of the scheduler's daemon on the nodes"
 
 
 def needed(num_ranks: int) -> int:
@@ -15,17 +21,41 @@ def needed(num_ranks: int) -> int:
 
 
 def raise_limit() -> int | None:
-    """Raise this process's soft limit to the hard one; return it, ``None`` without a limit.
+    """Raise this process's soft limit to the hard one but for SPARE; return the hard one.
+
+    ``None`` without a limit.
 
     Sites leave it at 1,024 for programs that call select(), which nothing here does with the
     numbers of sockets between ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # no limit may be above fs.nr_open
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return None if soft == resource.RLIM_INFINITY else soft
+    is_finite = hard != resource.RLIM_INFINITY
+    wanted = hard - SPARE if is_finite and hard >= LEAST + SPARE else hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # no limit may be above fs.nr_open
+        return None if soft == resource.RLIM_INFINITY else soft
+    return hard if is_finite else None
+
+
+def use_spare() -> None:
+    """Let this process open the files that ``raise_limit`` has kept back: it is about to end."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def require_least(limit: int | None) -> None:
+    """Refuse a limit with which a rank would fail somewhere, of whatever library.
+
+    Raises:
+        ConfigError: if it is below LEAST.
+    """
+    if limit is not None and limit < LEAST:
+        raise ConfigError(
+            f"a rank may open {limit} files, expected at least {LEAST}, and the hard limit allows "
+            f"no more: {_REMEDY.format(4096)}"
+        )
 
 
 def shortage(limit: int | None, num_ranks: int) -> str | None:
@@ -35,6 +65,5 @@ def shortage(limit: int | None, num_ranks: int) -> str | None:
     return (
         f"a rank may open {limit} files, {num_ranks} ranks need about {needed(num_ranks)} "
         f"({FILES_PER_RANK} connections to each other rank, {FILES} for the rest), and the hard "
-        f"limit allows no more: ulimit -Hn {max(needed(num_ranks), 4096)} before the launcher, or "
-        "LimitNOFILE of the scheduler's daemon on the nodes"
+        f"limit allows no more: {_REMEDY.format(max(needed(num_ranks), 4096))}"
     )

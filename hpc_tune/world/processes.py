@@ -5,17 +5,22 @@ psutil is not used for memory: its total is the machine's, and a job may use wha
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import psutil
+
+from hpc_tune.errors import require_descriptors
 
 
 def is_alive(pid: int) -> bool:
     """Tell whether a process exists, may be inspected, and is no zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except (psutil.Error, OSError):  # such as too many open files
+    except psutil.Error:
         return False
+    except OSError:  # such as too many open files, which says nothing of the process
+        return _exists(pid)
 
 
 def started_s(pid: int) -> float | None:
@@ -27,8 +32,21 @@ def started_s(pid: int) -> float | None:
     try:
         boot_s = psutil.boot_time()  # before the process: psutil below 7.1 adds the last one read
         return psutil.Process(pid).create_time() - boot_s if is_alive(pid) else None
-    except (psutil.Error, OSError):
+    except psutil.Error:
         return None
+    except OSError as error:
+        require_descriptors(error)
+        return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def ancestors() -> Iterator[tuple[int, str]]:
