@@ -39,8 +39,8 @@ from hpc_tune.errors import (
     ConfigError,
     remedy_of,
 )
-from hpc_tune.log import log
-from hpc_tune.rundir import heartbeat, left_out, outcome
+from hpc_tune.log import log, say_unreadable
+from hpc_tune.rundir import heartbeat, left_out, outcome, unended
 from hpc_tune.rundir.owner import owner_of
 from hpc_tune.train.report import write_report
 
@@ -192,11 +192,18 @@ class Supervisor:
                 continue  # nohup
             signal.signal(number, self._on_signal)
         starts = _read(self._run_dir)
+        lost = _unended(self._run_dir)
         while True:
+            if lost is not None and unended.has_ended(self._run_dir):
+                starts.append(_keep(self._run_dir, lost))
+                lost = None
             start = self._start()
             if start.status == _REFUSED:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER
+            if lost is not None:  # it took until now to know that it had ended
+                starts.append(_keep(self._run_dir, lost))
+                lost = None
             starts.append(start)
             _append(self._run_dir, starts[-1])
             following, why = self._decide(starts)
@@ -241,7 +248,16 @@ class Supervisor:
         if command.told:
             log.warning("%s: the global batch and the losses stay the same", command.told)
         log.info("from step %d: %s", from_step, shlex.join(map(mask, self._argv)))
-        code, lines = self._launch(command.environment, before)
+        told = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
+        job_id = None if self._job is None else self._job.id
+        if unended.has_ended(self._run_dir):  # else this start will be refused
+            unended.begin(self._run_dir, from_step=from_step, job=job_id, **told)
+            try:
+                code, lines = self._launch(command.environment, before)
+            finally:
+                unended.end(self._run_dir)
+        else:
+            code, lines = self._launch(command.environment, before)
         # A node that does not find Python exits with this code too.
         may_be_sick = code == EXIT_USER and _stamp(self._run_dir) == before
         if lost := may_be_sick and self._leave_out(command.nodes, {}, True):
@@ -264,7 +280,6 @@ class Supervisor:
         reason = self._reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
-        job_id = None if self._job is None else self._job.id
         start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
         has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
@@ -397,11 +412,34 @@ def _newest(run_dir: Path) -> int:
 
 def _read(run_dir: Path) -> list[Start]:
     starts = []
-    with contextlib.suppress(OSError):
+    try:
         for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 starts.append(Start(**json.loads(line)))
+    except OSError as error:
+        say_unreadable(run_dir / FILE, error)
     return starts
+
+
+def _unended(run_dir: Path) -> Start | None:
+    """Return a start that took its job's supervise with it, as far as it has told how it ended."""
+    if (lost := unended.read(run_dir)) is None:
+        return None
+    status, reason, exit_code = unended.how_it_ended(run_dir, lost)
+    fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
+    fields |= {"to_step": _newest(run_dir), "status": status, "reason": reason}
+    fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
+    try:
+        return Start(**fields)
+    except TypeError:  # of another version
+        return None
+
+
+def _keep(run_dir: Path, lost: Start) -> Start:
+    log.info("the last start ended: step %d: %s", lost.to_step, lost.reason)
+    _append(run_dir, lost)
+    unended.end(run_dir)
+    return lost
 
 
 def _append(run_dir: Path, start: Start) -> None:

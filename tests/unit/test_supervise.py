@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from hpc_tune.rundir import unended
 from hpc_tune.rundir.owner import this_process
 from hpc_tune.supervise import Start, decide
 
@@ -226,6 +227,33 @@ def test_ranks_whose_supervisor_is_killed_save_and_leave(tmp_path):
     job.process.wait()
     wait_for(job.run_dir / "outcome.json")
     job.process.stderr.close()
+
+
+def test_how_a_start_ended_that_took_its_supervisor_with_it_is_told_and_kept(tmp_path):
+    job = Job(tmp_path, says("failed", "host n1 (rank 0) is gone", 1, 4, until_asked=True))
+    wait_for(job.run_dir / "started")
+    job.process.kill()
+    job.process.wait()
+    wait_for(job.run_dir / "outcome.json")
+    job.process.stderr.close()
+    job = Job(tmp_path, says("done", "all steps done", 0, 9))
+    assert job.end() == 0
+    assert "the last start ended: step 4: host n1 (rank 0) is gone" in job.stderr
+    first, second = job.starts()
+    assert (first["from_step"], first["to_step"], first["lost_nodes"]) == (0, 4, True)
+    assert first["reason"] == "host n1 (rank 0) is gone"
+    assert (second["from_step"], second["to_step"], second["status"]) == (4, 9, "done")
+    assert not (job.run_dir / "start.json").exists()
+
+
+def test_a_start_that_is_killed_as_a_whole_is_told_of_by_what_it_did_last(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    unended.begin(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
+    job = Job(tmp_path, says("done", "all steps done", 0, 9))
+    assert job.end() == 0
+    assert "the last start ended: step 0: its job was killed, or lost its first node" in job.stderr
+    assert [start["status"] for start in job.starts()] == ["failed", "done"]
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):

@@ -1,0 +1,62 @@
+"""start.json: a start that supervise has begun and whose end it has not seen yet.
+
+If the job's first node is lost, or the whole job is killed, supervise goes with it: the next one
+finds this file, and says and keeps how that start ended.
+"""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.atomic_file import write_file
+from hpc_tune.errors import EXIT_FAILED
+from hpc_tune.rundir import outcome, owner, previous
+
+FILE = "start.json"
+_UNKNOWN = "its job was killed, or lost its first node; nothing tells more"
+
+
+@dataclass(frozen=True)
+class Unended:
+    """What was known when a start began: fields of its line in starts.jsonl, and its time."""
+
+    fields: dict[str, Any]
+    began_s: float
+
+
+def begin(run_dir: Path, **fields: Any) -> None:
+    """Note a start. What cannot be written is not there for the next one."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_file(run_dir / FILE, json.dumps(fields))
+
+
+def end(run_dir: Path) -> None:
+    """Remove the note."""
+    with contextlib.suppress(OSError):
+        (run_dir / FILE).unlink()
+
+
+def read(run_dir: Path) -> Unended | None:
+    """Return the start that supervise has not seen end, if there is one."""
+    try:
+        fields = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        began_s = (run_dir / FILE).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return Unended(fields, began_s) if isinstance(fields, dict) else None
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Whether no run can be at work in the folder any more."""
+    return owner.owner_of(run_dir) is None or owner.has_died(run_dir)
+
+
+def how_it_ended(run_dir: Path, start: Unended) -> tuple[str, str, int]:
+    """Return the status, the reason and the exit code of a start, as far as it has left them."""
+    told = outcome.read(run_dir)
+    if told is not None and (run_dir / outcome.FILE).stat().st_mtime >= start.began_s:
+        return str(told["status"]), str(told["reason"]), int(told["exit_code"])
+    return "failed", previous.read(run_dir).death or _UNKNOWN, EXIT_FAILED
