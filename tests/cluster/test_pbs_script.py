@@ -37,7 +37,7 @@ def queue(tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
-def submit(queue, here, name, walltime, steps):
+def submit(queue, here, name, walltime, steps, asked=()):
     """Submit the script as a user with settings does; return the run directory."""
     folder, environment = queue
     words = [*SETTINGS, *LAYOUT, f"train.max_steps={steps}", "checkpoint.every_steps=100"]
@@ -45,7 +45,7 @@ def submit(queue, here, name, walltime, steps):
     given = {"SETTINGS": " ".join(words), "SCRATCH": str(here), "HPC_TUNE_VENV": sys.prefix}
     given["HPC_TUNE_LAUNCH"] = launch_by("mpirun")
     listed = ",".join(f"{key}={value}" for key, value in given.items())
-    argv = ["qsub", "-l", f"walltime={walltime}", "-v", listed, "pbs/70b_lora.pbs"]
+    argv = ["qsub", *asked, "-l", f"walltime={walltime}", "-v", listed, "pbs/70b_lora.pbs"]
     subprocess.run(argv, env=environment, cwd=here, check=True, capture_output=True)
     return here / name
 
@@ -72,8 +72,13 @@ def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path)
     folder, _ = queue
     here = clone(tmp_path / "clone")
     # supervise keeps a minute for the end; four ranks on two busy cores start in 50 s.
-    run_dir = submit(queue, here, "run", "00:02:35", 1_000_000)
+    asked = ["-q", "debug", "-A", "OURS", "-l", "select=1:ncpus=4:ngpus=4"]
+    run_dir = submit(queue, here, "run", "00:02:35", 1_000_000, asked)
     wait(folder, lambda: len(pbs.jobs(folder)) > 1)
+    same = ("queue", "account", "select", "walltime", "variables", "script")
+    before, after = ([job[name] for name in same] for job in pbs.jobs(folder)[:2])
+    assert before[:3] == ["debug", "OURS", "1:ncpus=4:ngpus=4"]
+    assert after == before, "what the command line said counts for the next job, too"
     first = starts(run_dir)[0]
     assert (first["reason"], first["job"]) == ("SIGUSR1", "000.stub")
     wait(folder, lambda: has_step(run_dir, starts(run_dir)[-1]["to_step"] + 1))

@@ -170,7 +170,7 @@ def test_shown_output_must_come_but_for_its_numbers(shown, missing):
     ("command", "said"),
     [
         ("mpirun -np 8 python -m hpc_tune train.max_steps=2", None),
-        ("python -m hpc_tune trian.max_steps=2", "trian: no such key"),
+        ("python -m hpc_tune trian.max_steps=2", "trian.max_steps: no such key"),
         ("python -m hpc_tune inspect runs/a --verify | head -n 1", None),
         ("python -m hpc_tune inspect runs/a --verfiy", "unknown argument --verfiy"),
         ("srun python -m hpc_tune plan optim.lr=fast || true", "optim.lr='fast'"),

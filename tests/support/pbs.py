@@ -42,17 +42,21 @@ def jobs(folder: Path) -> list[dict]:
 
 
 def qsub(*words: str) -> None:
-    """Submit: ``qsub [-l walltime=HH:MM:SS] [-v LIST] SCRIPT``."""
+    """Submit: ``qsub [-l walltime=HH:MM:SS] [-l select=...] [-q QUEUE] [-A ACCOUNT] [-v LIST] SCRIPT``."""
     *options, script = words
     text = Path(script).read_text()
     told = [*re.findall(r"^#PBS +(-\S+) +(.*?) *(?:#.*)?$", text, re.MULTILINE)]
     told += zip(options[::2], options[1::2], strict=True)
-    walltime, variables = "", {}
+    walltime, select, queue, account, variables = "", "", "", "", {}
     for option, value in told:
         if option == "-l":
-            walltime = dict(item.partition("=")[::2] for item in value.split(",")).get(
-                "walltime", walltime
+            resources = dict(item.partition("=")[::2] for item in value.split(","))
+            walltime, select = (
+                resources.get("walltime", walltime),
+                resources.get("select", select),
             )
+        elif option in ("-q", "-A"):
+            queue, account = (value, account) if option == "-q" else (queue, value)
         elif option == "-v":
             for item in value.split(","):
                 name, given, text = item.partition("=")
@@ -61,6 +65,7 @@ def qsub(*words: str) -> None:
     number = f"{len(jobs(folder)):03d}.stub"
     job = {"number": number, "script": str(Path(script).absolute()), "walltime": walltime}
     job |= {"folder": os.getcwd(), "variables": variables, "runs": 0, "exit": None, "pid": None}
+    job |= {"select": select, "queue": queue, "account": account}
     _write(folder, job)
     _start(folder, number)
     print(number)
@@ -69,8 +74,11 @@ def qsub(*words: str) -> None:
 def qstat(*words: str) -> None:
     """Show a job: ``qstat -f NUMBER``."""
     job = json.loads((Path(os.environ["STUB_PBS"]) / f"{words[-1]}.job").read_text())
-    print(f"Job Id: {job['number']}\n    job_state = R")
-    print(f"    Resource_List.walltime = {job['walltime']}\n    Resource_List.place = scatter")
+    print(f"Job Id: {job['number']}\n    job_state = R\n    queue = routed-{job['queue']}")
+    print(f"    Account_Name = {job['account']}\n    Resource_List.place = scatter")
+    half = len(job["select"]) // 2  # as it wraps what is long
+    print(f"    Resource_List.select = {job['select'][:half]}\n\t{job['select'][half:]}")
+    print(f"    Resource_List.walltime = {job['walltime']}")
 
 
 def qrerun(number: str) -> None:
@@ -94,7 +102,7 @@ def run(number: str) -> None:
         nodes.write_text(f"{socket.gethostname()}\n" * 4)
         variables = {k: v for k, v in os.environ.items() if k.startswith(_LOGIN)}
         variables |= {"PBS_JOBID": number, "PBS_O_WORKDIR": job["folder"]}
-        variables |= {"PBS_NODEFILE": str(nodes), **job["variables"]}
+        variables |= {"PBS_NODEFILE": str(nodes), "PBS_O_QUEUE": job["queue"], **job["variables"]}
         with (folder / f"{number}.out").open("a") as output:
             process = subprocess.Popen(
                 ["bash", job["script"]],
