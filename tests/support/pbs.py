@@ -42,7 +42,7 @@ def jobs(folder: Path) -> list[dict]:
 
 
 def qsub(*words: str) -> None:
-    """Submit: ``qsub [-l walltime=HH:MM:SS] [-l select=...] [-q QUEUE] [-A ACCOUNT] [-v LIST] SCRIPT``."""
+    """Submit: ``qsub [-l RESOURCES] [-q QUEUE] [-A ACCOUNT] [-v LIST] SCRIPT``."""
     *options, script = words
     text = Path(script).read_text()
     told = [*re.findall(r"^#PBS +(-\S+) +(.*?) *(?:#.*)?$", text, re.MULTILINE)]
