@@ -89,7 +89,9 @@ def _json_of(option: str, file: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
     except UnicodeEncodeError:
-        raise ConfigError(f"{option} {file}: half a character in it, as \\ud83d") from None
+        raise ConfigError(
+            f"{option} {file}: one half of a surrogate pair in it, as \\ud83d"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} {file}: expected one JSON value in UTF-8: {error}") from None
     return content
@@ -150,7 +152,7 @@ def answer(
     ids_BT = _encode(tokenizer, chat).to(device)
     ends = _ends(tokenizer, directory)
     torch.manual_seed(seed)
-    sampling = {"temperature": temperature} if temperature else {}
+    sampling: dict[str, Any] = {"temperature": temperature} if temperature else {}
     out_BT = lm.generate(
         ids_BT,
         attention_mask=torch.ones_like(ids_BT),

@@ -14,13 +14,16 @@ _OF_TEXT = re.compile(
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by dotted key, with numbers in place of text that is one."""
-    return {key: value if _OF_TEXT.search(key) else _number(value) for key, value in values.items()}
+    """Return values by dotted key, with numbers in place of text that is one, no null in lists."""
+    return {
+        key: value if _OF_TEXT.search(key) and isinstance(value, str) else _number(value)
+        for key, value in values.items()
+    }
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, list):
-        return [_number(item) for item in value]
+        return [_number(item) for item in value if item is not None]
     if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
         return value
     number = float(value)

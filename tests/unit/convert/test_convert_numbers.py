@@ -78,3 +78,8 @@ def test_the_report_shows_a_number_as_it_was_written():
     tree = yaml.safe_load(LLAMA_FACTORY_LORA.replace("1.0e-4", "1e-4"))
     taken = "\n".join(map(str, command.convert(tree, 1).taken))
     assert "learning_rate = 1e-4 -> optim.lr = 0.0001" in taken
+
+
+def test_null_in_a_list_is_no_layer_called_none():
+    came = on_four_ranks(LLAMA_FACTORY_LORA, {"lora_target": ["q_proj", None]})
+    assert came["tune.targets"] == ["q_proj"]
