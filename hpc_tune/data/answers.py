@@ -40,16 +40,29 @@ def with_marks(template: Any) -> str | None:
     return _BLOCK.sub(marked, template)
 
 
-def blocks_of(marked: str, full: str) -> list[Span]:
-    """Return what lies between marks; nothing if ``full`` is not the same text without them."""
+def blocks_of(marked: str, full: str) -> list[Span] | None:
+    """Return what lies between marks; None if ``full`` is not the same text without them."""
     pieces, spans, at = marked.split(MARK), [], 0
     if "".join(pieces) != full:
-        return []
+        return None
     for number, piece in enumerate(pieces):
         if number % 2:
             spans.append((at, at + len(piece)))
         at += len(piece)
     return spans
+
+
+def by_answer(blocks: Sequence[Span], answers: Sequence[Span | None]) -> list[tuple[Span, ...]]:
+    """Return the blocks in each answer, where there are not as many as answers.
+
+    A block is of the last answer that begins before its end.
+    """
+    shares: list[list[Span]] = [[] for _ in answers]
+    for block in blocks:
+        begun = [n for n, span in enumerate(answers) if span is not None and span[0] < block[1]]
+        if block[0] < block[1]:
+            shares[begun[-1] if begun else 0].append(block)
+    return [*map(tuple, shares)]
 
 
 class AnswerFinder:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from hpc_tune.data.answers import AnswerFinder, Span, blocks_of
+from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, by_answer
 from hpc_tune.data.calls import with_text_arguments
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.counts import Counters
@@ -24,6 +24,8 @@ from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]
+# What is learned of an answer, none if the template marks other text; None where it is unsure.
+Parts = tuple[Span, ...] | None
 # What a template raises that cannot render messages.
 REFUSALS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
@@ -120,13 +122,13 @@ class Renderer:
         numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
         if not numbers:
             return f"no answer of the assistant{roles}"
-        spans = self._spans(example, numbers, full)
+        parts = self._parts(example, numbers, full)
         if self._loss_on == "all":
-            return self._all_but(example, numbers, spans, full)
+            return self._all_but(example, numbers, parts, full)
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
             if role.strip().lower() in _ANSWERING:
                 self._counters.count_role("other_answers", role)
-        return self._answers_of(example, numbers, spans, full)
+        return self._answers_of(example, numbers, parts, full)
 
     def prompt(self, chat: Chat) -> Rendered:
         """Return the text of a chat up to where the assistant answers it, as training has it.
@@ -163,38 +165,47 @@ class Renderer:
         return Rendered(text, None)
 
     def _answers_of(
-        self, example: Chat, numbers: list[int], spans: list[Span | None], full: str
+        self, example: Chat, numbers: list[int], parts: list[Parts], full: str
     ) -> Rendered | str:
         """Learn the answers of a chat; count what of them is not learned."""
-        learned, weights, num_empty = [], [], 0
-        for number, span in zip(numbers, spans, strict=True):
-            answer = full[slice(*span)] if span else ""
+        learned: list[Span] = []
+        weights: list[float] = []
+        num_empty = num_unmarked = 0
+        for number, spans in zip(numbers, parts, strict=True):
+            answer = "".join(full[slice(*span)] for span in spans or ())
             if number in example.unlearned:
                 self._counters.marked_answers += 1
+                continue
+            if spans == ():
+                num_unmarked += 1
                 continue
             message = example.messages[number]
             self._counters.lost_reasoning += _reasoning(message) not in answer
             self._counters.written_reasoning += _is_reasoning_written(message, answer)
             names = Counter(_called(message))
-            written = answer if span else full
+            written = answer if spans else full
             lost_calls = any(written.count(name) < names[name] for name in names)
             self._counters.lost_calls += lost_calls
-            if _is_empty(message, answer) and (span or lost_calls or not names):
+            if _is_empty(message, answer) and (spans or lost_calls or not names):
                 num_empty += 1
-            elif span is None:
+            elif spans is None:
                 self._counters.unclear_answers += 1
             else:
-                if not self._answers.is_ended(full, span, message):
-                    full, span = self._with_end(example, number, full, span)
-                learned.append(span)
-                weights.append(example.weights.get(number, example.weight))
+                *others, last = spans
+                if not self._answers.is_ended(full, last, message):
+                    full, last = self._with_end(example, number, full, last)
+                learned += [*others, last]
+                weights += [example.weights.get(number, example.weight)] * len(spans)
         self._counters.empty_answers += num_empty
+        self._counters.unmarked_answers += num_unmarked
         if learned:
             return Rendered(full, learned, weights=_unless_ones(weights))
         if num_empty == len(numbers):
             return "empty answer"
         if num_empty + len(example.unlearned) == len(numbers):
             return "no answer that is to be learned"
+        if num_unmarked:
+            return "the chat template marks no answer in it ({% generation %})"
         return "the chat template does not show where the answer begins"
 
     def _with_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
@@ -237,15 +248,19 @@ class Renderer:
                 return as_text, full
             raise
 
-    def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
-        """Return the characters of the answers with these numbers; None where that is unsure."""
+    def _parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
+        """Return what is learned of the answers with these numbers."""
         _, template = self._templates.choose(chat.tools is not None)
+        blocks = None
         if template is not None:
-            marked = self._apply(chat.messages, False, chat.tools, template)
-            if len(found := blocks_of(marked, full)) == len(numbers):
-                return [*found]
+            blocks = blocks_of(self._apply(chat.messages, False, chat.tools, template), full)
+        if blocks is not None and len(blocks) == len(numbers):
+            return [(block,) for block in blocks]
         rendered = RenderedChat(self._render_of(chat), chat.messages, full)
-        return self._answers.find(rendered, numbers)
+        spans = self._answers.find(rendered, numbers)
+        if blocks is not None:
+            return [*by_answer(blocks, spans)]
+        return [None if span is None else (span,) for span in spans]
 
     def _with_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages without null in place of text, which templates write as None.
@@ -310,20 +325,21 @@ class Renderer:
         return {*controls}
 
     def _all_but(
-        self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
+        self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
     ) -> Rendered | str:
         """Learn all of a chat but the answers that are marked as not learned.
 
         Answers with weights of their own are learned with them.
         """
         learned, weights, at = [], [], 0
-        for number, span in zip(numbers, spans, strict=True):
+        for number, spans in zip(numbers, parts, strict=True):
             is_unlearned = number in chat.unlearned
             if not is_unlearned and number not in chat.weights:
                 continue
-            if span is None:
+            if not spans:
                 kind = "is left out" if is_unlearned else "has a weight"
                 return f"the chat template does not show where an answer that {kind} begins"
+            span = spans[0][0], spans[-1][1]
             learned.append((at, span[0]))
             weights.append(chat.weight)
             at = span[1]

@@ -18,6 +18,7 @@ _REMARKS = {
     " template ends them with none",
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as the data mark them",
+    "unmarked_answers": "answers not learned: the chat template marks others ({% generation %})",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
     "written_reasoning": "answers without reasoning, learned with the empty block of it that the"
     " chat template writes",
@@ -46,7 +47,7 @@ _REMARKS = {
 # Counted for preferences alone.
 OF_PREFERENCES = ("cut_prompts", "cut_others", "unpaired", "unmatched")
 # Written into a file only where there are some: files without are those of before.
-IF_ANY = ("weighted", "written_reasoning", "joined_starts")
+IF_ANY = ("weighted", "written_reasoning", "joined_starts", "unmarked_answers")
 _OF_ROLES = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
     f" takes one that writes them, {_SAMPLE})",
@@ -69,6 +70,7 @@ class Counters:
     ended_by_next: int = 0
     empty_answers: int = 0
     marked_answers: int = 0
+    unmarked_answers: int = 0
     lost_reasoning: int = 0
     written_reasoning: int = 0
     joined_starts: int = 0

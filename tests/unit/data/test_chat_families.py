@@ -474,6 +474,42 @@ def test_blocks_that_a_template_marks_are_where_stock_transformers_has_them(bloc
     assert one.loss_mask.tolist() == stock["assistant_masks"]
 
 
+ANSWER = "{{ m.content }}<|im_end|>"
+MARKED = f"{{% generation %}}{ANSWER}{{% endgeneration %}}"
+
+
+@pytest.mark.parametrize(
+    ("block", "num_unmarked"),
+    [
+        (f"{{% if loop.last %}}{MARKED}{{% else %}}{ANSWER}{{% endif %}}\n", 1),
+        (f"{{% if loop.first or m.content == '1' %}}{MARKED}{{% else %}}{ANSWER}{{% endif %}}", 1),
+        (f"{{% generation %}}<think>{{% endgeneration %}}hm</think>{MARKED}\n", 0),
+        (f"{{% if m.reasoning %}}{MARKED}{{% else %}}{ANSWER}{{% endif %}}\n", 2),
+    ],
+    ids=["the last", "the first", "two in each", "none"],
+)
+def test_where_a_template_marks_other_text_than_each_answer_that_is_learned(block, num_unmarked):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + block
+    )
+    template += "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = tokenizer_of(dataclasses.replace(CHATML, template=template))
+    record = chat("one?", "1", "two?", "2")
+    encoder = Encoder(tokenizer, 1000, "answers")
+    found = [*encoder.encode([to_example(record)])]
+    stock = tokenizer.apply_chat_template(record["messages"], return_assistant_tokens_mask=True)
+    assert encoder.counters.unmarked_answers == num_unmarked
+    if num_unmarked == 2:
+        assert [*encoder.counters.dropped] == [
+            "the chat template marks no answer in it ({% generation %})"
+        ]
+        assert found == []
+        assert not any(stock["assistant_masks"])
+    else:
+        assert found[0].loss_mask.tolist() == stock["assistant_masks"]
+
+
 def test_answers_without_content_teach_nothing_and_are_counted():
     for nothing in ("", None, " \n"):
         found, counters = learned(CHATML, chat("one?", nothing, "two?", "2"))
