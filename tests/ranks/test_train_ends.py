@@ -132,8 +132,10 @@ def test_sigusr1_to_mpirun_leaves_a_checkpoint_and_75_and_the_same_command_goes_
         job.process.send_signal(signal.SIGUSR1)
         code, _ = job.wait(HANG_S)
     assert code == 75, job.stderr
-    stopped_at = outcome(tmp_path)["step"]
-    assert outcome(tmp_path) == {
+    told = outcome(tmp_path)
+    stopped_at = told["step"]
+    assert len(told.pop("start")) == 32, "the mark of the start"
+    assert told == {
         "status": "stopped",
         "reason": "SIGUSR1",
         "step": stopped_at,
