@@ -49,8 +49,8 @@ def evaluation(evals, patience):
 def test_the_change_of_the_held_out_loss_has_its_steps_where_nothing_is_held_out_by_now(caplog):
     caplog.set_level("INFO", "hpc_tune")
     evals, train = Evals((0, 4.0), (16, 3.0), (16, 3.0)), TrainConfig()
-    Evaluation(None, None, None, {}, train, 18, evals).say_change()
-    Evaluation(None, None, None, {"": list}, train, 16, evals).say_change()
+    Evaluation(None, None, None, {}, train, 18, evals, TuneConfig()).say_change()
+    Evaluation(None, None, None, {"": list}, train, 16, evals, TuneConfig()).say_change()
     change = "held-out loss 4.0000 -> 3.0000 (-25.0%)"
     assert caplog.messages == [f"{change} from step 0 to step 16", change]
 
