@@ -55,8 +55,11 @@ HARD_LINES = [
 ]
 
 
-def prepare_all(path, tokenizer=TOKENIZER):
-    """Prepare ``path`` and read what came of it; nothing half-written may be left."""
+def prepare_all(path, tokenizer=TOKENIZER, template=""):
+    """Prepare ``path`` and read what came of it; nothing half-written may be left.
+
+    What is refused is told by the name of the file, or by what says that it is the ``template``.
+    """
     out = path.with_name(f"{path.name}.h5")
     try:
         prepare(str(path), out, tokenizer, PrepareSettings(64))
@@ -65,7 +68,7 @@ def prepare_all(path, tokenizer=TOKENIZER):
             tokens, mask = store.document(document)
             assert 0 < len(tokens) == len(mask) <= 64
     except DataError as error:
-        said(error, path.name)
+        said(error, template if template and template in str(error) else path.name)
         assert not out.exists()
     assert not [file for file in path.parent.rglob("*") if file.name.endswith(".tmp")]
 
@@ -119,8 +122,11 @@ def test_chat_templates(folder, template):
     (folder / "d.jsonl").write_text(CHATS)
     (folder / "t.jinja").write_text(template, encoding="utf-8", errors="surrogatepass")
     tokenizer = byte_tokenizer(template)
-    prepare_all(folder / "d.jsonl", tokenizer)
-    end_of_answer(tokenizer)
+    prepare_all(folder / "d.jsonl", tokenizer, "the chat template of")
+    try:
+        end_of_answer(tokenizer)
+    except DataError as error:
+        said(error, "the chat template of")
 
 
 PATTERNS = st.sampled_from(

@@ -319,7 +319,7 @@ def test_no_setting_of_a_pbs_job_is_run_by_the_shell_or_taken_for_names_of_files
         "PBS_NODEFILE": "/dev/null",
         "PBS_JOBID": f"$(touch {ran})",
     }
-    given |= {"SETTINGS": " ".join(words), "HPC_TUNE_VENV": "env"}
+    given |= {"SETTINGS": " ".join(words), "HPC_TUNE_VENV": "env", "SCRATCH": "/s"}
     script = str(ROOT / "pbs" / "70b_lora.pbs")
     done = subprocess.run(["bash", script], env=cluster | given, capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[:-1][-4:] == words, done.stderr
