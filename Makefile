@@ -40,8 +40,9 @@ demo: $(VENV)/.demo $(MODEL)/config.json
 $(MODEL)/config.json: $(VENV)/.demo
 	python tools/fetch_smollm2.py $(MODEL)
 
+# A test that hangs in C, where pytest-timeout cannot reach it, ends with the stack of each thread.
 test: lint
-	$(PYTEST)
+	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # What cannot be had here is skipped, and pytest says so.
 test-all: lint
