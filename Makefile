@@ -28,7 +28,9 @@ export DS_BUILD_OPS = 0
 
 .PHONY: demo test test-all lint gpu nvme slurm launchers browser harness soak clean
 
-PYTEST = python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+# Where a worker's process ends, the rest of its file is never run, and pytest would wait for it.
+PYTEST = python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
+	--durations=10 --durations-min=1
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'

@@ -64,6 +64,16 @@ def pytest_runtest_call() -> Iterator[None]:
     return result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """Fail a file of tests that leaves a process group behind, which the next run cannot join."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this file of tests leaves torch.distributed's process group initialized")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     """Show of what ranks printed before a failure the end, where the cause is."""

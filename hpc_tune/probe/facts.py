@@ -37,7 +37,8 @@ class RankFacts:
 
     ``cpus`` are those that the launcher gave it, before it took its share ``taken``, which is of
     ``numa_nodes``; ``num_reachable`` it could have had. One rank of each node has ``topology``,
-    ``library`` and ``folders``.
+    ``library`` and ``folders``. ``clock_s``: its clock, in seconds of the epoch, when all ranks had
+    reached the same place.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class RankFacts:
     taken: tuple[int, ...] = ()
     rocm: str = ""
     library: Nccl | None = None
+    clock_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def facts_of(
 ) -> RankFacts:
     """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node.
 
-    ``host_limit``: memory.host_limit; ``device_wanted``: run.device.
+    Collective. ``host_limit``: memory.host_limit; ``device_wanted``: run.device.
     """
     import torch
 
+    comm.barrier("the comparison of the nodes' clocks")
+    clock_s = time.time()
     world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     name, uuid, device_bytes, numa = _device(comm)
@@ -132,6 +136,7 @@ def facts_of(
         taken=taken,
         rocm=torch.version.hip or "",
         library=library if is_first else None,
+        clock_s=clock_s,
     )
 
 

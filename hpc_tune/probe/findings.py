@@ -4,13 +4,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Literal
 
 from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
-from hpc_tune.units import format_bytes
+from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world.open_files import needed
 
 # Per rank: NCCL's and MPI's segments.
@@ -19,6 +20,8 @@ SHM_BYTES = 32 << 20
 LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
 DISK_BYTES = 1 << 30
 _SLOW_DISK = 20e6
+# Clocks that are set over a network differ by milliseconds; file systems tell time in seconds.
+_CLOCKS_APART_S = 2.0
 # Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
 _SOLD_SHARE = 3
 _OFF = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
@@ -42,6 +45,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_limits(ranks),
         *_memory(ranks),
         *_folders(ranks),
+        *_clocks(ranks),
         *_driver(ranks),
         *_library(ranks),
         *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
@@ -216,6 +220,23 @@ def _library(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             ].append(rank.hostname)
     for text, on in hosts.items():
         yield Finding("warning", f"{_some(on)}: {text}")
+
+
+def _clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield nodes whose clock is not that of most."""
+    clocks = [(here[0].hostname, here[0].clock_s) for here in _by_node(ranks)]
+    told = [(host, clock_s) for host, clock_s in clocks if clock_s is not None]
+    usual_s = median_low([clock_s for _, clock_s in told]) if told else 0.0
+    others = "the other node's" if len(told) == 2 else "the others'"
+    for host, clock_s in told:
+        apart_s = clock_s - usual_s
+        if abs(apart_s) > _CLOCKS_APART_S:
+            yield Finding(
+                "warning",
+                f"{host}: its clock is {format_seconds(abs(apart_s))} "
+                f"{'ahead of' if apart_s > 0 else 'behind'} {others}: when a job ends is read from "
+                "rank 0's clock. Have the nodes' clocks set (chronyc tracking, timedatectl)",
+            )
 
 
 def _driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

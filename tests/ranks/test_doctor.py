@@ -207,8 +207,19 @@ def test_a_loopback_master_is_said_before_anyone_waits(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+# The doctor where the clock of rank 1 is an hour ahead.
+FAST_CLOCK = """
+import os, sys, time
+from hpc_tune.__main__ import main
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    now = time.time
+    time.time = lambda: now() + 3600
+sys.exit(main())
+"""
+
+
 @pytest.mark.full
-def test_a_slow_host_among_four_is_named(tmp_path):
+def test_a_slow_host_and_a_fast_clock_among_four_are_named(tmp_path):
     # The others have a rate, too, far above: busy cores would make links of 700 MB/s differ.
     with hosts(4, tmp_path, "400mbit") as made:
         if not find_mpirun().endswith("mpirun"):
@@ -222,9 +233,13 @@ def test_a_slow_host_among_four_is_named(tmp_path):
         options = f"--prtemca plm_ssh_agent {made.agent} --hostfile {made.hostfile}"
         options += f" --prtemca prte_if_include {made.network} --map-by ppr:1:node -np 4"
         options += f" --mca btl_tcp_if_include {made.network} -x PYTHONPATH"
-        command = [sys.executable, *DOCTOR, f"run.dir={tmp_path}", "run.threads=1"]
+        (tmp_path / "fast_clock.py").write_text(FAST_CLOCK)
+        command = [sys.executable, str(tmp_path / "fast_clock.py"), *DOCTOR[2:]]
+        command += [f"run.dir={tmp_path}", "run.threads=1"]
         argv = made.on(0, find_mpirun(), *options.split(), shlex.join(command))
         done = run_ranks(argv, rank_environment(4), HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all links of node 2: " in done.stdout, done.stdout
     assert done.stdout.count("slow link") == 1, done.stdout
+    assert "its clock is 1h00m ahead of the others': " in done.stdout, done.stdout
+    assert done.stdout.count("its clock") == 1, done.stdout

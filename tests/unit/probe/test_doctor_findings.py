@@ -145,6 +145,11 @@ PLANTED = {
         "warning",
         "is slow: 1.0 MB/s",
     ),
+    "a clock that is ahead": (
+        [(r, {"clock_s": 1e9 + 4200 * (r > 1)}) for r in range(4)],
+        "warning",
+        "n1: its clock is 1h10m ahead of the other node's: when a job ends is read from rank 0's",
+    ),
 }
 
 
@@ -158,6 +163,15 @@ def test_what_is_planted_is_found_and_nothing_else(name):
     [found] = find_problems(world(*changes), Links((), ()))
     assert found.level == level
     assert words in found.text
+
+
+def test_of_three_clocks_the_one_that_differs_is_told():
+    ranks = [
+        dataclasses.replace(GOOD, rank=r, node=r, hostname=f"n{r}", clock_s=1e9 + apart_s)
+        for r, apart_s in enumerate((0.0, -90.0, 0.5))
+    ]
+    [found] = find_problems(ranks, Links((), ()))
+    assert found.text.startswith("n1: its clock is 1m30s behind the others': ")
 
 
 def network(library=None, cards=(CARD,), ethernet=None):

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.train import exit, reference
+from hpc_tune.train import reference
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
-from tests.support.training import SMALL, losses
+from tests.support.training import SMALL, losses, train
 
 DYNAMIC = SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
 PLAIN = SimpleNamespace(rope_parameters={"rope_type": "default"})
@@ -73,20 +73,19 @@ def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Return a function that does a step of dpo on a base, and gives its exit code and folder."""
+def settings(tmp_path):
+    """Return a function that gives the settings of a run of dpo on a base, in a folder."""
     rows = [{"prompt": f"{n}?", "chosen": "yes " * (n % 5 + 1), "rejected": "no"} for n in range(9)]
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(exit, "die", lambda comm, code: pytest.fail(f"ended with {code}"))
 
-    def start(base, name, *more):
+    def of(base, name, *more):
         words = [*SMALL, f"model.path={base}", f"data.path={data}", "data.packing=false"]
         words += ["tune.objective=dpo", "tune.method=full", f"data.cache={tmp_path / 'cache'}"]
         words += ["batch.global_size=4", "train.max_steps=2", f"run.dir={tmp_path / name}"]
-        return run(load_config(None, [*words, *more]), StopAfter(None)), tmp_path / name
+        return [*words, *more]
 
-    return start
+    return of
 
 
 def noisy(base, folder, share):
@@ -102,24 +101,24 @@ def noisy(base, folder, share):
     return folder
 
 
-def test_full_fine_tuning_compares_with_its_own_base_and_no_other(train, tmp_path):
+def test_full_fine_tuning_compares_with_its_own_base_and_no_other(settings, tmp_path):
     base = tmp_path / "base"
     write_tiny(base)
     bases = [base, *(noisy(base, tmp_path / f"noise {s}", s) for s in (1e-4, 1e-2))]
     for number, one in enumerate(bases):
-        code, run_dir = train(one, str(number))
-        assert code == 0
-        assert losses(run_dir)[0] == pytest.approx(0.6931472, abs=2e-7), "ln 2, as nothing moved"
+        assert run(load_config(None, settings(one, str(number))), StopAfter(None)) == 0
+        first = losses(tmp_path / str(number))[0]
+        assert first == pytest.approx(0.6931472, abs=2e-7), "ln 2, as nothing moved"
     assert len([*(tmp_path / "cache").glob("reference-*.npy")]) == len(bases)
 
 
-def test_full_fine_tuning_does_not_go_on_beside_another_base(train, tmp_path, capsys):
+def test_full_fine_tuning_does_not_go_on_beside_another_base(settings, tmp_path):
     base = tmp_path / "base"
     write_tiny(base)
-    assert train(base, "run")[0] == 0
+    assert run(load_config(None, settings(base, "run")), StopAfter(None)) == 0
     other = noisy(base, tmp_path / "other", 1e-2)
     for file in (tmp_path / "cache").glob("reference-*.npy"):
         file.unlink()
-    with pytest.raises(pytest.fail.Exception, match="ended with 2"):
-        train(other, "run", "train.max_steps=4")
-    assert "model.path: it has other weights than the checkpoint's model" in capsys.readouterr().err
+    done = train(settings(other, "run", "train.max_steps=4"))
+    assert done.returncode == 2, done.stderr
+    assert "model.path: it has other weights than the checkpoint's model" in done.stderr
