@@ -50,7 +50,7 @@ from hpc_tune.world.comm import RunAndAgree, alone
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
 # Of what is learned of a row: files of another are prepared again.
-_MEANING, _MEANING_OF_LABELS = 6, 7
+_MEANING, _MEANING_OF_LABELS = 8, 9
 Report = Callable[[int, int], None]
 T = TypeVar("T")
 

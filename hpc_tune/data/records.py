@@ -291,8 +291,7 @@ def turns_of(value: Any, field: str) -> list[dict[str, Any]]:
     first = _not_empty(turns, field)[0]
     if isinstance(first, dict) and first.get("from") is not None and first.get("role") is None:
         turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
-    turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
-    return _messages(turns, field)
+    return _messages(_with_calls(turns, field), field)
 
 
 def _with_system(
@@ -331,6 +330,30 @@ def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
     others = {key: value for key, value in turn.items() if key not in named}
     role = turn["from"] if turn["from"] in _CALLS else role
     return {"role": role, "content": turn["value"], **others}
+
+
+def _with_calls(turns: list[Any], field: str) -> list[Any]:
+    """Return turns with those that are calls as the assistant's.
+
+    Calls after one another, or after the assistant's text, are of one turn, as in ms-swift and NeMo
+    AutoModel: nobody answers between them. Those of another mark stay apart.
+    """
+    found: list[Any] = []
+    for number, turn in enumerate(turns, 1):
+        message = _as_call(turn, number, field)
+        last = found[-1] if found else None
+        is_call = isinstance(turn, dict) and turn.get("role") in _CALLS and message is not turn
+        if is_call and isinstance(last, dict) and last.get("role") == "assistant":
+            calls = last.get("tool_calls") or []
+            if _others_of(last) == _others_of(message) and isinstance(calls, list):
+                found[-1] = {**last, "tool_calls": [*calls, *message["tool_calls"]]}
+                continue
+        found.append(message)
+    return found
+
+
+def _others_of(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: v for key, v in message.items() if key not in ("content", *_CALL_KEYS)}
 
 
 def _as_call(message: Any, number: int, field: str) -> Any:

@@ -70,7 +70,9 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
     needed, stored = set(shapes), set(index.pieces)
     problems += [f"it has no {name}" for name in sorted(needed - stored)[:1]]
-    problems += [f"it has {name}, which this run has not" for name in sorted(stored - needed)[:1]]
+    problems += [
+        f"it has {name}, which this run does not have" for name in sorted(stored - needed)[:1]
+    ]
     others = [name for name in sorted(needed & stored) if index.shapes[name] != shapes[name]]
     problems += [
         f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from hpc_tune.report.read import Run
 
-SOURCE_HEADS = ("source", "asked for", "learned tokens", "of all", "passes", "held-out loss")
+SOURCE_HEADS = (
+    "source",
+    "asked for",
+    "learned tokens",
+    "of all",
+    "passes, by tokens",
+    "held-out loss",
+)
 
 
 def sources(run: Run) -> Iterator[tuple[str, ...]]:

@@ -281,8 +281,8 @@ def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
     if said and built.tokens and built.tied:
         raise ConfigError(
             f"tune.trainable_tokens with {' and '.join(said)}: the output head of this model is "
-            "its embedding, and reads the trained rows as well, which such a rank has not; use "
-            "parallel.shard or replicate, or zero_stage 1 or 2"
+            "its embedding, and reads the trained rows as well, which such a rank does not have; "
+            "use parallel.shard or replicate, or zero_stage 1 or 2"
         )
 
 

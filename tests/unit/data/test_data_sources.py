@@ -119,6 +119,21 @@ def test_calls_of_tools_as_turns_are_what_they_are_as_messages(turns, field, key
     )
 
 
+def test_calls_after_one_another_are_of_one_turn():
+    """As in ms-swift (_swift_prepare_inputs) and NeMo AutoModel (make_agent_chat_dataset)."""
+    calls = [{"type": "function", "function": {**AREA, "name": name}} for name in ("a", "b")]
+    texts = [("tool_call", json.dumps(call["function"])) for call in calls]
+    turns = [("user", "q"), ("assistant", "I look."), *texts, ("tool_response", "1")]
+    messages = [{"role": role, "content": said} for role, said in [*turns, ("tool_response", "2")]]
+    answer = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    asked, *found = to_example({"messages": [*messages, *messages[1:]]}).messages
+    results = [{"role": "tool", "content": said} for said in "12"]
+    assert found == [answer, *results] * 2
+    messages[2]["loss"] = False
+    assert len(to_example({"messages": messages}).messages) == 7 - 1, "of two marks, two turns"
+    assert asked["role"] == "user"
+
+
 def test_turns_stored_as_a_list_per_key_are_what_they_are_as_a_list_of_turns():
     turns = {"from": ["human", "gpt"], "value": ["q", "a"], "weight": [None, 0]}
     rows = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": 0}]

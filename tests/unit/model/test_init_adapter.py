@@ -124,7 +124,7 @@ def test_an_adapter_of_a_base_of_another_width_is_refused(tiny, tmp_path):
 def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):
     stock(tiny).save_pretrained(tmp_path)
     tune = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["q_proj"])
-    with pytest.raises(ConfigError, match="it has base_model.* which this run has not"):
+    with pytest.raises(ConfigError, match="it has base_model.* which this run does not have"):
         start_from(build(tiny, torch.float32, tune, 0), tmp_path)
 
 
