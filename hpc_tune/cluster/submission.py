@@ -9,15 +9,15 @@ from pathlib import Path
 
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.slurm import sourced
+from hpc_tune.cluster.unused_gpus import VISIBLE
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 
 _LIMIT_S = 60.0
-# What a job sets for its own processes; what a user sets for all; the GPUs of the job.
+# What a job sets for its own processes, the GPUs that they see beside it; what a user sets for all.
 _OF_A_JOB = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
 _OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def submit(script: str, settings: SlurmConfig, folder: Path, environ: Environ) -> str:
@@ -91,7 +91,7 @@ def _handed_on(environ: Environ) -> dict[str, str]:
     left = {
         name: value
         for name, value in environ.items()
-        if name.startswith(_OF_THE_USER) or not (name.startswith(_OF_A_JOB) or name in _DEVICES)
+        if name.startswith(_OF_THE_USER) or not (name.startswith(_OF_A_JOB) or name in VISIBLE)
     }
     log.info(
         "this shell is in job %s; the new job does not get its %d variables (SLURM_*, PMI*)",

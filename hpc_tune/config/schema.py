@@ -223,7 +223,9 @@ class RunSettings(Section):
         "that all nodes share.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model is computed. auto: cuda if there is a GPU, else cpu."
+        "auto",
+        description="Where the model is computed; cuda: GPUs of NVIDIA or AMD. auto: cuda if torch "
+        "finds a GPU, else cpu, but refused where the job was granted GPUs.",
     )
     threads: PositiveInt | Literal["auto"] = Field(
         "auto",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpc_tune.cluster.unused_gpus import VISIBLE, Build, unused_gpus, why_no_start
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
@@ -18,8 +19,6 @@ from hpc_tune.world.numa import SYS, numa_of, pci_path
 
 if TYPE_CHECKING:
     import torch
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Gpus:
 class DeviceReport:
     """What one rank reports to the others: the names of its device and of all visible ones.
 
-    ``error`` says why it has no device, if it requested one.
+    ``error`` says why it has no device, if it requested one; ``unused`` of what GPUs it makes no
+    use, if it did not.
     """
 
     rank: int
@@ -48,6 +48,7 @@ class DeviceReport:
     uuid: str = ""
     visible: tuple[str, ...] = ()
     error: str | None = None
+    unused: str | None = None
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "DeviceReport":
@@ -148,13 +149,18 @@ def pick_device(
     if not own.names:
         error = None
         if wanted == "cuda" or own.error:
-            shown = ", ".join(f"{n} is {os.environ[n]}" for n in _VISIBLE if n in os.environ)
+            shown = ", ".join(f"{n} is {os.environ[n]}" for n in VISIBLE if n in os.environ)
             found = f"cannot start CUDA ({own.error})" if own.error else "finds no CUDA device"
             error = (
                 f"run.device={wanted}, but torch {torch.__version__} {found} on {world.hostname} "
                 f"({shown or 'CUDA_VISIBLE_DEVICES is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
+        elif wanted == "auto":
+            unused = unused_gpus(os.environ, world.hostname, Build.of_torch(), why_no_start)
+            if unused is not None and not unused.is_refused:
+                return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
+            error = None if unused is None else unused.text
         return cpu, DeviceReport(*rank, "cpu", error=error)
     names = {other: gpus.names for other, gpus in seen.items()}
     chosen = assign(names)
@@ -191,7 +197,7 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     """Check by all ranks' reports that each GPU of the nodes has one rank (pure).
 
     Returns a warning, if any: a process without a launcher may leave GPUs idle, a launched world
-    may not.
+    may not; all may compute on CPUs beside GPUs that nobody granted them.
 
     Raises:
         WorldError: on mixed kinds, a rank without a device, a GPU with two ranks, or an idle GPU.
@@ -206,7 +212,7 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
             "these nodes (nvidia-smi), or set run.device=cpu"
         )
     if without:
-        return None
+        return next((report.unused for report in reports if report.unused), None)
     owners: dict[str, list[int]] = defaultdict(list)
     shown: dict[int, set[str]] = defaultdict(set)
     hosts: dict[int, str] = {}

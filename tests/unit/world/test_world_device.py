@@ -233,6 +233,7 @@ def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
     words = r"finds no CUDA device on n0 .*ROCR_VISIBLE_DEVICES is 7.*run.device=cpu"
     with pytest.raises(WorldError, match=words):
         check_devices([report], launched=False)
+    monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
     assert pick_device("auto", world(0, 1), alone)[1].error is None
 
 
