@@ -16,6 +16,7 @@ from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import address_of
 from hpc_tune.world.numa import SYS, numa_of, pci_path
+from hpc_tune.world.open_files import limit_of_files
 
 WRITTEN_BYTES = 16 << 20
 
@@ -127,8 +128,8 @@ def facts_of(
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,
         host_used_bytes=used_bytes(limit),
-        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        open_files=_limit(resource.RLIMIT_NOFILE),
+        memlock_bytes=_locked_bytes(),
+        open_files=limit_of_files(),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else 0,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         topology=read_topology() if is_first else None,
@@ -181,8 +182,8 @@ def _library() -> Nccl:
     return read_nccl(built, is_rocm=torch.version.hip is not None)
 
 
-def _limit(number: int) -> int | None:
-    soft, _ = resource.getrlimit(number)
+def _locked_bytes() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 

@@ -20,6 +20,14 @@ def needed(num_ranks: int) -> int:
     return FILES + FILES_PER_RANK * num_ranks
 
 
+def limit_of_files() -> int | None:
+    """Return how many files this process may open, those kept back included; ``None``: any."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    return hard if soft == hard - SPARE else soft
+
+
 def raise_limit() -> int | None:
     """Raise this process's soft limit to the hard one but for SPARE; return the hard one.
 
