@@ -38,7 +38,7 @@ setup(
         "rich>=13",
         "safetensors>=0.5",
         "tensorboard>=2.16",
-        "torch>=2.11,<2.14",
+        "torch>=2.9",
         "transformers>=5.17,<6",
     ],
     extras_require={

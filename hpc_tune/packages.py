@@ -59,7 +59,7 @@ def in_front(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def required() -> dict[str, str]:
-    """Return the versions that hpc_tune takes, such as ``>=2.11,<2.14``, by package."""
+    """Return the versions that hpc_tune takes, such as ``>=2.9,<3``, by package."""
     try:
         lines = importlib.metadata.requires(_OWN) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
@@ -132,7 +132,7 @@ def _plain(name: str) -> str:
 
 
 def _is_within(version: str, needs: str) -> bool:
-    """Compare the numbers of a version with such as ``>=2.11,<2.14``."""
+    """Compare the numbers of a version with such as ``>=2.9,<3``."""
     have = _numbers(version)
     for bound in filter(None, map(str.strip, needs.split(","))):
         sign, limit = re.match(r"[<>=!~]*", bound)[0], _numbers(bound)  # type: ignore[index]

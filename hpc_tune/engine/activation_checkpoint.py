@@ -54,6 +54,7 @@ _KEPT = frozenset(
         ),
         "hpc_tune.document_attention.default",
         "torch_attn._varlen_attn.default",
+        "aten._flash_attention_forward.default",
         "bitsandbytes.gemm_4bit.default",
     )
 )

@@ -13,15 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_tune import torch_versions
 from hpc_tune.step.rings import sent_bytes
 
 Group = dist.ProcessGroup | None
-
-# torch 2.13 has new names for these two and warns of the old ones.
-if hasattr(dist, "all_gather_single"):
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 class CountedCollectives:
@@ -149,7 +144,7 @@ class FsdpAllGather(_FsdpCollective):
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
         with self._collectives.counted("all_gather", sent):
-            return _all_gather(output_tensor, input_tensor, group, async_op)
+            return torch_versions.all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class FsdpReduceScatter(_FsdpCollective):
@@ -166,4 +161,4 @@ class FsdpReduceScatter(_FsdpCollective):
         """Add up the gradients of one unit and leave each rank its shard."""
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.counted("reduce_scatter", sent):
-            return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+            return torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)

@@ -24,6 +24,7 @@ from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.rings import sent_bytes
+from hpc_tune.torch_versions import let_fsdp_shard_integers
 
 
 def shard(
@@ -60,6 +61,7 @@ def shard(
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    let_fsdp_shard_integers()
     for unit in [*experts, *_units(built, blocks, parallel.blocks_per_unit)]:
         of_experts = unit in experts
         ranks = mesh.weights(with_replicas=full, of_experts=of_experts)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hpc_tune import torch_versions
+
 ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
 MIN_STEP, STEPS = 16, 4  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
 
@@ -78,7 +80,7 @@ class SortedRows:
         """Return each row times the matrix of its expert."""
         out_SO: torch.Tensor
         if _is_grouped(x_SI, weight_EIO):
-            out_SO = F.grouped_mm(x_SI, weight_EIO, offs=self.ends_E)
+            out_SO = torch_versions.grouped_mm(x_SI, weight_EIO, offs=self.ends_E)
         else:
             out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, self.ends_E)
         return out_SO
@@ -91,8 +93,8 @@ class SortedRows:
         The narrow side first: the other way round takes up to five times as long on a CPU.
         """
         out_ERN: torch.Tensor
-        if _is_grouped(low_SR, weight_ERN):
-            out_ERN = F.grouped_mm(low_SR.t(), wide_SN, offs=self.ends_E)
+        if _is_grouped(low_SR, weight_ERN, wide_SN):
+            out_ERN = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=self.ends_E)
         else:
             _, out_ERN = torch.ops.transformers.grouped_mm_fallback_backward(
                 low_SR, weight_ERN, self.ends_E, wide_SN
@@ -140,8 +142,12 @@ def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor) -> bool:
+def _is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
-    dtypes = {torch.bfloat16} if isinstance(x, FakeTensor) else {torch.bfloat16, torch.float32}
+    is_traced = isinstance(x, FakeTensor)
+    is_bound = x.device.type == "cpu" and not torch_versions.GROUPS_ANY_ADDRESS and not is_traced
+    if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
+        return False
+    dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
     each = ROW_BYTES // x.dtype.itemsize
     return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])

@@ -16,14 +16,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from hpc_tune import torch_versions
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
-from hpc_tune.packages import release_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
@@ -33,9 +32,6 @@ MIN_CAPABILITY = (8, 0)
 MAX_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
 CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
-# torch 2.11 has no such option, and always lets queries share keys.
-_HAS_GROUPS = release_of(torch.__version__) >= (2, 12)
-_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if _HAS_GROUPS else {}
 
 
 @dataclass(frozen=True)
@@ -133,22 +129,10 @@ def attend(
 
     Of ``window`` tokens, the query's own among them.
     """
-    from torch.nn.attention import varlen  # it imports the compiler
-
     query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
-    kernel: Any = varlen.varlen_attn
-    out_SHD: torch.Tensor = kernel(
-        query_SHD,
-        key_SKD,
-        value_SKD,
-        starts.starts_N,
-        starts.starts_N,
-        starts.longest,
-        starts.longest,
-        scale=scale,
-        # Of those before a token, -1 for all, and none of those after it.
-        window_size=(-1 if window is None else window - 1, 0),
-        **_WITH_GROUPS,
+    out_SHD = torch_versions.varlen_attention(
+        *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.longest, scale),
+        -1 if window is None else window - 1,
     )
     return out_SHD.unflatten(0, (starts.num_rows, starts.num_tokens))
 

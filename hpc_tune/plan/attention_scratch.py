@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpc_tune import torch_versions
 from hpc_tune.plan.traced_memory import replaced
 
 BLOCK = 128  # rows that the kernel leaves free between two documents
@@ -22,9 +23,7 @@ def with_scratch() -> Iterator[None]:
     That is when the gradient of its result arrives: the three gradients, sums in fp32 for each
     head, and where heads share keys the gradients of keys and values of each.
     """
-    from torch.nn.attention import varlen
-
-    kernel: Any = varlen.varlen_attn
+    kernel: Any = torch_versions.varlen_attention
 
     @functools.wraps(kernel)
     def attend(
@@ -36,7 +35,7 @@ def with_scratch() -> Iterator[None]:
             out_SHD.register_hook(lambda grad: _take(num_bytes, grad))
         return out_SHD
 
-    with replaced(varlen, "varlen_attn", attend):
+    with replaced(torch_versions, "varlen_attention", attend):
         yield
 
 

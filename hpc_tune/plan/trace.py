@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from hpc_tune import torch_versions
 from hpc_tune.batch import Batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine import counted_collectives, native
+from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.adamw_8bit import Quantized
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
@@ -50,7 +51,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
 
-_all_gather = counted_collectives._all_gather
+_all_gather = torch_versions.all_gather
 DEVICE = torch.device("cpu")
 # Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
 # micro-batches, though above it in the fullest.
@@ -168,7 +169,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     if step.has_kernel:
         more.enter_context(with_scratch())
     if not step.for_gpu:
-        more.enter_context(replaced(counted_collectives, "_all_gather", _gathered_by_gloo))
+        more.enter_context(replaced(torch_versions, "all_gather", _gathered_by_gloo))
         more.enter_context(replaced(sorted_rows, "traced_padding", sorted_rows.likely_padding))
     with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), more:
         engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))

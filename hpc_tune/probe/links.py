@@ -267,9 +267,8 @@ def _time_of(name: str, num_values: int, comm: Comm) -> float:
     import torch
     import torch.distributed as dist
 
-    # torch 2.13 has new names for these two and warns of the old ones.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    from hpc_tune.torch_versions import all_gather, reduce_scatter
+
     whole = torch.zeros(num_values, device=comm.device)
     part = torch.zeros(num_values // comm.world.size, device=comm.device)
     times = []
@@ -280,9 +279,9 @@ def _time_of(name: str, num_values: int, comm: Comm) -> float:
             case "all-reduce":
                 dist.all_reduce(whole)
             case "all-gather":
-                gather(whole, part)
+                all_gather(whole, part)
             case _:
-                scatter(part, whole)
+                reduce_scatter(part, whole)
         _wait(comm)
         times.append(time.perf_counter() - began_s)
     return comm.max([statistics.median(times[1:])])[0]

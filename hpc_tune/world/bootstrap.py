@@ -120,9 +120,11 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
 
 
 def _log_world(comm: Comm, all_facts: list[dict[str, Any]]) -> None:
+    from hpc_tune.torch_versions import untested
+
     place = affinity.describe([f["cores"] for f in all_facts], comm.world.num_nodes)
     log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
-    _log_warnings([note for f in all_facts for note in f["notes"]])
+    _log_warnings([untested(), *(note for f in all_facts for note in f["notes"])])
 
 
 def _log_warnings(texts: list[str | None]) -> None:

@@ -28,7 +28,7 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
             hashes.append(new_hash())
             first = 1 if name == "documents/offsets" else 0  # where each document ends
             hashes[-1].update(file[name][first:].tobytes())
-        file.attrs["content"] = joined(hashes)
+        file.attrs["content"] = joined(hashes, has_labels=False)
     seal(damaged)
     crashing = Job(cluster, tmp_path / "crashing", "tiny_cpu.sh", f"data.path={damaged}")
 

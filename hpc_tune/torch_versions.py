@@ -1,0 +1,113 @@
+"""What torch lacks, or has by other names, in some of the versions that hpc_tune runs on.
+
+    from 2.13   all_gather_single and reduce_scatter_single; before, under older names
+    from 2.12   varlen_attn is told that queries share keys; 2.11 lets them always
+    from 2.11   varlen_attn takes a scale and a window; before, the operator below it does
+                FSDP2 asks for no gradient of whole numbers (weights in 4 bits)
+                grouped products on a CPU take operands at any address, before at multiples of 16
+    from 2.10   torch.nn.functional.grouped_mm; before, torch._grouped_mm
+
+Versions are compared by their first two numbers, so that a vendor's pre-release counts as the
+release that it is ahead of.
+
+Shapes: S tokens, H heads, K heads of keys and values, D values per head, N documents.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_tune.packages import release_of
+
+_RELEASE = release_of(torch.__version__)
+TESTED = ((2, 9), (2, 14))  # the oldest and the newest that runs were compared on
+
+grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+GROUPS_ANY_ADDRESS = _RELEASE >= (2, 11)
+_VARLEN_HAS_WINDOWS = _RELEASE >= (2, 11)
+_VARLEN_HAS_GROUPS = _RELEASE >= (2, 12)
+_FSDP_TAKES_INTEGERS = _RELEASE >= (2, 11)
+
+all_gather: Any
+reduce_scatter: Any
+if hasattr(dist, "all_gather_single"):
+    all_gather, reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather, reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+def varlen_attention(
+    query_SHD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    starts_N: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    """Return causal attention within documents by torch's kernel of FlashAttention, as SHD.
+
+    Each token looks at itself and at ``before`` tokens before it, at all if that is -1.
+    """
+    documents = (starts_N, starts_N, longest, longest)
+    if not _VARLEN_HAS_WINDOWS:
+        out_SHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            *(query_SHD, key_SKD, value_SKD, *documents),
+            dropout_p=0.0,
+            is_causal=before == -1,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=before,
+            window_size_right=0,
+        )[0]
+        return out_SHD
+    from torch.nn.attention import varlen  # it imports the compiler
+
+    kernel: Any = varlen.varlen_attn
+    options = {"enable_gqa": True} if _VARLEN_HAS_GROUPS else {}
+    out_SHD = kernel(
+        *(query_SHD, key_SKD, value_SKD, *documents),
+        scale=scale,
+        window_size=(before, 0),
+        **options,
+    )
+    return out_SHD
+
+
+def untested() -> str | None:
+    """Return a warning where this torch is older or newer than those that the tests have run on."""
+    oldest, newest = TESTED
+    if oldest <= _RELEASE <= newest:
+        return None
+    word = "newer" if newest < _RELEASE else "older"
+    return (
+        f"torch {torch.__version__} is {word} than those that hpc_tune was tested with "
+        f"({_shown(oldest)} to {_shown(newest)}); compare the first losses with those of a run on "
+        "a tested one"
+    )
+
+
+def _shown(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+class _Nn:
+    """torch.nn, whose Parameter asks for no gradient of whole numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # noqa: N802
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+
+def let_fsdp_shard_integers() -> None:
+    """Let FSDP2 shard frozen weights in 4 bits where it would ask for their gradient first."""
+    if not _FSDP_TAKES_INTEGERS:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+        _fsdp_param.nn = _Nn()  # type: ignore[assignment]
