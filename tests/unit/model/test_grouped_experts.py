@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
+from hpc_tune import torch_versions
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.sorted_rows import padded
@@ -167,7 +168,7 @@ def test_a_stack_may_be_trained_while_the_other_is_frozen():
 
 @pytest.mark.parametrize("variant", ["plain", "gpt_oss"])
 def test_trained_experts_are_computed_in_the_dtype_of_autocast(variant, monkeypatch):
-    product, dtypes = torch.nn.functional.grouped_mm, set()
+    product, dtypes = torch_versions.grouped_mm, set()
 
     def watched(x, weight, offs):
         dtypes.add((x.dtype, weight.dtype))
@@ -178,7 +179,7 @@ def test_trained_experts_are_computed_in_the_dtype_of_autocast(variant, monkeypa
 
     stock = model(variant, dtype=torch.float32, trained=True)
     experts = grouped(stock)[0].experts
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    monkeypatch.setattr(torch_versions, "grouped_mm", watched)
     with torch.autocast("cpu", torch.bfloat16):
         out, grad, grads = step(Routed(experts, chosen_TK, weights_TK), x_TI)
     assert dtypes == {(torch.bfloat16, torch.bfloat16)}
@@ -277,13 +278,13 @@ def test_padding_is_at_most_15_rows_or_a_quarter():
 
 
 def test_in_bf16_on_a_cpu_experts_have_one_of_few_numbers_of_rows(monkeypatch):
-    product, counts = torch.nn.functional.grouped_mm, set()
+    product, counts = torch_versions.grouped_mm, set()
 
     def watched(x, weight, offs):
         counts.update(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
         return product(x, weight, offs=offs)
 
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    monkeypatch.setattr(torch_versions, "grouped_mm", watched)
     for dtype, wanted in ((torch.bfloat16, {16, 32}), (torch.float32, None)):
         counts.clear()
         step(grouped(model(dtype=dtype, rank=4)), torch.randn(40, HIDDEN, dtype=dtype))
