@@ -78,7 +78,7 @@ def varlen_attention(
 
 
 def untested() -> str | None:
-    """Return a warning where this torch is older or newer than those that the tests have run on."""
+    """Return a warning where this torch is older or newer than those that runs were compared on."""
     oldest, newest = TESTED
     if oldest <= _RELEASE <= newest:
         return None

@@ -21,7 +21,8 @@ VISIBLE = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-_GRANTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "PBS_GPUFILE")
+_COUNT, _LIST = "SLURM_GPUS_ON_NODE", "PBS_GPUFILE"  # a number of GPUs; a file with their names
+_GRANTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _COUNT, _LIST)
 # What Slurm, or a user, writes for no GPU at all.
 _NONE = ("", "-1", "nodevfiles", "none", "void")
 # The oldest driver that starts programs of a major version of CUDA (CUDA Compatibility, table 1).
@@ -104,12 +105,12 @@ def why_no_start() -> str:
 
 def granted_gpus(environ: Environ) -> str:
     """Return the variables by which a job was granted GPUs, with their values."""
-    said = [
-        f"{name}={environ[name]}"
-        for name in (*_GRANTS, *VISIBLE)
-        if not _is_none(environ.get(name, "")) and (name, environ[name]) != (_GRANTS[2], "0")
-    ]
-    return ", ".join(said)
+    given = {n: environ[n] for n in (*_GRANTS, *VISIBLE) if not _is_none(environ.get(n, ""))}
+    if given.get(_COUNT) == "0":
+        del given[_COUNT]
+    if _LIST in given and not _read(Path(given[_LIST])):  # Torque names one in every job
+        del given[_LIST]
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def present_gpus(root: Path = Path("/")) -> dict[Maker, int]:
@@ -150,6 +151,8 @@ def _cause(
     if present and maker not in present:
         others = " and ".join(present)
         return f"{build.words}, and the GPUs here are {others}'s; {_FOR_SITE}, or install another"
+    if maker == "NVIDIA":  # where the others' variables have no effect
+        hidden = [said for said in hidden if said.startswith("CUDA_")]
     if hidden:
         return (
             f"{' and '.join(hidden)} hides them from this process; start the step with its GPUs "

@@ -135,7 +135,6 @@ def test_whole_nodes_with_gpus_of_intel_are_refused_though_no_variable_grants_th
         ({}, ""),
         ({"SLURM_GPUS_ON_NODE": "0", "CUDA_VISIBLE_DEVICES": "-1"}, ""),
         ({"SLURM_JOB_GPUS": "0", "ROCR_VISIBLE_DEVICES": ""}, "SLURM_JOB_GPUS=0"),
-        ({"PBS_GPUFILE": "/var/gpu"}, "PBS_GPUFILE=/var/gpu"),
         ({"HIP_VISIBLE_DEVICES": "1", "ZE_AFFINITY_MASK": "0.1"}, "HIP_VISIBLE_DEVICES=1, ZE_AFF"),
     ],
 )
@@ -143,6 +142,24 @@ def test_what_grants_gpus(environ, said):
     granted = granted_gpus(environ)
     assert granted.startswith(said)
     assert bool(granted) == bool(said)
+
+
+def test_a_list_of_gpus_grants_what_stands_in_it(tmp_path):
+    file = tmp_path / "gpus"
+    environ = {"PBS_GPUFILE": str(file)}
+    assert granted_gpus(environ) == "", "no such file on this node"
+    file.write_text("\n")
+    assert granted_gpus(environ) == "", "as Torque writes it for a job without GPUs"
+    file.write_text("n0-gpu0\n")
+    assert granted_gpus(environ) == f"PBS_GPUFILE={file}"
+
+
+def test_variables_of_amd_hide_no_gpu_of_nvidia(tmp_path):
+    nvidia(tmp_path)
+    environ = {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": ""}
+    found = unused_gpus(environ, "n0", CUDA_13, lambda: "no luck", tmp_path)
+    assert "ROCR" not in found.text
+    assert "the driver is 580.95.05, and it does not start (no luck)" in found.text
 
 
 def test_a_node_may_have_gpus_of_several_makers(tmp_path):
