@@ -13,6 +13,7 @@ from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.probe import software
 from hpc_tune.probe.nccl import Nccl, read_nccl
 from hpc_tune.probe.topology import Topology, read_topology
+from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import address_of
 from hpc_tune.world.numa import SYS, numa_of, pci_path
@@ -97,7 +98,7 @@ def facts_of(
     """
     import torch
 
-    comm.barrier("the comparison of the nodes' clocks")
+    comm.barrier("all ranks to compare their clocks", liveness.START_LIMIT_S)
     clock_s = time.time()
     world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
