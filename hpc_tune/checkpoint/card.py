@@ -126,7 +126,8 @@ def _license_of(base: Path) -> dict[str, str]:
         head = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     except ValueError:
         head = None
-    found = {k: str(v) for k, v in head.items() if "license" in k} if isinstance(head, dict) else {}
+    named = head.items() if isinstance(head, dict) else ()
+    found = {key: str(value) for key, value in named if "license" in str(key) and value is not None}
     return found or _UNKNOWN_LICENSE
 
 

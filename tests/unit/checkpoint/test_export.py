@@ -332,6 +332,7 @@ def test_an_export_has_a_model_card_and_the_settings_of_its_training(bases, tmp_
         ("# no head\n---\nlicense: mit\n---\n", {"license": "unknown"}),
         ("---\nlicense: [\n---\n", {"license": "unknown"}),
         ("---\n- license\n---\n", {"license": "unknown"}),
+        ("---\nlicense:\n1: x\n---\n", {"license": "unknown"}),
         (
             "---\nlicense: other\nlicense_name: gemma\nlanguage: en\n---\n",
             {"license": "other", "license_name": "gemma"},
