@@ -16,9 +16,18 @@ _OF_TEXT = re.compile(
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
     """Return values by dotted key, with numbers in place of text that is one, no null in lists."""
     return {
-        key: value if _OF_TEXT.search(key) and isinstance(value, str) else _number(value)
+        key: _text(value) if _OF_TEXT.search(key) else _number(value)
         for key, value in values.items()
     }
+
+
+def _text(value: Any) -> Any:
+    """Return a name or names as they are, without null in a list; other values with numbers."""
+    if isinstance(value, list):
+        return [
+            item if isinstance(item, str) else _number(item) for item in value if item is not None
+        ]
+    return value if isinstance(value, str) else _number(value)
 
 
 def _number(value: Any) -> Any:

@@ -83,3 +83,9 @@ def test_the_report_shows_a_number_as_it_was_written():
 def test_null_in_a_list_is_no_layer_called_none():
     came = on_four_ranks(LLAMA_FACTORY_LORA, {"lora_target": ["q_proj", None]})
     assert came["tune.targets"] == ["q_proj"]
+
+
+def test_names_of_files_that_look_like_numbers_stay_names_in_a_list_too():
+    dataset = {"path": "json", "data_files": ["0042", "1e3", None], "type": "chat_template"}
+    came = on_four_ranks(LORA, {"datasets": [dataset]})
+    assert came["data.path"] == ["0042", "1e3"]
