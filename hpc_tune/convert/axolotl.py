@@ -48,7 +48,8 @@ from hpc_tune.convert.trainer import (
     schedule,
     trainable_tokens,
     val_size,
-    warmup,
+    warmup_ratio,
+    warmup_steps,
 )
 
 _FULL = "none: all weights are trained"
@@ -277,7 +278,8 @@ _TAKEN: dict[str, Rule] = {
     "adam_beta2": same("optim.beta2"),
     "adam_epsilon": same("optim.eps"),
     "max_grad_norm": same("optim.clip_norm"),
-    **each(warmup, "warmup_steps warmup_ratio"),
+    "warmup_steps": warmup_steps,
+    "warmup_ratio": warmup_ratio,
     "lr_scheduler": _schedule,
     **each(_bf16, "bf16 bfloat16"),
     "tf32": same("train.tf32"),

@@ -49,7 +49,8 @@ from hpc_tune.convert.trainer import (
     save_strategy,
     schedule,
     val_size,
-    warmup,
+    warmup_ratio,
+    warmup_steps,
 )
 
 
@@ -213,7 +214,8 @@ _TAKEN: dict[str, Rule] = {
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
-    **each(warmup, "warmup_ratio warmup_steps"),
+    "warmup_ratio": warmup_ratio,
+    "warmup_steps": warmup_steps,
     "weight_decay": same("optim.weight_decay"),
     "adam_beta1": same("optim.beta1"),
     "adam_beta2": same("optim.beta2"),

@@ -152,6 +152,20 @@ def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"optim.warmup_ratio": share})
 
 
+def warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for warmup as steps, of which 0 let a share of all steps decide."""
+    if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
+        return Automatic("0 of them: warmup_ratio decides, as it does there")
+    return warmup(value, theirs)
+
+
+def warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for warmup as a share of all steps, over which a number of them wins."""
+    if theirs.number("warmup_steps") > 0:
+        return Automatic("warmup_steps decides, as it does there")
+    return warmup(value, theirs)
+
+
 def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
     ours = SCHEDULES.get(str(name))
@@ -216,7 +230,7 @@ def falling(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
 
 def _of(theirs: ForeignConfig) -> int:
     """Return the steps of warm-up of a run whose steps are known."""
-    taken = warmup(theirs.get("warmup_steps", theirs.get("warmup_ratio", 0)), theirs)
+    taken = warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
     return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
 
 

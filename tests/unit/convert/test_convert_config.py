@@ -323,6 +323,14 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"use_rslora": True, "finetuning_type": "full"}, {"tune.rslora": None}),
         ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
         ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
+        (
+            {"warmup_ratio": 0.5, "warmup_steps": 30, "max_steps": None},
+            {"optim.warmup_steps": 30, "optim.warmup_ratio": None},
+        ),
+        (
+            {"warmup_ratio": 0.5, "warmup_steps": 0, "max_steps": None},
+            {"optim.warmup_steps": None, "optim.warmup_ratio": 0.5},
+        ),
         ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),
         ({"lr_scheduler_type": None}, {"optim.schedule": "linear", "optim.min_lr_ratio": 0.005556}),
         ({"max_steps": None}, {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0}),
@@ -422,9 +430,12 @@ def test_fp16_is_named_and_the_dtype_left_to_the_device():
 
 
 def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
-    converted = tool.convert(theirs(LLAMA_FACTORY_LORA, warmup_steps=5), 1)
-    assert settings(converted)["optim.warmup_steps"] == 20
-    assert "optim.warmup_steps = 20 already" in line_of(converted.left, "warmup_steps")
+    columns = {"dataset__conversation_column": "turns", "dataset__column": "body"}
+    converted = tool.convert(theirs(TORCHTUNE_LORA, **columns), 1)
+    assert settings(converted)["data.columns"] == {"turns": "messages"}
+    assert "data.columns = {'turns': 'messages'} already" in line_of(
+        converted.left, "dataset.column"
+    )
 
 
 @pytest.mark.parametrize(
