@@ -27,6 +27,7 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.preferences import (
+    SFT,
     answers_alone,
     no_dropout,
     no_noise,
@@ -152,6 +153,8 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
+    if objective(theirs) != SFT:
+        return Automatic("what does not fit loses the left of its prompt, and no answer is cut")
     if value == "truncate":
         return Automatic("what is longer than data.seq_len loses its end, and is counted")
     return Unsupported(

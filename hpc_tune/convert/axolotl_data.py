@@ -23,7 +23,7 @@ from hpc_tune.convert.outcomes import (
     usable_file,
 )
 from hpc_tune.convert.parts import cut, split
-from hpc_tune.convert.preferences import SFT, decided
+from hpc_tune.convert.preferences import SFT, answers_alone, decided
 
 _BARE = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
@@ -288,8 +288,8 @@ _OF_A_DATASET: dict[str, Rule] = {
         _format,
         "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
     ),
-    "roles_to_train": _roles_to_train,
-    **each(_turn_end, "train_on_eos train_on_eot"),
+    "roles_to_train": answers_alone(_roles_to_train, objective),
+    **each(answers_alone(_turn_end, objective), "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
     **each(_BY_KEYS, "field_human field_model roles.* input_format"),

@@ -114,6 +114,12 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
+    if objective(theirs) != SFT:
+        remark = (
+            "training on preferences does not pack there; true is faster, and a row then holds "
+        )
+        remark += "several documents, so make the batch smaller"
+        return Mapped({"data.packing": False}, remark)
     return packing(theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs)
 
 

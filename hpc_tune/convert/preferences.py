@@ -75,10 +75,13 @@ def smoothing(objective_of: ObjectiveOf) -> Asked:
     """Rule for label smoothing that is not ours."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if objective_of(theirs) == SFT:
+        objective = objective_of(theirs)
+        if objective == SFT:
             return _UNUSED
         if value in OFF:
             return Automatic("off in their config")
+        if not _uses(objective, "tune.label_smoothing"):
+            return Automatic(f"{objective} does not use it")
         return Unsupported(SMOOTHING.format(value=value), to_do=True)
 
     return rule

@@ -251,11 +251,46 @@ SFT = {"pref_loss": None, "stage": "sft", "pref_beta": None}
             },
         ),
         (FACTORY_DPO, SFT, {"tune.objective": None, "tune.beta": None, "data.seq_len": 2048}),
+        (FACTORY_DPO, {"packing": True}, {"data.packing": False}),
+        (FACTORY_KTO, {"packing": True}, {"data.packing": False}),
+        (FACTORY_DPO, {**SFT, "packing": True}, {"data.packing": True}),
     ],
 )
 def test_a_config_for_preferences_becomes_ours(text, changes, expected):
     came = on_four_ranks(text, changes)
     assert {key: came.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "key", "words"),
+    [
+        (FACTORY_KTO, {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing", "kto does not use it"),
+        (
+            FACTORY_DPO,
+            {"pref_loss": "orpo", "dpo_label_smoothing": 0.1},
+            "dpo_label_smoothing",
+            "orpo does not use it",
+        ),
+        *(
+            (text, {"excess_length_strategy": strategy}, "excess_length_strategy", "no answer is")
+            for text in (AXOLOTL_DPO, AXOLOTL_KTO)
+            for strategy in ("truncate", "drop")
+        ),
+        *(
+            (
+                AXOLOTL_DPO,
+                {"datasets": [{"path": "/data/pairs.jsonl", key: value}]},
+                f"datasets.0.{key}",
+                "only the answers",
+            )
+            for key, value in (("roles_to_train", ["user"]), ("train_on_eos", "all"))
+        ),
+    ],
+)
+def test_what_preferences_decide_has_no_star(text, changes, key, words):
+    converted = command.convert(theirs(text, **changes), 4)
+    assert words in line_of(converted.decided, key)
+    assert not any(key in line for line in converted.to_do)
 
 
 @pytest.mark.parametrize(
