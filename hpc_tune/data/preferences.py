@@ -16,7 +16,7 @@ from hpc_tune.data.cells import opened, with_input
 from hpc_tune.data.common_prompt import Answer, Messages, Prompt, split_chats, split_texts
 from hpc_tune.data.marks import MARKS, weight_of
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example, turns_of
-from hpc_tune.data.values import WrongRecord, is_unset, name_of, shown
+from hpc_tune.data.values import WrongRecord, fields_of, is_unset, name_of, shown
 
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
@@ -65,9 +65,7 @@ def to_pair(record: Any) -> Pair:
     record = opened(with_input(record), (*CHOSEN, *REJECTED, *_CHATS, "prompt"))
     better, worse = _only(record, CHOSEN), _only(record, REJECTED)
     if better is None and worse is None:
-        raise WrongRecord(
-            f"found {_fields_of(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}"
-        )
+        raise WrongRecord(f"found {fields_of(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}")
     weight = weight_of(record, "the row")
     if weight == 0:
         raise NotLearned
@@ -98,7 +96,7 @@ def to_labelled(record: Any) -> Labelled:
         pair = to_pair(record)
         return Labelled((pair.chosen, pair.rejected), (True, False))
     if field is None:
-        raise WrongRecord(f"found {_fields_of(record)}; {_EXPECTED_LABELS}")
+        raise WrongRecord(f"found {fields_of(record)}; {_EXPECTED_LABELS}")
     if worse is None and (better := _only(record, CHOSEN)) is not None:
         raise WrongRecord(
             f"{field} and {better} are both there: expected an answer with a label, in completion "
@@ -149,13 +147,6 @@ def answer_begins(chat: Chat) -> int:
 def _require_object(record: Any) -> None:
     if not isinstance(record, dict):
         raise WrongRecord(f"found a JSON {name_of(record)}, expected an object with fields")
-
-
-def _fields_of(record: dict[str, Any]) -> str:
-    """Return the fields of a row, and which of them have no value."""
-    empty = [str(name) for name, value in record.items() if value is None]
-    nulls = f" ({', '.join(empty)} without a value)" if empty else ""
-    return f"the fields {', '.join(map(str, record))}{nulls}"
 
 
 def _other_objective(record: dict[str, Any]) -> str:

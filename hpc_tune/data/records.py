@@ -7,7 +7,7 @@ from typing import Any
 from hpc_tune.data.calls import calls_of, tools_of
 from hpc_tune.data.cells import ROLES, is_chat, opened
 from hpc_tune.data.marks import MARKS, weight_of
-from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
+from hpc_tune.data.values import WrongRecord, fields_of, from_json, is_unset, name_of, shown
 
 EXPECTED = (
     "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
@@ -107,8 +107,7 @@ def to_example(record: Any) -> Example:
     if fields:
         field = next((field for field in fields if record[field] != []), fields[0])
         return _marked(readers[field](record), record)
-    names = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {names}; {_known_form(record) or EXPECTED}")
+    raise WrongRecord(f"found {fields_of(record)}; {_known_form(record) or EXPECTED}")
 
 
 def _opened(record: dict[str, Any]) -> dict[str, Any]:
@@ -424,9 +423,7 @@ def _optional(record: dict[str, Any], field: str) -> str:
 
 def _string(record: dict[str, Any], field: str) -> str:
     if field not in record:
-        raise WrongRecord(
-            f"found the fields {', '.join(record)}, but {field} is missing; {EXPECTED}"
-        )
+        raise WrongRecord(f"found {fields_of(record)}, but {field} is missing; {EXPECTED}")
     if not isinstance(record[field], str):
         raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
     return record[field]

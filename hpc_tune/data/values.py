@@ -34,3 +34,10 @@ def shown(value: Any) -> str:
     """Return a value as JSON, cut."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def fields_of(record: dict[str, Any]) -> str:
+    """Return the fields of a row, and which of them have no value."""
+    empty = [str(name) for name, value in record.items() if value is None]
+    nulls = f" ({', '.join(empty)} without a value)" if empty else ""
+    return f"the fields {', '.join(map(str, record)) or 'no fields'}{nulls}"

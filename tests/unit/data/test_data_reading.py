@@ -172,7 +172,9 @@ BAD_LINES = {
     b'{"text": "a\x01"}': r"not JSON \(Invalid control character at column 12\)",
     b'{"text": "\xff"}': "not UTF-8",
     b"null": "found a JSON null",
-    b'{"text": null}': "found the fields text",
+    b'{"text": null}': r"found the fields text \(text without a value\)",
+    # A table gives the rows of one form null for the columns of another (prime-rl#2942).
+    b'{"prompt": null, "completion": "a"}': r"prompt, completion \(prompt without a value\)",
     b'{"text": 7}': "text is number",
     b'{"text": "half \\ud83d"}': "one half of a surrogate pair",
     b'{"messages": [{"role": "assistant", "content": "half \\ud83d"}]}': "half of a surrogate pair",
