@@ -1,6 +1,14 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
+from hpc_tune.convert.outcomes import (
+    LAYOUT,
+    NO_TRACKER,
+    Automatic,
+    Rule,
+    Unsupported,
+    each,
+    lacking,
+)
 from hpc_tune.convert.trainer import (
     NF4,
     ONE_SCHEDULE,
@@ -191,9 +199,9 @@ LEFT: dict[str, Rule] = {
         "revision_of_model model_revision",
     ),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
-    **each(
-        lacking("a template has no further arguments: write them into it", to_do=True),
-        "chat_template_kwargs.*",
+    # false is an argument too: of Qwen3's enable_thinking it is not what a template does without.
+    "chat_template_kwargs.*": Unsupported(
+        "a template has no further arguments: write them into it", to_do=True
     ),
     "eot_tokens": lacking("what the chat template writes to end an answer is learned with it"),
     "default_system_message": lacking(

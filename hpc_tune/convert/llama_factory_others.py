@@ -1,6 +1,18 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
+from typing import Any
+
+from hpc_tune.convert.outcomes import (
+    LAYOUT,
+    NO_TRACKER,
+    Automatic,
+    ForeignConfig,
+    Outcome,
+    Rule,
+    Unsupported,
+    each,
+    lacking,
+)
 from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
@@ -94,6 +106,21 @@ DECIDED: dict[str, Rule] = {
     ),
     "remove_unused_columns": Automatic("the form of a record is found by its keys"),
 }
+_BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
+
+
+def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for reasoning, which false takes out of their data."""
+    if str(value).lower() != "false":
+        return Unsupported(_BY_TEMPLATE, to_do=True)
+    return Unsupported(
+        "there reasoning is taken out of the answers, and an empty block of it ends the prompts: "
+        "take it out of the data; an empty block that the chat template writes is learned here, "
+        "and counted",
+        to_do=True,
+    )
+
+
 LEFT: dict[str, Rule] = {
     "quantization_method": only("bnb", NF4),
     "quantization_type": only("nf4", NF4),
@@ -110,10 +137,8 @@ LEFT: dict[str, Rule] = {
         "documents",
         to_do=True,
     ),
-    **each(
-        lacking("the tokenizer's chat template writes tools and reasoning", to_do=True),
-        "tool_format enable_thinking",
-    ),
+    "tool_format": lacking(_BY_TEMPLATE, to_do=True),
+    "enable_thinking": _thinking,
     "default_system": lacking("begin each record's messages with a system message", to_do=True),
     "adapter_folder": lacking("tune.init_from names the folder of the adapter itself", to_do=True),
     "split_special_tokens": lacking(

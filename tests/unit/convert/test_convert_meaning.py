@@ -117,6 +117,7 @@ def test_what_is_switched_off_refuses_nothing(text, changes):
     [
         (FACTORY, {}, "template"),
         (FACTORY, {"mask_history": True}, "mask_history"),
+        (FACTORY, {"enable_thinking": False}, "enable_thinking"),
         (FACTORY, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         (FACTORY, {"use_galore": True}, "use_galore"),
         (FACTORY, {"optim": "adafactor"}, "optim"),
