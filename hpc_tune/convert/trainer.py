@@ -316,3 +316,16 @@ def trainable_tokens(method: Callable[[ForeignConfig], str]) -> Rule:
         return Mapped({"tune.trainable_tokens": value})
 
     return rule
+
+
+def patterns(theirs_key: str, ours: str, method: Callable[[ForeignConfig], str]) -> dict[str, Rule]:
+    """Rules for peft's ranks or scales of some layers, by a pattern each."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        start = f"{theirs_key}."
+        found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
+        return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
+
+    return {theirs_key: Automatic("off in their config"), f"{theirs_key}.*": rule}

@@ -205,7 +205,8 @@ experimental_skip_move_to_device use_kernels model_quantization_config
 model_quantization_config_kwargs.dequantize random_init_weights output_dir hub_model_id hub_strategy
 hub_revision save_safetensors load_in_8bit load_in_4bit adapter lora_model_dir lora_r lora_alpha
 lora_fan_in_fan_out lora_target_modules lora_target_parameters lora_target_linear
-lora_modules_to_save lora_dropout peft_layers_to_transform peft_layers_pattern
+lora_modules_to_save lora_dropout lora_rank_pattern lora_alpha_pattern
+peft_layers_to_transform peft_layers_pattern
 peft.loftq_config.loftq_bits peft.backend peft.weight_dtype peft.group_size peft_use_dora
 peft_use_rslora peft_layer_replication peft_init_lora_weights peft_trainable_token_indices
 peft_ensure_weight_tying peft_autocast_adapter_dtype qlora_sharded_model_loading lora_on_cpu gptq
@@ -338,6 +339,16 @@ def test_every_key_of_the_reference_is_known():
         ({"profiler_steps": 3, "profiler_steps_start": 7}, {"train.profile": "8:3"}),
         ({"wandb_project": "p", "wandb_mode": "disabled"}, {"run.trackers": []}),
         ({"peft_use_rslora": True}, {"tune.rslora": True}),
+        (  # axolotl#3673
+            {
+                "lora_rank_pattern": {r".*\.layers\.3\..*(q|k)_proj$": 32, "layers.0.mlp.*": 4},
+                "lora_alpha_pattern": {r".*\.layers\.3\..*(q|k)_proj$": 128},
+            },
+            {
+                "tune.rank_pattern": {r".*\.layers\.3\..*(q|k)_proj$": 32, "layers.0.mlp.*": 4},
+                "tune.alpha_pattern": {r".*\.layers\.3\..*(q|k)_proj$": 128},
+            },
+        ),
         ({"neftune_noise_alpha": 5}, {"tune.neftune_alpha": 5}),
         ({"noisy_embedding_alpha": 5}, {"tune.neftune_alpha": 5}),
         ({"optimizer": "adamw_bnb_8bit"}, {"optim.name": "adamw_8bit"}),
@@ -370,6 +381,11 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         ({"default_system_message": "You are."}, "default_system_message", "system message"),
         ({"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype", "quantized or pruned"),
         ({"curriculum_sampling": True}, "curriculum_sampling", "shuffled"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+            "write them into it",
+        ),
         ({"my_own_key": 1}, "my_own_key", command.UNKNOWN),
         ({"lora_target_parameters": STACKS[:1]}, "lora_target_parameters", "both stacks"),
         (
