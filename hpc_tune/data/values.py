@@ -38,6 +38,8 @@ def shown(value: Any) -> str:
 
 def fields_of(record: dict[str, Any]) -> str:
     """Return the fields of a row, and which of them have no value."""
+    if not record:
+        return "no fields"
     empty = [str(name) for name, value in record.items() if value is None]
     nulls = f" ({', '.join(empty)} without a value)" if empty else ""
-    return f"the fields {', '.join(map(str, record)) or 'no fields'}{nulls}"
+    return f"the fields {', '.join(map(str, record))}{nulls}"
