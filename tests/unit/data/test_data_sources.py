@@ -175,7 +175,7 @@ def test_further_keys_of_messages_and_tools_are_kept():
     [
         ([1], "found a JSON list, expected an object"),
         ({"question": "q"}, "found the fields question; expected one of: messages"),
-        ({}, "found the fields no fields"),
+        ({}, "found no fields"),
         ({"prompt": "q"}, "completion is missing"),
         ({"instruction": "q", "output": 3}, "output is number, expected text"),
         ({"text": ["a"]}, "text is list, expected text"),
