@@ -220,7 +220,9 @@ class NativeEngine:
         compiles = self._settings.train.compile
         eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         with eager, self._collectives.uncounted():
-            self._forward_backward([batch], 1)
+            # The first stage of a pipeline keeps the activations of several micro-batches.
+            stages = self._plan.layout.pipeline
+            self._forward_backward([batch] * (2 * stages if stages > 1 else 1), 1)
         self._zero_grad()
 
     def _move_optimizer(self, times: int) -> str:

@@ -24,6 +24,9 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 POLL_S = 0.002
+# Times the rows that would fit if all that the first takes were the cost of each: what a small
+# difference between two peaks may not exceed.
+_MOST_AS_MANY = 8
 
 
 def decide_micro_size(
@@ -63,56 +66,77 @@ def largest_micro_size(
 ) -> int:
     """Return the largest power of two of rows that fit on every rank, at most ``most_rows``.
 
-    One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
-    taken as the cost of each row. That is too high by what is allocated once, so it errs on the
-    safe side. The rows fill memory as far as a plan would. Collective.
+    One row of ``seq_len`` tokens, all with loss, is run forward and backward, and two where they
+    fit even if all that the first took is the cost of a row. What the second added is the cost of
+    each further one; the rest is allocated once (gathered weights, workspaces). The rows fill
+    memory as far as a plan would. Collective.
 
     Raises:
         MemoryBudgetError: if this rank's device has no room for one row.
     """
     if most_rows <= 1:
         return 1
-
-    def try_one() -> None:
-        engine.run_once(full_batch(1, seq_len))
-
-    if monitor.device is not None:
-        rows = _rows_on_device(try_one, monitor, monitor.device, seq_len)
+    device = monitor.device
+    if device is not None:
+        needed_by, room_bytes = _needs_on_device(engine, monitor, device, seq_len)
     else:
-        row_bytes = _peak_of(try_one)
-        room_bytes = int(HOST.filled * monitor.limit.num_bytes) - monitor.used_bytes()
-        rows = room_bytes // comm.world.local_size // max(row_bytes, 1)
-    # The rank with the least room decides.
-    rows = max(1, -int(comm.max([-rows])[0]))
+        needed_by, room_bytes = _needs_on_host(engine, monitor, seq_len)
+        room_bytes //= comm.world.local_size
+
+    def on_every_rank(rows: int) -> int:
+        """Return the rows of the rank with the least room."""
+        return max(1, -int(comm.max([-rows])[0]))
+
+    one_bytes = max(needed_by(1), 1)
+    rows = on_every_rank(room_bytes // one_bytes)
+    if 1 < rows < most_rows:
+        added_bytes = max(needed_by(2) - one_bytes, one_bytes // _MOST_AS_MANY, 1)
+        rows = on_every_rank(1 + (room_bytes - one_bytes) // added_bytes)
     return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
-def _rows_on_device(
-    try_one: Callable[[], None], monitor: Monitor, device: DeviceMemory, seq_len: int
-) -> int:
-    held_bytes, failed = device.sample().allocated_bytes, None
-    try:
-        try_one()
-    except torch.OutOfMemoryError as error:
-        failed = what_failed(error)
-    found = device.sample()
-    if failed is not None:
-        raise MemoryBudgetError(
-            f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
-            f"{monitor.device_need(found).words}; {failed}. Set parallel.recompute=full, a shorter "
-            "data.seq_len, or parallel.offload_params=cpu, or use more ranks with parallel.shard; "
-            "python -m hpc_tune plan predicts what each takes"
-        )
-    row_bytes = found.used_bytes - found.others_bytes - held_bytes
+def _needs_on_device(
+    engine: Engine, monitor: Monitor, device: DeviceMemory, seq_len: int
+) -> tuple[Callable[[int], int], int]:
+    """Return what measures the bytes that rows take at their peak, and the bytes there are."""
+    before = device.sample()
     # The allocator's fragments grow with what it gives out.
-    room_bytes = DEVICE.filled * found.limit_bytes - found.others_bytes
-    room_bytes = room_bytes / (1 + GPU_SLACK) - found.allocated_bytes
-    return int(room_bytes / max(row_bytes, 1))
+    filled_bytes = (DEVICE.filled * before.limit_bytes - before.others_bytes) / (1 + GPU_SLACK)
+
+    def needed_by(rows: int) -> int:
+        failed = None
+        try:
+            engine.run_once(full_batch(rows, seq_len))
+        except torch.OutOfMemoryError as error:
+            failed = what_failed(error)
+        found = device.sample()
+        if failed is not None:
+            raise MemoryBudgetError(
+                f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
+                f"{monitor.device_need(found).words}; {failed}. Set parallel.recompute=full, a "
+                "shorter data.seq_len, or parallel.offload_params=cpu, or use more ranks with "
+                "parallel.shard; python -m hpc_tune plan predicts what each takes"
+            )
+        return found.used_bytes - found.others_bytes - before.allocated_bytes
+
+    return needed_by, int(filled_bytes) - before.allocated_bytes
+
+
+def _needs_on_host(
+    engine: Engine, monitor: Monitor, seq_len: int
+) -> tuple[Callable[[int], int], int]:
+    """Return what measures the bytes that rows take at their peak, and the bytes of all ranks."""
+    before_bytes = own_bytes()
+
+    def needed_by(rows: int) -> int:
+        return _peak_of(lambda: engine.run_once(full_batch(rows, seq_len))) - before_bytes
+
+    return needed_by, int(HOST.filled * monitor.limit.num_bytes) - monitor.used_bytes()
 
 
 def _peak_of(work: Callable[[], None]) -> int:
-    """Return by how many bytes host memory rose at its highest while ``work`` ran."""
-    before = peak = own_bytes()
+    """Return the most bytes of host memory that this process had while ``work`` ran."""
+    peak = own_bytes()
     finished = threading.Event()
 
     def watch() -> None:
@@ -127,4 +151,4 @@ def _peak_of(work: Callable[[], None]) -> int:
     finally:
         finished.set()
         watcher.join()
-    return max(peak, own_bytes()) - before
+    return max(peak, own_bytes())

@@ -279,36 +279,69 @@ def test_an_error_is_answered_where_there_is_a_device_and_the_governor_is_on(
     assert governed(device, mode=mode)[0].answers_device is answers
 
 
-class OneRow:
-    """An engine whose single row takes these bytes; None: more than there is."""
+class Rows:
+    """An engine on a device of 80 GiB whose rows take these bytes; None: more than there are."""
 
-    def __init__(self, row_bytes):
-        self._row_bytes = row_bytes
+    def __init__(self, held, once_bytes, row_bytes):
+        self._before = replace(SAMPLE, allocated_bytes=held, others_bytes=GIB)
+        self._once_bytes, self._row_bytes, self._peak = once_bytes, row_bytes, held + GIB
+        self.tried = []
 
     def run_once(self, batch):
-        assert batch.tokens_BT.shape == (1, 64)
+        rows, length = batch.tokens_BT.shape
+        assert length == 64
+        self.tried.append(rows)
+        needed = 49 * GIB if self._row_bytes is None else self._once_bytes + rows * self._row_bytes
+        self._peak = self._before.allocated_bytes + GIB + needed
         if self._row_bytes is None:
             raise torch.OutOfMemoryError(ERROR)
 
+    def sample(self):
+        return replace(self._before, used_bytes=self._peak)
 
-def rows_that_fit(row_bytes, others=GIB, held=30 * GIB, ranks=1, most=64):
-    """Return the micro-batch size that is found where one row takes ``row_bytes``."""
-    before = replace(SAMPLE, allocated_bytes=held, others_bytes=others)
-    peak = held + others + (row_bytes or 49 * GIB)
+
+def rows_that_fit(row_bytes, once_bytes=0, held=30 * GIB, most=64, others=None):
+    """Return the micro-batch size that is found, and the rows that were tried."""
+    engine = Rows(held, once_bytes, row_bytes)
     watching = SimpleNamespace(
-        device=Device(before, replace(before, used_bytes=peak)),
+        device=engine,
         device_need=lambda sample: SimpleNamespace(words=f"{sample.used_bytes // GIB} GiB in use"),
     )
-    comm = SimpleNamespace(world=SimpleNamespace(local_size=ranks), max=lambda values: values)
-    return largest_micro_size(comm, OneRow(row_bytes), watching, 64, most)
+    comm = SimpleNamespace(
+        world=SimpleNamespace(local_size=1), max=lambda values: [max(*values, *(others or values))]
+    )
+    return largest_micro_size(comm, engine, watching, 64, most), engine.tried
 
 
-@pytest.mark.parametrize(("row_gib", "rows"), [(1, 32), (4, 8), (40, 1), (45, 1), (0.1, 64)])
-def test_micro_batches_fill_a_device_as_far_as_a_plan_would(row_gib, rows):
-    assert rows_that_fit(int(row_gib * GIB)) == rows
+@pytest.mark.parametrize(
+    ("once_gib", "row_gib", "rows"),
+    [
+        (0, 1, 32),
+        (0, 4, 8),
+        (0, 40, 1),
+        (0, 45, 1),
+        (0, 0.1, 64),
+        (4, 1, 32),
+        (4, 4, 8),
+        (13, 7, 4),
+    ],
+)
+def test_micro_batches_fill_a_device_as_far_as_a_plan_would(once_gib, row_gib, rows):
+    found, _ = rows_that_fit(int(row_gib * GIB), int(once_gib * GIB))
+    assert found == rows
     if rows < 64:  # one more doubling would need more than plans fill
-        needed = (30 + 2 * rows * row_gib) * (1 + GPU_SLACK) + 1
+        needed = (30 + once_gib + 2 * rows * row_gib) * (1 + GPU_SLACK) + 1
         assert needed > DEVICE.filled * 80
+
+
+def test_two_rows_are_tried_only_where_every_rank_has_room_for_them():
+    assert rows_that_fit(30 * GIB) == (1, [1])
+    assert rows_that_fit(4 * GIB) == (8, [1, 2])
+    assert rows_that_fit(4 * GIB, others=[-1]) == (1, [1])
+
+
+def test_two_peaks_that_differ_by_nothing_do_not_make_rows_free():
+    assert rows_that_fit(1, 4 * GIB, most=1024) == (64, [1, 2])
 
 
 def test_a_single_row_that_does_not_fit_ends_the_start_with_what_it_needs_and_advice():
