@@ -251,6 +251,7 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
+    from hpc_tune.lazy_imports import is_installed
     from hpc_tune.plan.advice import check_remedies
     from hpc_tune.plan.hardware import machine_asked_for
     from hpc_tune.plan.report import as_json, as_lines, make_plan
@@ -284,6 +285,8 @@ def plan(options: Namespace) -> int:
 
     planned = make_plan(config, *how)
     advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
+    if config.parallel.zero_stage is not None and not is_installed("deepspeed"):
+        log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     lines = as_lines(planned, advice)
     lines += planned_sources(config.data, config.train, config.batch.global_size)
     print(as_json(planned, advice) if options.json else "\n".join(lines))

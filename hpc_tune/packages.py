@@ -4,6 +4,7 @@ Imports nothing but Python's own, since anything else may be what is broken.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import resource
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 _OWN = "hpc_tune"
+_ALWAYS = ("omegaconf", "pydantic", "torch")  # where one lacks, so does all that pip would bring
+_PACKAGES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # modules that have another name
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
@@ -25,11 +28,7 @@ def why_unusable(error: BaseException) -> str | None:
     if package == _OWN:
         return None
     if file is None and isinstance(error, ModuleNotFoundError):
-        return (
-            f"the Python at {sys.executable} has no module {error.name}; expected one in which "
-            "hpc_tune is installed: activate that environment (source .venv/bin/activate), or "
-            "install into this one as docs/laptop.md says"
-        )
+        return _why_missing(package)
     folder = Path(file).parent.parent if file else None
     found = next((v for name, v in _installed(folder) if name == _plain(package)), None)
     found = found or getattr(sys.modules.get(package), "__version__", None)
@@ -58,6 +57,27 @@ def in_front(environ: Mapping[str, str] = os.environ) -> list[str]:
     return warnings
 
 
+def hidden_torch() -> str | None:
+    """Return a warning where another torch is installed behind the one that is imported.
+
+    That may be the one which a centre has built for its GPUs.
+    """
+    found = {str(one.locate_file("")): one.version for one in _distributions_of("torch")}
+    (folder, version), *others = [*found.items()] or [("", "")]
+    if not others:
+        return None
+    behind = " and ".join(f"{other} in {where}" for where, other in others)
+    return (
+        f"torch {version} in {folder} hides torch {behind}: if that is your centre's, built for "
+        "its GPUs, make an environment that keeps it (python3 tools/install.py), or uninstall the "
+        "first"
+    )
+
+
+def _distributions_of(name: str) -> list[importlib.metadata.Distribution]:
+    return [*importlib.metadata.distributions(name=name)]
+
+
 def required() -> dict[str, str]:
     """Return the versions that hpc_tune takes, such as ``>=2.9,<3``, by package."""
     try:
@@ -66,6 +86,21 @@ def required() -> dict[str, str]:
         return {}
     matches = [_REQUIREMENT.fullmatch(line) for line in lines]
     return {_plain(m[1]): m[2].strip() for m in matches if m and "extra" not in (m[3] or "")}
+
+
+def _why_missing(module: str) -> str:
+    """Return what to do about a module that is not there; a whole environment may lack."""
+    package = _PACKAGES.get(module, _plain(module))
+    if any(importlib.util.find_spec(name) is None for name in _ALWAYS):
+        return (
+            f"the Python at {sys.executable} has no module {module}; expected one in which "
+            "hpc_tune is installed: activate that environment (source .venv/bin/activate), or "
+            "install into this one as docs/laptop.md says"
+        )
+    return (
+        f"{package} is needed for this and is not installed: {sys.executable} -m pip install "
+        f"'{package}{required().get(package, '')}'"
+    )
 
 
 def _is_while_importing(error: BaseException) -> bool:

@@ -37,7 +37,8 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     """
     cores = Cores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_master(os.environ)
-    comm = bootstrap(config.run)
+    # GPUs that no rank uses are a finding here, with all others.
+    comm = bootstrap(config.run, refuses_unused=False)
     configure(comm.world.rank)
     folders = {"run.dir": Path(config.run.dir)}
     if config.data.cache:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.cluster.unused_gpus import Unused
 from hpc_tune.memory.host import find_limit, used_bytes
+from hpc_tune.packages import hidden_torch
 from hpc_tune.probe import software
 from hpc_tune.probe.nccl import Nccl, read_nccl
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import address_of
+from hpc_tune.world.device import address_of, unused_by
 from hpc_tune.world.numa import SYS, numa_of, pci_path
 from hpc_tune.world.open_files import limit_of_files
 
@@ -40,7 +42,8 @@ class RankFacts:
     ``cpus`` are those that the launcher gave it, before it took its share ``taken``, which is of
     ``numa_nodes``; ``num_reachable`` it could have had. One rank of each node has ``topology``,
     ``library`` and ``folders``. ``clock_s``: its clock, in seconds of the epoch, when all ranks had
-    reached the same place.
+    reached the same place. ``unused``: why it makes no use of GPUs, where there may be some;
+    ``hidden``: of a torch that another one hides.
     """
 
     rank: int
@@ -75,6 +78,8 @@ class RankFacts:
     rocm: str = ""
     library: Nccl | None = None
     clock_s: float | None = None
+    unused: Unused | None = None
+    hidden: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,8 @@ def facts_of(
         rocm=torch.version.hip or "",
         library=library if is_first else None,
         clock_s=clock_s,
+        unused=None if on_gpu or device_wanted != "auto" else unused_by(world.hostname),
+        hidden=hidden_torch(),
     )
 
 

@@ -11,6 +11,7 @@ from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
+from hpc_tune.probe.topology import NO_LIBRARY
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world.open_files import needed
 
@@ -66,6 +67,9 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
             yield Finding(level, f"{package} differs: {shown}. Use one environment for all nodes")
+    for text in dict.fromkeys(rank.hidden for rank in ranks if rank.hidden):
+        on = _some([here[0].hostname for here in _by_node(ranks) if here[0].hidden == text])
+        yield Finding("warning", f"{on}: {text}")
     for here in _by_node(ranks):
         compiled = here[0].compiled
         if compiled is not None and not compiled.ops and compiled.missing_tools:
@@ -81,15 +85,8 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _by_node(ranks):
         first, topology = here[0], here[0].topology
         gpus = topology.gpus if topology else ()
-        if topology and gpus and first.device_wanted != "cpu" and not first.device_bytes:
-            torch = first.versions.get("torch", "")
-            built = f"is built for CUDA {first.cuda}" if first.cuda else "is built without CUDA"
-            yield Finding(
-                "error",
-                f"{first.hostname} has {len(gpus)} GPUs that no rank uses: torch {torch} {built}, "
-                f"the driver {topology.driver} has CUDA {topology.driver_cuda}. Install a torch "
-                "that fits, look at CUDA_VISIBLE_DEVICES, or set run.device=cpu",
-            )
+        if first.unused is not None:
+            yield Finding("error" if first.unused.is_refused else "warning", first.unused.text)
         most = max((gpu.nvlinks for gpu in gpus), default=0)
         weak = [f"GPU {i} has {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
@@ -246,6 +243,13 @@ def _driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if rank.topology and rank.topology.driver_error and rank.device_bytes and rank.cuda:
             hosts[rank.topology.driver_error].append(rank.hostname)
     for error, on in hosts.items():
+        if error == NO_LIBRARY:
+            yield Finding(
+                "warning",
+                f"{_some(on)}: {error}, so how GPUs are connected cannot be told: python -m pip "
+                "install nvidia-ml-py. Runs do not need it",
+            )
+            continue
         yield Finding(
             "warning",
             f"{_some(on)}: the driver's management library refuses ({error}), as it may for slices "

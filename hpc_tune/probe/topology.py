@@ -17,6 +17,8 @@ _CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
+NO_LIBRARY = "nvidia-ml-py is not installed"
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -67,6 +69,8 @@ class Topology:
 def read_topology(folder: Path = SYS) -> Topology:
     """Return this node's topology; without a driver or nvidia-ml-py its cards alone.
 
+    ``driver_error`` is NO_LIBRARY without the latter.
+
     ``folder`` is where the kernel shows its devices.
     """
     told = _ask_driver(folder)
@@ -89,7 +93,7 @@ def _ask_driver(folder: Path) -> Topology:
     try:
         import pynvml as nvml
     except ImportError:
-        return Topology()
+        return Topology(driver_error=NO_LIBRARY)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:  # no driver, or not for this user

@@ -64,21 +64,34 @@ class Facts:
 
 
 def trackers_of(run: RunSettings) -> list[str]:
-    """Return the names of the trackers that are asked for, each once."""
-    return list(dict.fromkeys([*(["tensorboard"] if run.tensorboard else []), *run.trackers]))
+    """Return the names of the trackers that are asked for, each once.
+
+    run.tensorboard is on by default, and so asks for what is installed alone.
+    """
+    by_default = ["tensorboard"] if run.tensorboard and is_installed("tensorboard") else []
+    return list(dict.fromkeys([*by_default, *run.trackers]))
 
 
 def require_trackers(run: RunSettings) -> None:
     """Check that each tracker can be had, before anything takes time.
 
+    Warns of run.tensorboard=true, which is the default, where tensorboard is not installed.
+
     Raises:
         ConfigError: if one is not installed, or WANDB_MODE is not a mode.
     """
-    for name in trackers_of(run):
+    names = trackers_of(run)
+    if run.tensorboard and "tensorboard" not in names:
+        log.warning(
+            "tensorboard is not installed, so no figures are written for it; python -m pip install "
+            "tensorboard, or set run.tensorboard=false"
+        )
+    for name in names:
         if not is_installed(name):
+            package = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}.get(name, name)
             raise ConfigError(
-                f"run.trackers has {name}, which is not installed; pip install "
-                f"'hpc_tune[{name}]', or remove it from run.trackers"
+                f"run.trackers has {name}, which is not installed; python -m pip install "
+                f"{package}, or remove it from run.trackers"
             )
     mode = os.environ.get("WANDB_MODE", "offline")
     if "wandb" in run.trackers and mode not in _WANDB_MODES:

@@ -29,6 +29,7 @@ from hpc_tune.world import affinity, liveness, open_files
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
+    Gpus,
     check_devices,
     gather_gpus,
     nodes_of_gpus,
@@ -57,17 +58,17 @@ _SETTLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
 
 
-def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
+def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: bool = True) -> Comm:
     """Form the world and return this rank's part in it; collective over all ranks.
 
     ``lost`` ends the world when another host is down or cut off, which a thread finds out.
+    ``refuses_unused``: whether ranks are refused that see none of the GPUs granted to them.
 
     Raises:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    files = open_files.raise_limit()
-    open_files.require_least(files)
+    open_files.require_least(files := open_files.raise_limit())
     launcher, claim = launcher_of(os.environ)
     launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
@@ -86,7 +87,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
 
         store, address, nonce, met = _rendezvous(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
-        device, warning, near = _take_device(world, exchange, settings, launched)
+        device, warning, near = _take_device(world, exchange, settings, launched, refuses_unused)
         exchange.close()
         if near:
             share, threads, _ = _take_cores(world, cores, settings, near)
@@ -233,15 +234,22 @@ def _take_cores(
 
 
 def _take_device(
-    world: World, exchange: Channel, settings: RunSettings, launched: bool
+    world: World,
+    exchange: Channel,
+    settings: RunSettings,
+    launched: bool,
+    refuses_unused: bool = True,
 ) -> "tuple[torch.device, str | None, list[affinity.Near | None]]":
     """Return this rank's device, a warning if any, and where the GPUs of the node's ranks are.
 
     Raises:
         WorldError: on every rank, if the ranks' devices do not fit together.
     """
-    seen = gather_gpus(world, visible_gpus(settings.device), exchange)
-    device, report = pick_device(settings.device, world, seen)
+    wanted, own = settings.device, visible_gpus(settings.device)
+    seen = gather_gpus(world, own, exchange)
+    if wanted == "auto" and own == Gpus() and not refuses_unused:
+        wanted = "cpu"
+    device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
     warning = check_devices(reports, launched)
     nodes = nodes_of_gpus(seen) if device.type == "cuda" else []

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpc_tune.cluster.unused_gpus import VISIBLE, Build, unused_gpus, why_no_start
+from hpc_tune.cluster.unused_gpus import (
+    VISIBLE,
+    Build,
+    Unused,
+    unused_gpus,
+    why_no_start,
+)
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
@@ -157,7 +163,7 @@ def pick_device(
                 "run.device=cpu"
             )
         elif wanted == "auto":
-            unused = unused_gpus(os.environ, world.hostname, Build.of_torch(), why_no_start)
+            unused = unused_by(world.hostname)
             if unused is not None and not unused.is_refused:
                 return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
@@ -170,6 +176,11 @@ def pick_device(
     device = torch.device("cuda", own.names.index(chosen[world.rank]))
     torch.cuda.set_device(device)
     return device, DeviceReport(*rank, "cuda", uuid=chosen[world.rank], visible=own.names)
+
+
+def unused_by(host: str) -> Unused | None:
+    """Return why this process, to which torch shows no GPU, makes no use of those of its node."""
+    return unused_gpus(os.environ, host, Build.of_torch(), why_no_start)
 
 
 def use_in_this_thread(device: "torch.device") -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune import __main__ as entry
 from hpc_tune import packages
-from hpc_tune.packages import in_front, why_unusable
+from hpc_tune.packages import hidden_torch, in_front, why_unusable
 
 ROOT = Path(__file__).parents[2]
 SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
@@ -166,6 +166,26 @@ def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(m
     said = why_unusable(raised.value)
     assert "ulimit -v, or the batch system, gives this process 3072 MiB of addresses" in said
     assert "Install the versions" not in said
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("matplotlib", "matplotlib"), ("pynvml", "nvidia-ml-py"), ("rich", "rich")]
+)
+def test_one_that_is_not_installed_is_named_with_the_line_that_installs_it(module, package):
+    with pytest.raises(ModuleNotFoundError) as raised:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    said = why_unusable(raised.value)
+    assert said.startswith(f"{package} is needed for this and is not installed: {sys.executable}")
+    assert f"-m pip install '{package}>=" in said
+
+
+def test_a_torch_behind_the_one_that_is_imported_is_told(tmp_path, monkeypatch):
+    assert hidden_torch() is None
+    info = tmp_path / "torch-2.10.0+rocm7.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0+rocm7.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert f" hides torch 2.10.0+rocm7.0 in {tmp_path}: if that is your centre's" in hidden_torch()
 
 
 def test_an_error_of_our_own_is_no_package():

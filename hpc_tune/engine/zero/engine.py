@@ -288,8 +288,9 @@ def _connect(device: torch.device, collectives: CountedCollectives, needs_aio: b
         from deepspeed.utils import groups
     except ImportError as error:
         raise ConfigError(
-            f"parallel.zero_stage needs DeepSpeed, which cannot be imported ({error}): "
-            "pip install --force-reinstall --no-deps deepspeed"
+            f"parallel.zero_stage needs DeepSpeed, which cannot be imported ({error}): python -m "
+            "pip install deepspeed, or in an environment over a centre's torch python3 "
+            "tools/install.py --zero"
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu" and real_accelerator.get_accelerator().device_name() != "cpu":

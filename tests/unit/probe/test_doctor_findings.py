@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from hpc_tune.cluster.unused_gpus import Unused
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.links import Collective, Links, Pair, in_words, outliers, rate, rounds
 from hpc_tune.probe.nccl import Nccl
 from hpc_tune.probe.software import Compiled
 from hpc_tune.probe.table import as_dict, as_lines
-from hpc_tune.probe.topology import Card, Gpu, Topology
+from hpc_tune.probe.topology import NO_LIBRARY, Card, Gpu, Topology
 
 GIB = 1 << 30
+UNUSED = Unused("torch finds no GPU on n1", is_refused=True)
 CARD = Card("mlx5_0", "ACTIVE", "400 Gb/sec", 0, (0,))
 GPUS = (Gpu("a", "H100", "0000:17:00.0", 0, 18), Gpu("b", "H100", "0000:3d:00.0", 0, 18))
 NODE = Topology(GPUS, {"0-1": "NVLink"}, (CARD,), "580.1", "13.0")
@@ -97,9 +99,19 @@ PLANTED = {
         "n1: deepspeed has no compiled ops, and there is no ninja and no nvcc",
     ),
     "GPUs that torch does not see": (
-        [(r, {"device": "cpu", "device_bytes": 0, "device_numa": None}) for r in (2, 3)],
+        [(r, {"device_bytes": 0, "device_numa": None, "unused": UNUSED}) for r in (2, 3)],
         "error",
-        "n1 has 2 GPUs that no rank uses: torch 2.11.0 is built for CUDA 12.8, the driver 580.1",
+        "torch finds no GPU on n1",
+    ),
+    "a torch behind another": (
+        [(r, {"hidden": "torch 2.13 in /venv hides torch 2.10"}) for r in range(4)],
+        "warning",
+        "n0, n1: torch 2.13 in /venv hides torch 2.10",
+    ),
+    "the driver's library is not installed": (
+        [(r, {"topology": Topology(driver_error=NO_LIBRARY)}) for r in (0, 2)],
+        "warning",
+        "n0, n1: nvidia-ml-py is not installed, so how GPUs are connected cannot be told",
     ),
     "an NVLink is down": (
         [(0, {"topology": dataclasses.replace(NODE, gpus=(GPUS[0], worn(GPUS[1])))})],

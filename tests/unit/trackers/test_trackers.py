@@ -247,8 +247,21 @@ def test_what_a_full_disk_refuses_costs_figures_and_not_the_run(tmp_path, instal
 def test_one_that_is_not_installed_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     require_trackers(load_config(None, ["run.tensorboard=false"]).run)
-    with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[mlflow\]'"):
-        require_trackers(load_config(None, ["run.tensorboard=false", "run.trackers=[mlflow]"]).run)
+    for name, package in (("mlflow", "mlflow-skinny"), ("tensorboard", "tensorboard")):
+        words = ["run.tensorboard=false", f"run.trackers=[{name}]"]
+        with pytest.raises(ConfigError, match=rf"pip install {package},"):
+            require_trackers(load_config(None, words).run)
+
+
+def test_the_default_one_is_left_out_with_a_word_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    said = []
+    monkeypatch.setattr(trackers.log, "warning", said.append)
+    run = load_config(None, []).run
+    require_trackers(run)
+    assert trackers_of(run) == []
+    (line,) = said
+    assert line.startswith("tensorboard is not installed, so no figures are written for it; python")
 
 
 def test_a_folder_of_its_name_is_not_taken_for_the_package(tmp_path, monkeypatch):
