@@ -1,5 +1,6 @@
 # make demo   installs what it needs and fine-tunes a real model on this machine's cores
 # make test   installs what it needs; style, types, unit tests, and one real run for each promise
+# make test TORCH=2.9.1   the same with another torch, in an environment of its own
 # make test-all   the whole matrix of each promise, with what can be installed here of the following
 # make soak   the long proofs, and whatever measures time; their figures belong into benchmarks/
 # make gpu    checks hpc_tune on a machine with one GPU, in 8 minutes and without a network
@@ -10,7 +11,7 @@
 # make nvme   compiles DeepSpeed's library for NVMe (minutes): offload to disk
 
 PYTHON ?= python3
-VENV   ?= .venv
+VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
 PIP     = $(VENV)/bin/python -m pip
 BIN     = $(abspath $(VENV))/bin
 MODEL   = models/smollm2-135m-instruct
@@ -84,8 +85,9 @@ soak: $(VENV)/.test nvme
 $(VENV)/.%: setup.py constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+	$(PIP) install --quiet --constraint $(VENV)/constraints.txt torch
+	$(PIP) install --quiet --constraint $(VENV)/constraints.txt --editable '.[$*]'
 	sh tools/ensure_mpirun.sh $(VENV)
 	sh tools/ensure_libaio.sh
 	touch $@

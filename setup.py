@@ -18,7 +18,7 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["hpc_tune", "hpc_tune.*"]),
     package_data={"hpc_tune": ["shapes/*/config.json"], "hpc_tune.config": ["*.yaml"]},
     install_requires=[
@@ -26,7 +26,7 @@ setup(
         "h5py>=3.10",
         "jinja2>=3.1",
         "matplotlib>=3.8",
-        "mpi4py>=4.0",
+        "mpi4py>=4.1",
         "numpy>=1.26",
         "nvidia-ml-py>=12",
         "omegaconf>=2.3",

@@ -13,9 +13,9 @@ _OF_ALL_RANKS = ("train", "supervise")  # and no word: train
 
 def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads this file too
     """Run the command line and return its exit code."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 11):
         sys.stderr.write(
-            "hpc_tune: this is Python %d.%d at %s; expected 3.10 or newer: load the site's module, "
+            "hpc_tune: this is Python %d.%d at %s; expected 3.11 or newer: load the site's module, "
             "or name another python\n" % (sys.version_info[:2] + (sys.executable,))
         )
         return 2

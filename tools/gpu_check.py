@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     chosen = [part for part in PARTS if not asked.only or part.name in asked.only]
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT) if (ROOT / ".git").exists() else None,
         "platform": platform.platform(),
         "versions": versions(),

@@ -99,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _install(args: argparse.Namespace) -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036
-        raise InstallError(f"this is Python {sys.version.split()[0]}; load one from 3.10 on")
+    if sys.version_info < (3, 11):  # noqa: UP036
+        raise InstallError(f"this is Python {sys.version.split()[0]}; load one from 3.11 on")
     torch = _torch_of(sys.executable)
     if torch is None:
         raise InstallError(

@@ -57,8 +57,13 @@ def plan_of(config: Any) -> dict[str, str]:
 
     Norms of each head (GLM-4.5, Qwen3-VL-MoE) and activations that learn (Apertus) see a part of
     the features on each rank, so their gradients are partial sums. Nothing without a plan.
+
+    transformers 5.17 puts the embedding into the plan of a model whose head is tied to it, 5.18 and
+    later do not; it is whole on each rank here.
     """
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+    if plan.get("embed_tokens") == "embedding_rowwise":
+        del plan["embed_tokens"]
     for path, style in list(plan.items()):
         parent, _, name = path.rpartition(".")
         if style == "colwise" and name in _BETWEEN:

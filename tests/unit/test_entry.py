@@ -169,7 +169,8 @@ def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(m
 
 
 @pytest.mark.parametrize(
-    ("module", "package"), [("matplotlib", "matplotlib"), ("pynvml", "nvidia-ml-py"), ("rich", "rich")]
+    ("module", "package"),
+    [("matplotlib", "matplotlib"), ("pynvml", "nvidia-ml-py"), ("rich", "rich")],
 )
 def test_one_that_is_not_installed_is_named_with_the_line_that_installs_it(module, package):
     with pytest.raises(ModuleNotFoundError) as raised:

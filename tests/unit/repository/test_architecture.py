@@ -274,7 +274,7 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
     )
     assert done.returncode == 2
     assert "this is Python 3.6 at" in done.stderr
-    assert "expected 3.10 or newer" in done.stderr
+    assert "expected 3.11 or newer" in done.stderr
     ast.parse((ROOT / "__main__.py").read_text(), feature_version=(3, 6))
 
 
