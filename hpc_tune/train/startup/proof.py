@@ -113,12 +113,13 @@ def try_out(config: Any, tune: TuneConfig = FULL) -> Proof:
             documents = _documents()
             wanted, gradients = reference(config, directory, documents)
         except NoTrial as why:
-            return Proof(loss=f"no small model of this kind could be tried: {why}")
+            return Proof(loss=_Raised(f"no small model of this kind could be tried: {why}"))
         trial = _Trial(directory, documents, wanted, gradients)
         try:
             built = _loaded(trial.build())
         except HpcTuneError as error:
-            return Proof(loss=str(error).replace(str(directory), "a small model of this kind"))
+            said = str(error).replace(str(directory), "a small model of this kind")
+            return Proof(loss=_Raised(said))
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return Proof(loss=_failed(error))
         attention = ""

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model import load
+from hpc_tune.errors import DataError
+from hpc_tune.model import load, stock
 from hpc_tune.model.experts import chosen_experts, num_experts
 from hpc_tune.model.load import load_weights
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
@@ -336,6 +337,26 @@ def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch)
     with monkeypatch.context() as unlucky:
         unlucky.setattr(proof._Trial, "wrong_packing", fail)
         assert "fails with RuntimeError: out of luck" in prove(config_of("llama")).packing
+    assert not list(tmp_path.rglob("*.json"))
+    assert prove(config_of("llama")) == Proof()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (stock, "_save", OSError("No space left on device")),
+        (proof, "load_weights", DataError("model.safetensors: Input/output error")),
+    ],
+)
+def test_a_trial_without_a_small_model_is_made_again(tmp_path, monkeypatch, owner, name, error):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as unlucky:
+        unlucky.setattr(owner, name, fail)
+        assert str(error) in prove(config_of("llama")).loss
     assert not list(tmp_path.rglob("*.json"))
     assert prove(config_of("llama")) == Proof()
 
