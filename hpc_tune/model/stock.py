@@ -5,8 +5,10 @@ stock_losses  the loss of each document in transformers' own model, and the grad
 reference     both, with values for which rounding chooses no expert
 """
 
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hpc_tune.model.shrink import FEWER, OTHER_FACTORS, factors, shrunk_whole
 MAX_VALUES = 64_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
 _DRAWS = 5  # of values, at most; the last are taken as they are
+_OF_ADAPTERS = ("peft", "bitsandbytes")
 _TIE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
 
 
@@ -190,4 +193,8 @@ def software() -> str:
     with lazy_imports():
         import transformers
 
-    return f"transformers {transformers.__version__}, torch {torch.__version__}"
+    versions = [f"transformers {transformers.__version__}, torch {torch.__version__}"]
+    for package in _OF_ADAPTERS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(versions)

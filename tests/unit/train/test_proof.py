@@ -1,6 +1,7 @@
 """Architectures tried before a run: what transformers itself says is what counts."""
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import shutil
@@ -309,6 +310,19 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert prove(config) == Proof()
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_trial_with_another_package_of_adapters_does_not_count(monkeypatch, package):
+    names = [proof._cache_file(config_of("llama"), QLORA).name]
+    installed = importlib.metadata.version
+
+    def version(name):
+        return "99" if name == package else installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    names.append(proof._cache_file(config_of("llama"), QLORA).name)
+    assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize("changed", ["step/slices.py", "data/packed_rows.py", "batch.py"])
