@@ -176,6 +176,8 @@ def _key(model: Model, store: TokenStore) -> str:
         model.config.train.float8,
         model.built.seq_len if scaled_by_length(model.built.config) else None,
     ]
+    if tune.init_from is not None:  # its weights count by these, which its own settings equal
+        facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

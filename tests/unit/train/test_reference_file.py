@@ -25,9 +25,16 @@ def key_of(**changes):
     said = {
         **{"content": "c", "tokenizer": "t", "identity": "i", "sample": "s", "seq_len": 64},
         **{"dtype": torch.float32, "method": "lora", "init_from": None, "float8": False},
+        **{"rank": 16, "alpha": 32, "rslora": False, "alpha_pattern": {}, "expert_rank": None},
         "positions": PLAIN,
     } | changes
-    tune = SimpleNamespace(method=said["method"], init_from=said["init_from"], has_reference=True)
+    scale = ("rank", "alpha", "rslora", "alpha_pattern", "expert_rank")
+    tune = SimpleNamespace(
+        method=said["method"],
+        init_from=said["init_from"],
+        has_reference=True,
+        **{name: said[name] for name in scale},
+    )
     train = SimpleNamespace(float8=said["float8"])
     built = SimpleNamespace(
         identity=said["identity"],
@@ -54,6 +61,14 @@ def test_a_reference_has_another_name_if_anything_that_it_follows_from_changes(t
     assert key_of(seq_len=128) == key_of(), "positions that a text's length does not scale"
     scaled = [key_of(positions=DYNAMIC, seq_len=length) for length in (64, 128)]
     assert scaled[0] != scaled[1]
+
+
+def test_an_adapter_that_counts_by_another_scale_is_another_reference(tmp_path):
+    """Its weights are the same: lora_alpha is in adapter_config.json."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    scales = [{}, {"alpha": 64}, {"rslora": True}, {"alpha_pattern": {"q_proj": 64}}]
+    assert len({key_of(init_from=str(tmp_path), **scale) for scale in scales}) == len(scales)
+    assert len({key_of(**scale) for scale in scales}) == 1, "new adapters change nothing"
 
 
 def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
