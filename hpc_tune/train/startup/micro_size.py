@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from hpc_tune.batch import full_batch
-from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.state import RunState, Settings
+from hpc_tune.config.section import flat
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
@@ -27,16 +28,25 @@ POLL_S = 0.002
 # Times the rows that would fit if all that the first takes were the cost of each: what a small
 # difference between two peaks may not exceed.
 _MOST_AS_MANY = 8
+_DECIDES = (  # what a row takes in a layout, and what there is room for
+    *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
+    *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
+    *("parallel.zero_stage", "parallel.offload_params", "parallel.offload_optimizer"),
+)
 
 
 def decide_micro_size(
     job: Job, model: Model, plan: StepPlan, engine: Engine, saved: RunState | None
 ) -> int:
-    """Return the rows of a micro-batch; ``saved`` is the state that the run resumes. Collective."""
+    """Return the rows of a micro-batch; ``saved`` is the state that the run resumes. Collective.
+
+    A run that goes on as it was keeps them, for the very same bits.
+    """
     config, layout = model.config, plan.layout
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
-    if saved is not None and saved.layout == layout.saved:
+    now = job.config.model_dump()
+    if saved is not None and saved.layout == layout.saved and _takes_as_much(saved, now):
         return saved.micro_size
     most_rows = most_micro_rows(config.batch, layout)
     limit = job.step_limit()
@@ -45,6 +55,11 @@ def decide_micro_size(
         return largest_micro_size(
             job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
         )
+
+
+def _takes_as_much(saved: RunState, settings: Settings) -> bool:
+    before, now = flat(saved.config), flat(settings)
+    return all(before.get(name, now[name]) == now[name] for name in _DECIDES)
 
 
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
