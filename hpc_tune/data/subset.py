@@ -44,6 +44,17 @@ def learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) ->
     return sum(_learned_of_pieces(store, seq_len))
 
 
+def tokens_of(store: TokenStore, limit: int | None = None) -> tuple[int, int]:
+    """Return the tokens of the documents that are used, and how many of them are learned."""
+    if limit is None or limit >= store.num_documents:
+        return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
+    tokens = learned = 0
+    for number in drawn(store.num_documents, limit):
+        mask = _learned_mask(store, int(number))
+        tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
+    return tokens, learned
+
+
 def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
     """Return the mask of what is learned of a document: of a labelled answer the own side."""
     return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]

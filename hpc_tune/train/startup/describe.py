@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpc_tune.config.secrets import mask
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.mixture import reached
+from hpc_tune.data.subset import tokens_of
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
@@ -28,6 +29,7 @@ from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import Opened
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.allocator import VARIABLES
@@ -260,12 +262,15 @@ def experts_of(size: ModelSize, model: Any) -> str:
 def _data(config: DataConfig, data: Data) -> str:
     loader = data.loader
     what = f"{len(data.sources)} sources" if config.path is None else shown(config.path)
-    num_documents = sum(source.limit or source.store.num_documents for source in data.sources)
     return (
-        f"{what}: {format_count(num_documents)} documents in "
+        f"{what}: {format_count(_num_documents(data.sources))} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
+
+
+def _num_documents(sources: Sequence[Opened]) -> int:
+    return sum(source.limit or source.store.num_documents for source in sources)
 
 
 def _evals(data: Data, goes_by_it: bool) -> dict[str, str]:
@@ -303,12 +308,14 @@ def _hardware(comm: Comm) -> str:
 
 
 def _counts(data: Data) -> dict[str, float]:
-    """Return what the data gave, as numbers."""
+    """Return what the data gave, as numbers; of a source with a limit what is used of it."""
     counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
+    used = [tokens_of(source.store, source.limit) for source in data.sources]
+    tokens, learned = map(sum, zip(*used, strict=True))
+    counts |= {"tokens": tokens, "loss_tokens": learned}
+    counts["documents"] = _num_documents(data.sources)
     if data.held_out:
-        counts["held_out_documents"] = sum(
-            source.limit or source.store.num_documents for source in data.held_out
-        )
+        counts["held_out_documents"] = _num_documents(data.held_out)
     return counts | {"padding": round(loader.padding, 6)}

@@ -7,7 +7,7 @@ from hpc_tune.data import subset
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.subset import by_length, drawn, learned_tokens
+from hpc_tune.data.subset import by_length, drawn, learned_tokens, tokens_of
 from hpc_tune.data.writer import Block, write_store
 from tests.support.data import attributes, histogram_of
 
@@ -34,6 +34,13 @@ def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch
     assert len(numbers) == len(set(numbers)) == min(limit or 200, 200)
     by_hand = sum(int(store.document(n)[1][:seq_len].sum()) for n in numbers)
     assert learned_tokens(store, seq_len, limit) == by_hand
+
+
+@pytest.mark.parametrize("limit", [1, 7, 150, 199])
+def test_tokens_of_a_limit_are_those_of_its_documents(store, limit):
+    used = [store.document(int(number)) for number in drawn(200, limit)]
+    by_hand = sum(len(tokens) for tokens, _ in used), sum(int(mask.sum()) for _, mask in used)
+    assert tokens_of(store, limit) == by_hand
 
 
 def test_the_same_documents_are_drawn_each_time_and_more_of_them_include_the_fewer(store):

@@ -3,19 +3,25 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
+from hpc_tune.data.counts import Counters
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights
+from hpc_tune.train.data import Data
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import Opened
 from hpc_tune.train.startup.describe import (
     _batch,
+    _counts,
+    _data,
     allocator_of,
     few_steps,
     idle_ranks,
@@ -23,6 +29,24 @@ from hpc_tune.train.startup.describe import (
     of_8bit,
     rate_of,
 )
+
+
+def test_a_limited_source_counts_by_the_documents_that_are_used():
+    """The report's figures beside the line that the run logs."""
+    counters = Counters(examples=9, documents=9, tokens=90, loss_tokens=45)
+    store = SimpleNamespace(
+        num_documents=9,
+        attributes=SimpleNamespace(counters=counters),
+        labels=None,
+        document=lambda _: (np.ones(10), np.arange(10) < 5),
+    )
+    loader = SimpleNamespace(num_rows_per_epoch=3, padding=0.0)
+    sources = [Opened("a", "a", store), Opened("b", "b", store, limit=4)]
+    data = Data(sources, sources[1:], loader, total_steps=1)
+    found = _counts(data)
+    assert (found["documents"], found["tokens"], found["loss_tokens"]) == (13, 130, 65)
+    assert found["held_out_documents"] == 4
+    assert "13 documents" in _data(load_config(None, []).data, data)
 
 
 def warnings_of(settings, total_steps, rows_per_epoch):
