@@ -14,6 +14,7 @@ from torch import nn
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.vectors import is_vector
 
 
 def train_modules(
@@ -44,7 +45,9 @@ def _unknown(name: str, model: Any) -> str:
     parts = {
         path.rpartition(".")[2]
         for path, part in model.named_modules()
-        if isinstance(part, nn.Embedding) or part is model.get_output_embeddings() or _is_norm(part)
+        if isinstance(part, nn.Embedding)
+        or part is model.get_output_embeddings()
+        or _is_norm(path, part)
     }
     near = difflib.get_close_matches(name, sorted(parts), n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
@@ -65,7 +68,7 @@ def _require_trainable(name: str, path: str, part: Any, model: Any, is_tied: boo
             "train a copy of the one and leave the other as it was; use tune.method=full"
         )
     is_head = part is head and type(part) is nn.Linear
-    if not (is_head or isinstance(part, nn.Embedding) or _is_norm(part)):
+    if not (is_head or isinstance(part, nn.Embedding) or _is_norm(path, part)):
         raise ConfigError(
             f"{said} is {path}, a {type(part).__name__}; embeddings, the output head and norms "
             "are trained beside adapters: put linear layers into tune.targets, or use "
@@ -73,10 +76,10 @@ def _require_trainable(name: str, path: str, part: Any, model: Any, is_tied: boo
         )
 
 
-def _is_norm(part: nn.Module) -> bool:
-    """Whether all that a module holds are vectors of its own."""
-    own = list(part.parameters(recurse=False))
-    return bool(own) and not list(part.children()) and all(p.dim() == 1 for p in own)
+def _is_norm(path: str, part: nn.Module) -> bool:
+    """Whether all that a module holds are vectors of its own, of Cohere's one for each head."""
+    own = [(f"{path}.{name}", p) for name, p in part.named_parameters(recurse=False)]
+    return bool(own) and not list(part.children()) and all(is_vector(*one) for one in own)
 
 
 def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:

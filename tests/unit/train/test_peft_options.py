@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate
@@ -112,6 +112,16 @@ def test_modules_that_cannot_be_saved_are_refused(words, said, model_dir):
     config = settings("unused", model_dir, *words)
     with pytest.raises(ConfigError, match=said):
         build(model_dir, torch.float32, config.tune, seed=0)
+
+
+def test_norms_with_a_row_for_each_head_are_norms(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True}
+    CohereConfig(**sizes, **heads).save_pretrained(tmp_path)
+    tune = settings("unused", tmp_path, "tune.modules_to_save=[q_norm]").tune
+    module = build(tmp_path, torch.float32, tune, seed=0, weights=False).module
+    trained = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    assert [shape for name, shape in trained.items() if "q_norm" in name] == [(4, 8)]
 
 
 def test_the_parts_of_a_tied_embedding_are_refused(tmp_path):
