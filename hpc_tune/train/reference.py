@@ -33,6 +33,7 @@ from hpc_tune.errors import ConfigError, DataError, HpcTuneError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -74,7 +75,8 @@ def _reference_of(
     comm, config, store = job.setup_comm, model.config, source.store
     folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
     file = comm.on_rank_0(
-        "looking for the reference", lambda: folder / f"reference-{_key(model, store)}.npy"
+        "looking for the reference",
+        lambda: folder / f"reference-{_key(model, store, comm.device)}.npy",
     )
     kept = comm.on_rank_0("reading the reference", partial(_read, file, store.num_documents))
     if kept is not None:
@@ -161,9 +163,9 @@ def require_same_start(saved: RunState, tune: TuneConfig) -> None:
     )
 
 
-def _key(model: Model, store: TokenStore) -> str:
-    """Return a hash of what the log-probabilities follow from."""
-    tune = model.config.tune
+def _key(model: Model, store: TokenStore, device: torch.device) -> str:
+    """Return a hash of what the log-probabilities follow from, computed on ``device``."""
+    tune, train = model.config.tune, model.config.train
     facts = [
         _MEANING,
         store.attributes.content,
@@ -173,11 +175,13 @@ def _key(model: Model, store: TokenStore) -> str:
         start_of(tune),
         str(model.built.dtype),
         tune.method == "qlora",
-        model.config.train.float8,
+        train.float8,
         model.built.seq_len if scaled_by_length(model.built.config) else None,
     ]
     if tune.init_from is not None:  # its weights count by these, which its own settings equal
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
+    if multiplies_in_tf32(train, model.built.dtype, capability_of(device)):
+        facts.append("tf32")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -26,7 +26,7 @@ def key_of(**changes):
         **{"content": "c", "tokenizer": "t", "identity": "i", "sample": "s", "seq_len": 64},
         **{"dtype": torch.float32, "method": "lora", "init_from": None, "float8": False},
         **{"rank": 16, "alpha": 32, "rslora": False, "alpha_pattern": {}, "expert_rank": None},
-        "positions": PLAIN,
+        **{"positions": PLAIN, "tf32": True},
     } | changes
     scale = ("rank", "alpha", "rslora", "alpha_pattern", "expert_rank")
     tune = SimpleNamespace(
@@ -35,7 +35,7 @@ def key_of(**changes):
         has_reference=True,
         **{name: said[name] for name in scale},
     )
-    train = SimpleNamespace(float8=said["float8"])
+    train = SimpleNamespace(float8=said["float8"], tf32=said["tf32"], deterministic=False)
     built = SimpleNamespace(
         identity=said["identity"],
         dtype=said["dtype"],
@@ -46,7 +46,8 @@ def key_of(**changes):
     model = SimpleNamespace(
         config=SimpleNamespace(tune=tune, train=train), built=built, sample=said["sample"]
     )
-    return reference._key(model, SimpleNamespace(attributes=attributes))
+    store, device = SimpleNamespace(attributes=attributes), torch.device("cpu")
+    return reference._key(model, store, device)
 
 
 def test_a_reference_has_another_name_if_anything_that_it_follows_from_changes(tmp_path):
@@ -69,6 +70,14 @@ def test_an_adapter_that_counts_by_another_scale_is_another_reference(tmp_path):
     scales = [{}, {"alpha": 64}, {"rslora": True}, {"alpha_pattern": {"q_proj": 64}}]
     assert len({key_of(init_from=str(tmp_path), **scale) for scale in scales}) == len(scales)
     assert len({key_of(**scale) for scale in scales}) == 1, "new adapters change nothing"
+
+
+def test_products_in_tf32_are_another_reference_where_a_gpu_has_them(monkeypatch):
+    assert key_of(tf32=False) == key_of(tf32=True), "on a CPU"
+    monkeypatch.setattr(reference, "capability_of", lambda _: (9, 0))
+    assert key_of(tf32=False) != key_of(tf32=True)
+    in_bf16 = {key_of(tf32=tf32, dtype=torch.bfloat16) for tf32 in (False, True)}
+    assert len(in_bf16) == 1
 
 
 def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
