@@ -115,7 +115,7 @@ class TrainConfig(Section):
         False,
         description="Multiply the base's matrices in float8 inside of the decoder blocks: faster, "
         "with about two digits in each product. It needs a GPU of compute capability 8.9 or later, "
-        "train.compile=true and pip install 'hpc_tune[float8]'.",
+        "or AMD's MI300 or later, train.compile=true and pip install 'hpc_tune[float8]'.",
     )
     eval_every_steps: PositiveInt | None = Field(
         None,

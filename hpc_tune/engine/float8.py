@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.world.architecture import architecture_of
 
-# Ada, Hopper and later have float8 products (torch._scaled_mm refuses others).
-MIN_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
 
 
@@ -24,18 +23,16 @@ def check_float8(device: torch.device) -> None:
         ConfigError: if they cannot, with what to do.
     """
     instead = "set train.float8=false (model.dtype=bf16 is the fastest that it can do)"
-    if device.type != "cuda":
-        raise ConfigError(
-            f"train.float8=true needs a GPU with float8 products (H100, L40, RTX 40 or later), "
-            f"and this rank computes on {device}; {instead}"
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        raise ConfigError(
-            f"train.float8=true needs compute capability 8.9 or more (H100, L40, RTX 40 or later); "
-            f"{torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}; {instead}"
-        )
+    needs = (
+        "train.float8=true needs a GPU with float8 products (NVIDIA's H100, L40, RTX 40 or later, "
+        "AMD's MI300 or later)"
+    )
+    architecture = architecture_of(device)
+    if architecture is None:
+        raise ConfigError(f"{needs}, and this rank computes on {device}; {instead}")
+    if not architecture.has_float8:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"{needs}; {name} has {architecture}; {instead}")
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:

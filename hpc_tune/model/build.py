@@ -39,6 +39,7 @@ from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import TokenRows
 from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex, index_model_directory
+from hpc_tune.world.architecture import architecture_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,8 +47,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that ``model.dtype`` means on this device (auto: bf16 on a GPU with it)."""
     if name == "auto":
-        # Before 8.0 torch takes it for supported too, and computes it by way of fp32.
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        architecture = architecture_of(device)
+        has_bf16 = architecture is not None and architecture.has_bf16
         return torch.bfloat16 if has_bf16 else torch.float32
     return DTYPES[name]
 

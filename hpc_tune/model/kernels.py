@@ -14,7 +14,8 @@ stays for a base in 4 bits or float8, for DoRA and for dropout. torch 2.11 to 2.
 any of it.
 
 Experts are grouped products everywhere. On a GPU torch has a kernel for these in bf16 alone, from
-Hopper on; elsewhere it asks the device for the numbers of rows and multiplies expert by expert.
+Hopper on; elsewhere (on AMD's too, unless ROCM_ALLOW_GROUP_GEMM_CK=1) it asks the device for the
+numbers of rows and multiplies expert by expert.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ import torch
 
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.config_json import common_value
-from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MIN_CAPABILITY, MULTIPLE
+from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MULTIPLE
+from hpc_tune.world.architecture import architecture_of
 
 Source = Literal["own", "F.rms_norm", "transformers"]
-_GROUPED_SINCE = (9, 0)  # compute capability
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
 _ATTENTION = {
     "varlen": "varlen (torch.nn.attention.varlen)",
@@ -108,11 +109,10 @@ def kernels_of(
     if device is not None and device.type != "cuda":
         return choose(device.type, compiled, windows, mask_reason)
     why, why_no_window = mask_reason or _why_not_taken(config, dtype), ""
-    if not why and device is not None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY:
-            found = ".".join(map(str, capability))
-            why = f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
+    architecture = None if device is None else architecture_of(device)
+    if not why and device is not None and architecture is not None:
+        if not architecture.has_varlen_attention:
+            why = f"torch has no such kernel for a GPU of {architecture}"
         else:
             heads = config.num_attention_heads
             groups = heads // (common_value(config, "num_key_value_heads") or heads)
@@ -132,17 +132,14 @@ def lora_by(method: str, dropout: float, float8: bool) -> Literal["own", "peft"]
 
 def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:
     """Return why a device multiplies experts in ``dtype`` one after the other; "" if not."""
-    if device.type != "cuda":
+    architecture = architecture_of(device)
+    if architecture is None or (dtype == torch.bfloat16 and architecture.groups_products()):
         return ""
-    capability = torch.cuda.get_device_capability(device)
-    if dtype == torch.bfloat16 and capability >= _GROUPED_SINCE:
-        return ""
-    wanted, found = (".".join(map(str, pair)) for pair in (_GROUPED_SINCE, capability))
+    where = "from compute capability 9.0 on"
+    if architecture.gfx:
+        where = "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950"
     name = str(dtype).removeprefix("torch.")
-    return (
-        f"torch groups their products in bfloat16 from compute capability {wanted} on, this is "
-        f"{name} on {found}"
-    )
+    return f"torch groups their products in bfloat16 {where}, this is {name} on {architecture}"
 
 
 def windows_of(config: Any) -> list[int | None]:

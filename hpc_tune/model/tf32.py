@@ -6,22 +6,14 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import TrainConfig
-
-_SINCE = (8, 0)  # compute capability
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU; None for what is none."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
+from hpc_tune.world.architecture import Architecture
 
 
 def multiplies_in_tf32(
-    train: TrainConfig, dtype: torch.dtype, capability: tuple[int, int] | None
+    train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
 ) -> bool:
-    """Whether a model of ``dtype`` is to be multiplied in TF32 on a GPU of that capability."""
-    is_possible = dtype == torch.float32 and capability is not None and capability >= _SINCE
+    """Whether a model of ``dtype`` is to be multiplied in TF32 on a GPU; None stands for a CPU."""
+    is_possible = dtype == torch.float32 and architecture is not None and architecture.has_tf32
     return is_possible and train.tf32 and not train.deterministic
 
 

@@ -26,7 +26,6 @@ from hpc_tune.log import log
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
-MIN_CAPABILITY = (8, 0)
 # Of a norm. Rounding results to the dtype makes 0.2 eps, rounding the probabilities before them up
 # to one more; a single start that is one token off makes 16 in bf16, where an eps is largest.
 MAX_EPS = 4

@@ -33,7 +33,7 @@ from hpc_tune.errors import ConfigError, DataError, HpcTuneError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.positions import scaled_by_length
-from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
+from hpc_tune.model.tf32 import multiplies_in_tf32
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -41,6 +41,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import Opened
 from hpc_tune.units import format_seconds
+from hpc_tune.world.architecture import architecture_of
 from hpc_tune.world.comm import Comm
 
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
@@ -180,7 +181,7 @@ def _key(model: Model, store: TokenStore, device: torch.device) -> str:
     ]
     if tune.init_from is not None:  # its weights count by these, which its own settings equal
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
-    if multiplies_in_tf32(train, model.built.dtype, capability_of(device)):
+    if multiplies_in_tf32(train, model.built.dtype, architecture_of(device)):
         facts.append("tf32")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 

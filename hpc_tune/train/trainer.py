@@ -30,11 +30,12 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.memory.device import give_back_cache, what_failed
 from hpc_tune.memory.host import trim_heap
-from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
+from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import Differences, differences, mean_of
+from hpc_tune.world.architecture import architecture_of
 from hpc_tune.world.comm import Comm
 
 
@@ -50,7 +51,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
                 cache, comm.world.node, comm.device, comm.threads, share, config.tune.dropout
             ),
         )
-    if multiplies_in_tf32(config.train, model.built.dtype, capability_of(comm.device)):
+    if multiplies_in_tf32(config.train, model.built.dtype, architecture_of(comm.device)):
         use_tf32(model.built.module)
     settings = EngineSettings(
         plan,

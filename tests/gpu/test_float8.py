@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from hpc_tune.engine.float8 import MIN_CAPABILITY
+from hpc_tune.world.architecture import architecture_of
 from tests.support.training import SMALL, losses, train
 
-capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
+architecture = architecture_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+capable = architecture is not None and architecture.has_float8
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.9 or later (float8 products)"
 )

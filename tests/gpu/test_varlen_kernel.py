@@ -24,12 +24,13 @@ from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import (
     MAX_EPS,
-    MIN_CAPABILITY,
     gaps_to_mask,
     starts_of,
 )
+from hpc_tune.world.architecture import architecture_of
 
-capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
+architecture = architecture_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+capable = architecture is not None and architecture.has_varlen_attention
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.0 or later (FlashAttention)"
 )

@@ -21,7 +21,7 @@ from hpc_tune.data.subset import tokens_of
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
-from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
+from hpc_tune.model.tf32 import multiplies_in_tf32
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe.software import git_commit, versions
 from hpc_tune.step.layout import Layout
@@ -33,6 +33,7 @@ from hpc_tune.train.sources import Opened
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.allocator import VARIABLES
+from hpc_tune.world.architecture import Architecture, architecture_of
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
@@ -53,7 +54,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
-        + arithmetic_of(config.train, model.built.dtype, capability_of(comm.device)),
+        + arithmetic_of(config.train, model.built.dtype, architecture_of(comm.device)),
         "method": method_of(config.tune, model.size),
         **({"experts": said} if (said := experts_of(model.size, model.built.config)) else {}),
         "data": _data(config.data, data),
@@ -197,12 +198,10 @@ def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -
     return f"{peak:.3g} ({why}): {before}{how}"
 
 
-def arithmetic_of(
-    train: TrainConfig, dtype: torch.dtype, capability: tuple[int, int] | None
-) -> str:
+def arithmetic_of(train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None) -> str:
     """Return the dtype of the model, and in which precision a GPU multiplies it if not in that."""
     name = str(dtype).removeprefix("torch.")
-    is_less = multiplies_in_tf32(train, dtype, capability)
+    is_less = multiplies_in_tf32(train, dtype, architecture)
     return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
 
 

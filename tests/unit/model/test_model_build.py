@@ -378,14 +378,12 @@ def test_auto_is_fp32_on_a_cpu(name, dtype):
     assert compute_dtype(name, CPU) == dtype
 
 
-@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16)])
-def test_auto_is_bf16_on_a_gpu_that_computes_in_it(monkeypatch, major, dtype):
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
+)
+def test_auto_is_bf16_on_a_gpu_that_computes_in_it(monkeypatch, capability, dtype):
     """torch says of older ones that bf16 is supported, since it converts for each product."""
-    properties = SimpleNamespace(major=major)
-    for name, found in (("is_available", True), ("get_device_properties", properties)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert compute_dtype("auto", torch.device("cuda", 0)) == dtype
 
 

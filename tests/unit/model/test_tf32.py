@@ -5,32 +5,30 @@ import torch
 from torch import nn
 
 from hpc_tune.config.load import load_config
-from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
+from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
 from hpc_tune.train.startup.describe import arithmetic_of
+from hpc_tune.world.architecture import Architecture
 
-AMPERE, TURING = (8, 0), (7, 5)
+AMPERE, TURING, AMD = Architecture((8, 0)), Architecture((7, 5)), Architecture(gfx="gfx942")
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype", "capability", "in_tf32"),
+    ("words", "dtype", "architecture", "in_tf32"),
     [
         ([], torch.float32, AMPERE, True),
-        ([], torch.float32, (9, 0), True),
+        ([], torch.float32, Architecture((9, 0)), True),
         ([], torch.float32, TURING, False),
         ([], torch.float32, None, False),
+        ([], torch.float32, AMD, False),
         ([], torch.bfloat16, AMPERE, False),
         (["train.tf32=false"], torch.float32, AMPERE, False),
         (["train.deterministic=true"], torch.float32, AMPERE, False),
     ],
 )
-def test_fp32_models_are_multiplied_in_tf32_where_a_gpu_has_it(words, dtype, capability, in_tf32):
+def test_fp32_models_are_multiplied_in_tf32_where_a_gpu_has_it(words, dtype, architecture, in_tf32):
     train = load_config(None, words).train
-    assert multiplies_in_tf32(train, dtype, capability) == in_tf32
-    assert ("TF32" in arithmetic_of(train, dtype, capability)) == in_tf32
-
-
-def test_a_cpu_has_no_tf32():
-    assert capability_of(torch.device("cpu")) is None
+    assert multiplies_in_tf32(train, dtype, architecture) == in_tf32
+    assert ("TF32" in arithmetic_of(train, dtype, architecture)) == in_tf32
 
 
 class Rotary(nn.Module):
