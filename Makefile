@@ -88,6 +88,8 @@ $(VENV)/.%: setup.py constraints.txt
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
 	$(PIP) install --quiet --constraint $(VENV)/constraints.txt torch
 	$(PIP) install --quiet --constraint $(VENV)/constraints.txt --editable '.[$*]'
+	# It is built for some versions of torch; transformers and peft fail with one that is not.
+	$(VENV)/bin/python -c 'import torchao.float8' 2>/dev/null || $(PIP) uninstall --quiet --yes torchao
 	sh tools/ensure_mpirun.sh $(VENV)
 	sh tools/ensure_libaio.sh
 	touch $@
