@@ -1,11 +1,14 @@
 """Patterns match what Python's glob matches, and end where links lead back."""
 
+import errno
 import glob
+import os
 
 import pytest
 
 from hpc_tune.data.files import find
 from hpc_tune.data.patterns import matches
+from hpc_tune.errors import DataError
 
 PATTERNS = ("**/*.jsonl", "a/**/*.jsonl", "a/**", "**", "**/b/**/*.jsonl", "?/**/b/*", "*.jsonl")
 
@@ -35,3 +38,17 @@ def test_a_search_ends_where_links_lead_back_and_finds_each_file_once(tree):
     (tree / "a" / "0-link").symlink_to("b")
     found = [str(file) for file in find("a/**/*.jsonl").files]
     assert found == ["a/b/b/[1].jsonl", "a/b/z.jsonl", "a/up/x.jsonl", "a/y.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "a/**", "*/*/*.jsonl", "a/b/*.jsonl"])
+def test_a_folder_that_cannot_be_read_is_an_error_and_not_left_out(tree, monkeypatch, pattern):
+    listed = os.scandir
+
+    def scandir(folder):
+        if str(folder) == "a/b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="a/b cannot be read: Permission denied"):
+        matches(pattern)
