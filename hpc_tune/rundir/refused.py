@@ -17,12 +17,14 @@ PREPARED = "data"
 _LEFT = {outcome.FILE, outcome.RESERVE, EVENTS, owner.FILE}
 
 
-def names_in(run_dir: Path) -> frozenset[str]:
-    """Return what is in a run directory; nothing where there is none."""
+def names_in(run_dir: Path) -> frozenset[str] | None:
+    """Return what is in a run directory: nothing where there is none; None if it cannot be read."""
     try:
         return frozenset(entry.name for entry in run_dir.iterdir())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return frozenset()
+    except OSError:
+        return None
 
 
 def take_back(run_dir: Path, before: frozenset[str]) -> list[str]:
@@ -30,13 +32,14 @@ def take_back(run_dir: Path, before: frozenset[str]) -> list[str]:
 
     Those are prepared data, and what the file system does not let go.
     """
-    is_prepared = any(not name.startswith(".") for name in names_in(run_dir / PREPARED))
+    prepared = names_in(run_dir / PREPARED)
+    is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
     kept = {PREPARED} if is_prepared else set()  # else there are parts of files alone
-    for name in {*(names_in(run_dir) - before - _LEFT - kept), nearby.STARTING}:
+    for name in {*((names_in(run_dir) or frozenset()) - before - _LEFT - kept), nearby.STARTING}:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return sorted(names_in(run_dir) - before - _LEFT)
+    return sorted((names_in(run_dir) or frozenset()) - before - _LEFT)

@@ -1,5 +1,9 @@
 """What a refused start has made in a run directory is removed, and nothing else."""
 
+import errno
+import os
+from pathlib import Path
+
 from hpc_tune.rundir.refused import names_in, take_back
 
 
@@ -37,3 +41,22 @@ def test_what_was_there_stays(tmp_path):
     (tmp_path / "memory").mkdir()
     assert take_back(tmp_path, before) == []
     assert names_in(tmp_path) == before
+
+
+def test_a_directory_that_cannot_be_read_counts_as_unknown_and_not_as_empty(tmp_path, monkeypatch):
+    made_by_a_start(tmp_path)
+    before = names_in(tmp_path) - {"data"}
+    (tmp_path / "data" / "prepared.h5").touch()
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        if folder == unreadable:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    unreadable = tmp_path
+    assert names_in(tmp_path) is None
+    unreadable = tmp_path / "data"
+    assert take_back(tmp_path, before) == ["data"]
+    assert (tmp_path / "data" / "prepared.h5").exists()
