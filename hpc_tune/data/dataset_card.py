@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.data.patterns import matches
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, remedy_of
 from hpc_tune.safe_yaml import load_yaml
 
 CARD = "README.md"
@@ -110,14 +110,14 @@ def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
             others = held_out(splits["train"])
             splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
         if patterns:
-            name = str(config.get("config_name", "default"))
+            name = str(config.get("config_name") or "default")
             yield Configuration(
                 name, bool(config.get("default")) or name == "default", splits, patterns
             )
 
 
 def _header(card: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a card; nothing where there is none that can be read."""
+    """Return the YAML at the beginning of a card; nothing where there is none."""
     try:
         with card.open(encoding="utf-8") as lines:
             if next(lines, "").strip() != "---":
@@ -128,8 +128,10 @@ def _header(card: Path) -> dict[str, Any]:
                     break
                 header.append(line)
         content = load_yaml("".join(header))
-    except (OSError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return {}
+    except OSError as error:  # without its splits those for tests would be trained on
+        raise DataError(f"{card} cannot be read: {error.strerror}{remedy_of(error)}") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -141,9 +143,11 @@ def _patterns(data_files: Any) -> dict[str, list[Any]]:
         entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: dict[str, list[Any]] = {}
     for entry in entries:
-        split = entry.get("split", "train") if isinstance(entry, dict) else "train"
+        split = entry.get("split") if isinstance(entry, dict) else None
         path = entry.get("path") if isinstance(entry, dict) else entry
-        patterns.setdefault(str(split), []).extend(path if isinstance(path, list) else [path])
+        paths = path if isinstance(path, list) else [path]
+        named = patterns.setdefault(str(split or "train"), [])
+        named.extend(path for path in paths if path is not None)
     return patterns
 
 

@@ -1,7 +1,10 @@
 """The files that a dataset's card names, beside what the datasets library reads of the folder."""
 
+import errno
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -137,3 +140,24 @@ def test_the_paths_that_are_proposed_for_configurations_read_what_each_is_traine
 def test_a_card_that_says_nothing_of_use_leaves_files_to_their_names(tmp_path, text):
     found = find(card(tmp_path, text))
     assert len(found.files) == len(FILES)
+
+
+@pytest.mark.parametrize("entry", ["split: null\n    path: a/*", "path: [a/*, null]"])
+def test_null_in_a_card_is_no_name(tmp_path, entry):
+    other = "- config_name: pairs\n  data_files: pairs/*"
+    path = card(tmp_path, f"configs:\n- config_name: null\n  data_files:\n  - {entry}\n{other}")
+    (tmp_path / "None").write_text("")
+    assert [file.name for file in find(path).files] == ["one.jsonl", "two.jsonl"]
+
+
+def test_a_card_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypatch):
+    path, opened = card(tmp_path, CARDS["splits"]), Path.open
+
+    def refuse(file, *args, **kwargs):
+        if file.name == "README.md":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match="README.md cannot be read: Permission denied"):
+        find(path)
