@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
     kind = _OF_HUB.get(name, "dataset" if key == "path" else None)
     for at, path in enumerate(paths):
         if not isinstance(path, str):
+            continue
+        if (encoding := sys.getfilesystemencoding()) == "ascii" and not path.isascii():
+            yield (
+                f"{name}={path!a}: names of files are in {encoding} in this shell, and this is "
+                "none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
+            )
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
         try:

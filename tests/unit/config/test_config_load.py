@@ -711,3 +711,10 @@ def test_trackers_need_no_brackets():
         assert load_config(None, [f"run.trackers={both}"]).run.trackers == ["wandb", "mlflow"]
     with pytest.raises(ConfigError, match="run.trackers"):
         load_config(None, ["run.trackers=wandbb"])
+
+
+def test_a_path_that_the_locale_cannot_spell_is_told_and_a_name_is_taken(write, monkeypatch):
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': names of files are in ascii"):
+        load_config([write("run: {dir: größe}")], [])
+    assert load_config([write("run: {name: größe}")], []).run.name == "größe"
