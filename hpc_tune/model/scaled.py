@@ -98,7 +98,7 @@ def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
         DataError: naming the method.
     """
     settings = quantization_of(directory)
-    method = str(settings.get("quant_method", "an unknown method"))
+    method = str(settings.get("quant_method") or "an unknown method")
     marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
     packed = [
         name
