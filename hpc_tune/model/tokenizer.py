@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import DataError, first_line, require_descriptors
+from hpc_tune.errors import DataError, first_line, require_descriptors, require_text
 from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
@@ -18,9 +18,10 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 
     Raises:
         DataError: if it, its directory or the template is missing, it has no fast form, or the
-            template cannot be read.
+            template cannot be read. ConfigError: if the directory's name is no text.
     """
     require_directory(directory)
+    require_text(str(directory))  # the tokenizers library takes no other
     for file in sorted(directory.iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt") and (pointer := why_pointer(file)):
             raise DataError(pointer)

@@ -428,6 +428,13 @@ def test_a_directory_without_a_tokenizer_is_refused(tiny, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_directory_whose_name_is_no_text_is_named_and_not_its_tokenizer(tiny, tmp_path):
+    directory = tmp_path / "\udcff"
+    shutil.copytree(tiny, directory)
+    with pytest.raises(ConfigError, match=r"udcff': this shell's text is read as"):
+        load_tokenizer(directory)
+
+
 def test_weights_that_are_missing_are_counted_and_named(tiny, tmp_path):
     copy = changed(tiny, tmp_path, num_hidden_layers=6)
     with pytest.raises(DataError, match=r"18 of 56 tensors .*model\.layers\.4\.self_attn\.q_proj"):
