@@ -55,7 +55,7 @@ def hosts_in(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
     lines: list[str] = []
     if file := _value(words, _FILE) or environ.get("PBS_NODEFILE"):
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return {}
     elif listed := _value(words, _LIST):

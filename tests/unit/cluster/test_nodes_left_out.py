@@ -141,7 +141,7 @@ def test_a_launcher_is_told_its_nodes_in_place_of_its_own(words, kind, expected)
 
 def test_hosts_are_read_as_mpirun_and_pbs_write_them(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text("n1 slots=4\n# n9\nn2:2\n\nn3.site.org\nn3.site.org\n")
+    file.write_bytes(b"n1 slots=4\n# n9, f\xfcr Tests\nn2:2\n\nn3.site.org\nn3.site.org\n")
     expected = {"n1": 4, "n2": 2, "n3.site.org": None}
     assert hosts_in(["mpirun", "--hostfile", str(file), "-np", "6", "python"], {}) == expected
     assert hosts_in(["mpirun", "-np", "6", "python"], {"PBS_NODEFILE": str(file)}) == expected
