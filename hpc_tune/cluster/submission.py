@@ -73,10 +73,11 @@ def _make_output_folder(settings: SlurmConfig, folder: Path) -> None:
         return
     try:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"slurm.output={settings.output}: its folder cannot be made ({error.strerror}); name "
-            "one that you may write to"
+            f"slurm.output={settings.output}: its folder cannot be made ({why}); name one that you "
+            "may write to"
         ) from None
 
 

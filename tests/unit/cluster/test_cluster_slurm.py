@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -226,6 +227,17 @@ def test_the_folder_of_the_output_is_made_before_slurm_needs_it(capsys, tmp_path
     assert cli.main(["submit", "slurm.output=file/%j.out"]) == 2
     assert "its folder cannot be made (" in capsys.readouterr().err
     assert not sbatch.exists()
+
+
+def test_a_folder_of_the_output_that_the_locale_cannot_spell_is_refused(
+    capsys, monkeypatch, sbatch
+):
+    def mkdir(folder, **_):
+        str(folder).encode("ascii")
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert cli.main(["submit", "slurm.output=größe/%j.out"]) == 2
+    assert "its folder cannot be made ('ascii' codec" in capsys.readouterr().err
 
 
 def test_a_job_gets_all_files_of_settings_in_their_order(capsys, tmp_path):
