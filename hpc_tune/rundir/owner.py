@@ -215,9 +215,20 @@ class RunLock:
 def owner_of(run_dir: Path) -> Owner | None:
     """Return the job whose mark is in ``run_dir`` and was touched in the last minutes."""
     with contextlib.suppress(OSError):
-        owner, _, age_s = _look(run_dir / FILE) or (None, 0.0, 0.0)
-        return owner if age_s <= liveness.SILENT_S else None
+        return _recent_owner(run_dir)
     return None
+
+
+def is_free(run_dir: Path) -> bool:
+    """Whether no job has touched a mark in ``run_dir`` lately; False where nobody can tell."""
+    with contextlib.suppress(OSError):  # such as a disk that is full, with a run at work
+        return _recent_owner(run_dir) is None
+    return False
+
+
+def _recent_owner(run_dir: Path) -> Owner | None:
+    owner, _, age_s = _look(run_dir / FILE) or (None, 0.0, 0.0)
+    return owner if age_s <= liveness.SILENT_S else None
 
 
 def has_died(run_dir: Path) -> bool:

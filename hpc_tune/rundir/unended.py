@@ -51,7 +51,7 @@ def read(run_dir: Path) -> Unended | None:
 
 def has_ended(run_dir: Path) -> bool:
     """Whether no run can be at work in the folder any more."""
-    return owner.owner_of(run_dir) is None or owner.has_died(run_dir)
+    return owner.is_free(run_dir) or owner.has_died(run_dir)
 
 
 def how_it_ended(run_dir: Path, start: Unended) -> tuple[str, str, int]:
