@@ -413,7 +413,7 @@ def _newest(run_dir: Path) -> int:
 def _read(run_dir: Path) -> list[Start]:
     starts = []
     try:
-        for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines():
+        for line in (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 starts.append(Start(**json.loads(line)))
     except OSError as error:
