@@ -8,6 +8,7 @@ from statistics import median_low
 from typing import Literal
 
 from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
+from hpc_tune.probe import fabric
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
@@ -51,6 +52,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_library(ranks),
         *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
         *_network(ranks, links),
+        *_fabric(ranks),
     ]
     return sorted(findings, key=lambda finding: finding.level)
 
@@ -273,6 +275,29 @@ def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
         )
     elif reason:
         yield Finding("warning", reason)
+
+
+def _fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield which variables of the network are not as sites set them, where it is used."""
+    if len(_by_node(ranks)) == 1:
+        return
+    hosts: dict[tuple[bool, str], list[str]] = defaultdict(list)
+    for rank in ranks:
+        if rank.topology is None or rank.library is None or not rank.library.plugin:
+            continue  # it sends by TCP, or needs no libfabric
+        kind = next((card.kind for card in rank.topology.cards), "")
+        library = rank.library
+        for found in fabric.harmful(kind, library.name, library.version, library.settings):
+            hosts[found].append(rank.hostname)
+        if unlike := fabric.unlike_sites(kind, library.name, library.settings):
+            settings = library.settings
+            here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]
+            text = f"for {kind} sites set what is {'otherwise' if here else 'unset'} here"
+            text += f" ({', '.join(here)})" if here else ""
+            text += f": export {' '.join(f'{one.name}={one.value}' for one in unlike)}"
+            hosts[False, text].append(rank.hostname)
+    for (is_sure, text), on in hosts.items():
+        yield Finding("error" if is_sure else "warning", f"{_some(on)}: {text}")
 
 
 def _sold(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:

@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_tune.probe import fabric
+
 _LIBRARY = re.compile(r"lib[nr]ccl\.so[.0-9]*")
 _PLUGIN = re.compile(r"lib[nr]ccl-net[^/]*\.so[.0-9]*")
 _FABRIC = re.compile(r"libfabric\.so[.0-9]*")
 _FOLDERS = ("lib64", "usr/lib64", "lib", "usr/lib", "usr/local/lib")
 _CACHED = re.compile(rb"/[^\0]*/(?:lib[nr]ccl-net[^/\0]*|libfabric)\.so[.0-9]*")
-SETTINGS = ("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
+SETTINGS = (
+    *("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"),
+    *fabric.NAMES,
+)
 
 
 @dataclass(frozen=True)

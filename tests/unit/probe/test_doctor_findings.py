@@ -209,6 +209,21 @@ def with_settings(library, **settings):
     return dataclasses.replace(library, settings=settings)
 
 
+# As HPE's ccl_env.sh has it, and CSCS.
+OF_SITES = {
+    "NCCL_PROTO": "^LL128",
+    "NCCL_NET_GDR_LEVEL": "PHB",
+    "NCCL_CROSS_NIC": "1",
+    "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "FI_CXI_DEFAULT_TX_SIZE": "2048",
+    "FI_CXI_DISABLE_HOST_REGISTER": "1",
+    "FI_CXI_RX_MATCH_MODE": "hybrid",
+    "FI_CXI_RDZV_PROTO": "alt_read",
+    "FI_MR_CACHE_MONITOR": "userfaultfd",
+    "MPICH_GPU_SUPPORT_ENABLED": "0",
+}
+AS_SITES = with_settings(LOADED, **OF_SITES)
+
 # The library, the cards, what was measured across nodes in GB/s, and what is found.
 FELL_BACK = {
     "InfiniBand by TCP": (
@@ -294,8 +309,8 @@ def test_a_network_that_is_slower_than_it_was_sold_is_found_with_the_reason(name
     ("library", "cards", "speed"),
     [
         (PLAIN, (HDR,), 9.0),
-        (LOADED, (SLINGSHOT,), 18.0),
-        (LOADED, (SLINGSHOT,), None),
+        (AS_SITES, (SLINGSHOT,), 18.0),
+        (AS_SITES, (SLINGSHOT,), None),
         (PLAIN, (DOWN,), 1.0),
         (PLAIN, (), 0.1),
         (with_settings(PLAIN, NCCL_SOCKET_IFNAME="=eth0"), (), 6.0),
@@ -305,6 +320,50 @@ def test_a_network_that_does_what_it_was_sold_for_has_no_findings(library, cards
     measured = links(*[speed * 1e9] * 6) if speed else ()
     ranks = network(library, cards, {"eth0": 100_000})
     assert find_problems(ranks, Links(tuple(measured), ())) == []
+
+
+def on_slingshot(library, **settings):
+    """Return (level, text) of what is found where these, unset if empty, differ from sites'."""
+    given = {name: value for name, value in {**OF_SITES, **settings}.items() if value}
+    found = with_settings(library, **given)
+    ranks = network(found, (SLINGSHOT,))
+    assert find_problems(ranks[:2], Links((), ())) == [], "one node needs none of it"
+    return [(finding.level, finding.text) for finding in find_problems(ranks, Links((), ()))]
+
+
+@pytest.mark.parametrize("protocols", ["", "LL128", "ll,ll128", "^LL"])
+def test_a_protocol_whose_values_arrive_wrong_over_slingshot_is_an_error(protocols):
+    [(level, text)] = on_slingshot(LOADED, NCCL_PROTO=protocols)
+    assert level == "error"
+    assert text.startswith("n0, n1: NCCL 2.28.9 sends by the protocol LL128 over Slingshot")
+    older = dataclasses.replace(LOADED, version="2.26.2", built="2.26.2")
+    assert on_slingshot(older, NCCL_PROTO=protocols) == []
+
+
+@pytest.mark.parametrize("protocols", ["^LL128", "^LL,LL128", "Simple", "LL,Simple"])
+def test_without_that_protocol_nothing_is_found(protocols):
+    assert on_slingshot(LOADED, NCCL_PROTO=protocols) == []
+
+
+def test_variables_that_are_not_as_sites_set_them_are_one_line_to_copy():
+    [(level, text)] = on_slingshot(LOADED, FI_CXI_DEFAULT_CQ_SIZE="", NCCL_CROSS_NIC="0")
+    assert level == "warning"
+    assert text == (
+        "n0, n1: for Slingshot sites set what is otherwise here (NCCL_CROSS_NIC=0): export "
+        "NCCL_CROSS_NIC=1 FI_CXI_DEFAULT_CQ_SIZE=131072"
+    )
+    rccl = dataclasses.replace(RCCL, plugin="/site/librccl-net.so")
+    assert on_slingshot(rccl, FI_CXI_DISABLE_HOST_REGISTER="1", NCCL_PROTO="") == []
+    [(_, text)] = on_slingshot(rccl, FI_CXI_RDZV_PROTO="")
+    assert text.endswith("export FI_CXI_RDZV_PROTO=alt_read")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MPICH_GPU_SUPPORT_ENABLED", "1"), ("FI_MR_CACHE_MONITOR", "memhooks")]
+)
+def test_variables_that_make_runs_hang_are_named(name, value):
+    texts = [text for _, text in on_slingshot(LOADED, **{name: value})]
+    assert any(text.startswith(f"n0, n1: {name}={value}") for text in texts)
 
 
 def test_cpus_and_one_node_need_no_plugin():

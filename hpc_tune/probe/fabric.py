@@ -1,0 +1,96 @@
+"""The variables that sites set for their fabric, and which of them a node has otherwise.
+
+HPE Slingshot works without most of them, but slower, or hangs once many ranks send large messages.
+With NCCL's protocol LL128 messages arrive wrong without an error
+(https://github.com/NVIDIA/nccl/issues/2001), so that is an error here. The values are those of
+
+    HPE      https://github.com/HewlettPackard/shs-ccl-docs/blob/main/ccl_env.sh
+    CSCS     https://docs.cscs.ch/software/communication/nccl/
+    OLCF     https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html
+    Sigma2   https://documentation.sigma2.no/hpc_machines/olivia/nccl.html
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A variable and the value that sites set; ``others``: further values that do as well."""
+
+    name: str
+    value: str
+    others: tuple[str, ...] = ()
+
+
+_SLINGSHOT = (
+    Expected("NCCL_NET_GDR_LEVEL", "PHB", ("3",)),
+    Expected("NCCL_CROSS_NIC", "1"),
+    Expected("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
+    Expected("FI_CXI_DEFAULT_TX_SIZE", "2048", ("16384",)),
+    Expected("FI_CXI_RX_MATCH_MODE", "hybrid", ("software",)),
+    Expected("FI_MR_CACHE_MONITOR", "userfaultfd", ("kdreg2",)),
+    Expected("FI_CXI_DISABLE_HOST_REGISTER", "1"),
+)
+_SLINGSHOT_AMD = (Expected("FI_CXI_RDZV_PROTO", "alt_read"),)
+_LL128_SINCE = (2, 27)  # NCCL's tuning chooses it over Slingshot from there on
+_GPU_AWARE_MPI = "MPICH_GPU_SUPPORT_ENABLED"
+NAMES = (
+    *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
+    *("NCCL_PROTO", _GPU_AWARE_MPI),
+)
+
+
+def unlike_sites(kind: str, library: str, settings: Mapping[str, str]) -> list[Expected]:
+    """Return the variables that sites set, where they are unset or otherwise here (pure).
+
+    ``kind`` of card, such as Slingshot; ``library``: NCCL or RCCL.
+    """
+    if kind != "Slingshot":
+        return []
+    return [
+        one
+        for one in (*_SLINGSHOT, *(_SLINGSHOT_AMD if library == "RCCL" else ()))
+        if settings.get(one.name) not in (one.value, *one.others)
+    ]
+
+
+def harmful(
+    kind: str, library: str, version: str, settings: Mapping[str, str]
+) -> list[tuple[bool, str]]:
+    """Return what hangs or sends wrong values: (whether that is sure, in words) (pure).
+
+    ``version`` is that of the library which is loaded.
+    """
+    if kind != "Slingshot":
+        return []
+    found = []
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if library == "NCCL" and numbers >= _LL128_SINCE and _takes_ll128(settings):
+        found.append(
+            (
+                True,
+                f"NCCL {version} sends by the protocol LL128 over Slingshot, and values can arrive "
+                "wrong without an error (https://github.com/NVIDIA/nccl/issues/2001): export "
+                "NCCL_PROTO=^LL128",
+            )
+        )
+    if settings.get(_GPU_AWARE_MPI) == "1":
+        text = f"{_GPU_AWARE_MPI}=1: a GPU-aware MPI beside {library} can wait for ever; export "
+        found.append((False, f"{text}{_GPU_AWARE_MPI}=0"))
+    if settings.get("FI_MR_CACHE_MONITOR") == "memhooks":
+        found.append(
+            (
+                False,
+                "FI_MR_CACHE_MONITOR=memhooks misses memory that is freed, so that runs hang; "
+                "export FI_MR_CACHE_MONITOR=userfaultfd, or kdreg2",
+            )
+        )
+    return found
+
+
+def _takes_ll128(settings: Mapping[str, str]) -> bool:
+    """Return whether NCCL may choose it: NCCL_PROTO lists what to use, or after ^ what not."""
+    protocols = settings.get("NCCL_PROTO", "").upper()
+    listed = "LL128" in protocols.removeprefix("^").split(",")
+    return not protocols or listed != protocols.startswith("^")
