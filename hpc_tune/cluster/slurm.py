@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from hpc_tune.cluster.container import with_container
 from hpc_tune.cluster.plain import NEEDED
 from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
@@ -245,7 +246,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
             f"slurm.min_nodes={settings.min_nodes} of slurm.nodes={settings.nodes}: expected no "
             "more than there are"
         )
-    launch = f"{settings.launch} {settings.container}".strip()
+    launch = with_container(settings, folder)
     _require_words(settings, launch, [*arguments, str(folder)])
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
@@ -261,7 +262,8 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
         "export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks"
     )
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
-    words += ["--python", "python"] if settings.container else []
+    if settings.container or settings.image:
+        words += ["--python", shlex.quote(settings.container_python)]
     return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
 
 
@@ -275,6 +277,7 @@ def sourced(settings: SlurmConfig) -> dict[str, str]:
 def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) -> None:
     """Refuse what no command line can be made of."""
     texts = [launch, *settings.modules, settings.env_file or "", settings.venv or "", *others]
+    texts.append(settings.container_python)
     if any("\0" in text for text in texts):
         raise ConfigError("a setting has a null character in it, which no script can hold")
     if any(name.startswith("-") for name in settings.modules):

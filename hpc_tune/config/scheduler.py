@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -142,7 +142,27 @@ class SlurmConfig(Section):
     container: str = Field(
         "",
         description="The command before python that runs it in a container, such as "
-        "'apptainer exec --nv image.sif'. Empty: no container.",
+        "'apptainer exec --nv image.sif'. With slurm.image its first words alone, where they are "
+        "not 'apptainer exec'. Empty: no container.",
+    )
+    image: str = Field(
+        "",
+        description="The image that the ranks run in: a .sif or a folder by Apptainer; a .sqsh, "
+        "docker://... or HOST#NAME:TAG by Pyxis; a .toml is an EDF file of CSCS (srun "
+        "--environment). Empty: none.",
+    )
+    binds: list[str] = Field(
+        [],
+        description="Folders that the image shows besides the one in which the job runs, such as "
+        "[/scratch/me, '/opt/cray/libfabric:/opt/libfabric'].",
+    )
+    gpu_maker: Literal["nvidia", "amd"] = Field(
+        "nvidia", description="Whose GPUs Apptainer shows to the image: --nv or --rocm."
+    )
+    container_python: str = Field(
+        "python",
+        description="The Python in the container, such as that of an environment over the image's: "
+        "/scratch/me/.venv/bin/python.",
     )
     launch: str = Field(
         "srun --kill-on-bad-exit=1",

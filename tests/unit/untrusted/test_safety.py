@@ -265,7 +265,7 @@ def cluster(tmp_path, ran):
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ran, name, text):
     text = text.format(ran=ran)
-    value = [text] if name == "modules" else text
+    value = [text] if name in ("modules", "binds") else text
     if name in ("memory", "time"):  # which have a form of their own
         with pytest.raises(ValidationError, match=f"{name}\n.*Slurm takes"):
             SlurmConfig(**{name: value})
@@ -274,7 +274,8 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
         with pytest.raises(ValidationError, match="options\n.*is no option of sbatch"):
             SlurmConfig(options=[f"--constraint={text}"])
         return
-    wanted, words = SlurmConfig(**{name: value}), [text, f"run.name={text}"]
+    others = {"image": "i.sif"} if name == "binds" else {}
+    wanted, words = SlurmConfig(**{name: value}, **others), [text, f"run.name={text}"]
     if name in LINES_OF_SBATCH or (name in ("launch", "container") and text.count("'") == 1):
         with pytest.raises(ConfigError, match=f"slurm.{name}="):
             render(wanted, words, ran.parent)
@@ -291,6 +292,8 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
     )
     told = done.stdout.decode().split("\0")[:-1]
     assert told[-2:] == words
+    if name in ("image", "binds"):
+        assert any(text in word for word in shlex.split(told[4]))
     if name == "launch":
         assert shlex.split(told[4]) == shlex.split(text)
 
