@@ -93,7 +93,7 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         weak = [f"GPU {i} has {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
             yield Finding(
-                "warning", f"{first.hostname}: of {most} NVLinks {_some(weak)} that are up"
+                "warning", f"{first.hostname}: of {most} {gpus[0].link}s {_some(weak)} that are up"
             )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_tune import __version__
+from hpc_tune.probe.kfd import amd_driver, amd_gpus
+from hpc_tune.world.numa import SYS
 
 _ASK_LIMIT_S = 10.0
 PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
@@ -60,7 +62,10 @@ def for_a_bug_report() -> list[str]:
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
         facts["nvidia"] = " ".join(driver.split())
-    if gpus := Counter(_gpu_names(Path("/proc/driver/nvidia/gpus"))):
+    if driver := amd_driver(SYS):
+        facts["amdgpu"] = driver
+    amds = [gpu.gfx for gpu in amd_gpus(SYS)]
+    if gpus := Counter([*_gpu_names(Path("/proc/driver/nvidia/gpus")), *amds]):
         facts["gpus"] = ", ".join(f"{num} {name}" for name, num in gpus.items())
     return [f"{name} {text}" for name, text in facts.items()]
 

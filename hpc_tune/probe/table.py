@@ -55,7 +55,8 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
         cuda = f"torch is built for ROCm {first.rocm}"
     driver = first.topology.driver if first.topology else ""
     if first.topology and driver:
-        cuda += f", the driver {driver} has {first.topology.driver_cuda}"
+        cuda += f", the driver is {driver}"
+        cuda += f" and has {first.topology.driver_cuda}" if first.topology.driver_cuda else ""
     lines.append(f"cuda      {cuda}{f'; NCCL {first.nccl}' if first.nccl else ''}")
     if first.library is not None:
         lines.append(_library_line(first.library))

@@ -1,7 +1,7 @@
 """The topology of a node: its GPUs, the paths between them, and the network cards near them.
 
-GPUs come from the driver (nvidia-ml-py, where it is installed), cards and NUMA nodes from the
-kernel. A label is a hint; what a link carries is measured (links.py).
+GPUs of NVIDIA come from the driver (nvidia-ml-py, where it is installed), those of AMD, cards and
+NUMA nodes from the kernel. A label is a hint; what a link carries is measured (links.py).
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.probe.kfd import amd_driver, amd_gpus
 from hpc_tune.world.numa import SYS, numa_of, pci_path
 
 _CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
@@ -24,7 +25,8 @@ NO_LIBRARY = "nvidia-ml-py is not installed"
 class Gpu:
     """One GPU as the driver knows it, whether or not a rank may use it.
 
-    ``place``: its PCI address.
+    ``place``: its PCI address. ``nvlinks``: how many of its links to other GPUs are up, which are
+    called ``link``; AMD's are to so many others.
     """
 
     uuid: str
@@ -32,6 +34,7 @@ class Gpu:
     place: str
     numa: int | None
     nvlinks: int
+    link: str = "NVLink"
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class Card:
 @dataclass(frozen=True)
 class Topology:
     """One node. ``paths`` are of pairs of GPUs, such as ``"0-1"``: NVLink, or where they meet:
-    PIX, PXB (switches), PHB (root complex), NODE, SYS (across NUMA nodes). ``driver_error``: why
-    the driver told nothing, or not all. ``ethernet``: Mb/s of the other cards that are up.
+    PIX, PXB (switches), PHB (root complex), NODE, SYS (across NUMA nodes); XGMI or PCIe of AMD's.
+    ``driver_error``: why the driver told nothing, or not all. ``ethernet``: Mb/s of the other cards
+    that are up.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -73,10 +77,34 @@ def read_topology(folder: Path = SYS) -> Topology:
 
     ``folder`` is where the kernel shows its devices.
     """
-    told = _ask_driver(folder)
+    told = _of_amd(folder) or _ask_driver(folder)
     devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
     cards = tuple(_cards(folder, devices))
     return replace(told, cards=cards, ethernet=_ethernet(folder))
+
+
+def _of_amd(folder: Path) -> Topology | None:
+    """Return AMD's GPUs, as the kernel shows them; None where there are none."""
+    found = amd_gpus(folder)
+    if not found:
+        return None
+    gpus = tuple(
+        Gpu(
+            uuid=one.uuid,
+            name=one.gfx,
+            place=one.place,
+            numa=numa_of(folder / "bus" / "pci" / "devices" / one.place),
+            nvlinks=len(one.linked),
+            link="XGMI link",
+        )
+        for one in found
+    )
+    paths = {
+        f"{i}-{j}": "XGMI" if other.node in one.linked else "PCIe"
+        for i, one in enumerate(found)
+        for j, other in enumerate(found[i + 1 :], i + 1)
+    }
+    return Topology(gpus=gpus, paths=paths, driver=amd_driver(folder))
 
 
 def share_a_switch(device: Path, other: Path) -> bool:

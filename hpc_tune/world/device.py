@@ -90,7 +90,8 @@ def gather_gpus(world: World, own: Gpus, exchange: Channel) -> dict[int, Gpus]:
 def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a name for each GPU by torch's properties of it (pure).
 
-    Its UUID; the PCI address where ROCm gives none. CUDA may give a slice of a GPU (MIG) the UUID
+    Its UUID; the PCI address where ROCm gives none, and beside it where it is AMD's, whose dies may
+    have one UUID. CUDA may give a slice of a GPU (MIG) the UUID
     of the whole, and then it is the only one that a process sees. What has the same name within one
     process, as the parts of one AMD GPU may, is told apart by its place among them.
     """
@@ -101,7 +102,10 @@ def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...
     for index, gpu in enumerate(found):
         uuid = str(getattr(gpu, "uuid", ""))
         known = bool(uuid.strip("0-"))
-        names.append(uuid if known else address_of(gpu) or f"device {index}")
+        place = address_of(gpu)
+        if known and place and str(getattr(gpu, "gcnArchName", "")).startswith("gfx"):
+            uuid = f"{uuid} at {place}"
+        names.append(uuid if known else place or f"device {index}")
     if len(set(names)) == len(names):
         return tuple(names)
     return tuple(f"{name}, {index}" for index, name in enumerate(names))
@@ -156,10 +160,10 @@ def pick_device(
         error = None
         if wanted == "cuda" or own.error:
             shown = ", ".join(f"{n} is {os.environ[n]}" for n in VISIBLE if n in os.environ)
-            found = f"cannot start CUDA ({own.error})" if own.error else "finds no CUDA device"
+            found = f"cannot start CUDA ({own.error})" if own.error else "finds no GPU"
             error = (
                 f"run.device={wanted}, but torch {torch.__version__} {found} on {world.hostname} "
-                f"({shown or 'CUDA_VISIBLE_DEVICES is unset'}); request GPUs for the job, or set "
+                f"({shown or f'{_hides()} is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
         elif wanted == "auto":
@@ -219,8 +223,8 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     without = sorted({r.hostname for r in reports if r.kind == "cpu"})
     if without and len({r.kind for r in reports}) > 1:
         raise WorldError(
-            f"some ranks have a CUDA device, those on {', '.join(without[:8])} have none; check "
-            "these nodes (nvidia-smi), or set run.device=cpu"
+            f"some ranks have a GPU, those on {', '.join(without[:8])} have none; check "
+            "these nodes (nvidia-smi, of AMD rocm-smi), or set run.device=cpu"
         )
     if without:
         return next((report.unused for report in reports if report.unused), None)
@@ -267,7 +271,7 @@ def _for_idle(reports: Sequence[DeviceReport], num_gpus: int) -> str:
         )
     return (
         f"start one rank per GPU (--ntasks-per-node={num_gpus}), or hide the GPUs that are not for "
-        "this run with CUDA_VISIBLE_DEVICES"
+        f"this run with {_hides()}"
     )
 
 
@@ -292,6 +296,13 @@ def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[in
         f"node (--ntasks-per-node={together}), request {len(seen)} GPUs per node "
         f"(--gpus-per-node={len(seen)}), or set run.device=cpu"
     )
+
+
+def _hides() -> str:
+    """Return the variable that shows GPUs to a process."""
+    import torch
+
+    return "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 
 
 def _first(names: Iterable[str]) -> str:

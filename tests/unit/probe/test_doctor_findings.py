@@ -476,7 +476,7 @@ def test_the_report_has_each_rank_and_each_finding():
     text = "\n".join(as_lines(ranks, all_links, found, colours=False))
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
-        "torch is built for CUDA 12.8, the driver 580.1 has 13.0; NCCL 2.28",
+        "torch is built for CUDA 12.8, the driver is 580.1 and has 13.0; NCCL 2.28",
         "nccl      2.28.9 loaded, /pip/libnccl.so.2; torch is built for 2.28.3; network plugin "
         "/site/libnccl-net.so",
         "rank 1    H100 80.0 GiB a (NUMA 0); CPUs 2 of 2-3 (NUMA 0), 2 threads",

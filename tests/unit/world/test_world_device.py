@@ -192,8 +192,9 @@ def test_a_second_gpu_of_each_task_is_idle_and_the_remedy_names_the_option():
         check_devices([gpu(0, "a", "abcd"), gpu(1, "b", "abcd")], launched=True)
 
 
-def properties(uuid=None, bus=None, domain=0):
+def properties(uuid=None, bus=None, domain=0, gfx=None):
     fields = {} if uuid is None else {"uuid": uuid}
+    fields |= {} if gfx is None else {"gcnArchName": gfx}
     if bus is not None:
         fields |= {"pci_domain_id": domain, "pci_bus_id": bus, "pci_device_id": 0}
     return SimpleNamespace(**fields)
@@ -217,6 +218,12 @@ ZEROS = "00000000-0000-0000-0000-000000000000"
         ([properties("whole", 1)], {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, ("MIG-1",)),
         ([properties("a", 1)], {"CUDA_VISIBLE_DEVICES": "GPU-a"}, ("a",)),
         ([properties("a", 1)], {"ROCR_VISIBLE_DEVICES": "3"}, ("a",)),
+        (
+            [properties("a", 1, gfx="gfx90a:xnack-"), properties("a", 2, gfx="gfx90a:xnack-")],
+            {},
+            ("a at 0000:01:00.0", "a at 0000:02:00.0"),
+        ),
+        ([properties("a", 1, gfx="NVIDIA A100")], {}, ("a",)),
     ],
 )
 def test_a_gpu_has_a_name_that_all_ranks_of_its_node_agree_on(found, environ, names):
@@ -230,7 +237,7 @@ def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "7")
     alone = on_node(visible_gpus("cuda").names)
     _, report = pick_device("cuda", world(0, 1), alone)
-    words = r"finds no CUDA device on n0 .*ROCR_VISIBLE_DEVICES is 7.*run.device=cpu"
+    words = r"finds no GPU on n0 .*ROCR_VISIBLE_DEVICES is 7.*run.device=cpu"
     with pytest.raises(WorldError, match=words):
         check_devices([report], launched=False)
     monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
