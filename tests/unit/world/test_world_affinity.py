@@ -116,6 +116,21 @@ def test_cores_are_dealt_by_the_node_of_the_gpu(name):
     assert [share.threads for share in shares] == [len(cpus) for cpus in expected]
 
 
+# Of a node of LUMI: the cores nearest to each die of its MI250X, by the site's masks
+# (https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/distribution-binding/); the first core
+# of each eight is the system's. NUMA node N has the cores 16 N to 16 N + 15.
+LUMI = (49, 57, 17, 25, 1, 9, 33, 41)
+
+
+def test_eight_ranks_of_a_lumi_node_get_the_cores_that_the_site_gives_their_dies():
+    given = mask(*(cpu for cpu in range(64) if cpu % 8))
+    near = [Near(cpu // 16, mask(*range(cpu // 16 * 16, cpu // 16 * 16 + 16))) for cpu in LUMI]
+    for rank, first in enumerate(LUMI):
+        share = share_of_cores([given] * 8, given, rank, one_thread_per_core, near)
+        assert share.cpus == mask(*range(first, first + 7)), rank
+        assert (share.threads, share.pin, share.warning) == (7, True, None)
+
+
 def test_ranks_that_were_pinned_to_one_core_are_spread_by_the_nodes_of_their_gpus():
     near = [NODES[node] for node in (3, 0)]
     shares = [
