@@ -60,8 +60,8 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Return the pages of docs/, by name, and the README."""
-    return [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+    """Return the pages of docs/, by name, those of single centres, and the README."""
+    return [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("sites/*.md")), ROOT / "README.md"]
 
 
 def commands_of(page: Path) -> list[Command]:
