@@ -86,3 +86,15 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def format_energy(joules: float) -> str:
+    """Return an energy with three digits, such as ``"1.23 kWh"``; less than 1 Wh in joules."""
+    for size, unit in ((3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh")):
+        if joules >= 0.9995 * size:
+            return f"{joules / size:.{_digits(joules / size)}f} {unit}"
+    return f"{joules:.{_digits(joules)}f} J"
+
+
+def _digits(value: float) -> int:
+    return 0 if value >= 99.95 else 1 if value >= 9.995 else 2

@@ -12,6 +12,7 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.files import as_list
+from hpc_tune.rundir.energy import read as read_energy
 from hpc_tune.safe_yaml import load_yaml
 
 CARD, CONFIG = "README.md", "training_config.yaml"
@@ -78,6 +79,10 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
         if evals.best is not None and evals.best[0] != last_step:
             rows["lowest held-out loss"] = f"{evals.best[1]:.4f} (step {evals.best[0]})"
+    # Of a checkpoint that lies in its run directory.
+    energy = read_energy(checkpoint.absolute().parent.parent)
+    if energy is not None and energy.joules is not None:
+        rows["energy of training"] = f"{energy.words}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _class_of(base / "config.json") if whole else _CAUSAL
     about = f"{title}\n\n{run.notes}" if run.notes else title

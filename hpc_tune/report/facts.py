@@ -9,6 +9,7 @@ from hpc_tune.config.load import describe_fields
 from hpc_tune.config.section import said
 from hpc_tune.report.read import Row, Run
 from hpc_tune.report.starts import starts
+from hpc_tune.rundir.energy import energy_of
 from hpc_tune.rundir.stragglers import ADVICE, STRAGGLER, beside_median
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
@@ -116,6 +117,8 @@ def facts(run: Run) -> dict[str, str]:
         values["time running"] = format_seconds(whole_s) + more
         if steps:
             values["goodput (steps that count)"] = f"{goodput(run):.0%}"
+    if (energy := energy_of(run.events)) is not None and energy.joules is not None:
+        values["energy"] = energy.short
     losses = known(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
@@ -175,6 +178,7 @@ def what_ran(run: Run) -> Rows:
         ("learning rate", start.get("rate")),
         ("memory", start.get("memory")),
         ("slowest rank", straggler(run)),
+        ("energy", energy.words if (energy := energy_of(run.events)) else ""),
         ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
     ]
     return [(name, str(value)) for name, value in rows if value]
@@ -323,6 +327,9 @@ def event_text(event: Row) -> str:
             return f"from {event.get('path')}"
         case "stop":
             return str(event.get("reason"))
+        case "energy":
+            told = energy_of([event])
+            return told.words if told else ""
         case "mixture":
             return f"from here on: {event.get('changes')}"
         case "held_out":

@@ -9,6 +9,7 @@ from hpc_tune.report.facts import goodput, running_s, sent_bytes
 from hpc_tune.report.plots import points
 from hpc_tune.report.read import Run
 from hpc_tune.report.starts import starts
+from hpc_tune.rundir.energy import energy_of
 
 _CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
@@ -40,6 +41,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "running_s": round(running_s(run), 3),
         "goodput": round(goodput(run), 4),
+        "energy": asdict(energy) if (energy := energy_of(run.events)) else None,
         "starts": [asdict(start) for start in starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
         "evaluations_by_source": [

@@ -27,11 +27,12 @@ _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
 _PART_BYTES = 1 << 22
 _NUMBERS = frozenset(
     ("time", "step", "rank", "size", "num_nodes", "total_steps", "bytes", "save_s", "blocked_s")
-    + ("predicted_step_s", "measured_step_s", "began_s")
+    + ("predicted_step_s", "measured_step_s", "began_s", "total_j", "tokens")
 )
 _PARTS: dict[str, type] = {  # all else is text
-    **{"command": list, "remarks": list, "mixture": list},
-    **{"versions": dict, "phases": dict, "hosts": dict, "counts": dict},
+    **{"command": list, "remarks": list, "mixture": list, "missing": list},
+    **{"versions": dict, "phases": dict, "hosts": dict, "counts": dict, "joules": dict},
+    "has_others": bool,
 }
 # Of metrics.jsonl. Rows share these names: a hundred thousand rows with their own take 140 MB more.
 _METRICS = (

@@ -11,6 +11,7 @@ from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.control import Control
+from hpc_tune.train.energy import RunEnergy
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.report import write_report
@@ -18,11 +19,19 @@ from hpc_tune.train.startup.preflight import Forecast, compare_memory
 from hpc_tune.units import format_seconds
 
 
-def finish(job: Job, model: Model, forecast: Forecast, control: Control, ended: Outcome) -> None:
+def finish(
+    job: Job,
+    model: Model,
+    forecast: Forecast,
+    control: Control,
+    energy: RunEnergy,
+    ended: Outcome,
+) -> None:
     """Close what the run had open, and report how it ended. Collective."""
     job.watchdog.close()
     job.setup_comm.begin("ending the run")
     job.stop.end()
+    energy.end(control.trainer.step, control.recorder.tokens)
     compare_memory(job, forecast)
     if job.chosen is not None:
         job.events.write("layout", **compare_step(job.chosen, control.recorder.metrics.steps_s))

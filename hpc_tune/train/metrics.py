@@ -235,7 +235,7 @@ class FinishedStep:
 
 class Recorder:
     """Records each step on all ranks together. ``counts_rows``: of the ranks that work on the same
-    rows, this one counts them.
+    rows, this one counts them. ``tokens``: those of all ranks in the steps so far.
     """
 
     def __init__(
@@ -252,6 +252,7 @@ class Recorder:
         self.metrics, self._rank_work = metrics, rank_work
         self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
+        self.tokens = 0
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
     def counts(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
@@ -287,6 +288,7 @@ class Recorder:
         work_s = step_s - step.data_s - result.comm_s
         worst = _worst_of_all(self._comm, sample, work_s)
         self._rank_work.add(step.number, work_s)
+        self.tokens += step.tokens
         flops = step.tokens * self._flops.weights + step.attention_flops
         self.metrics.step(
             StepMetrics(

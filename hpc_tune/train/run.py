@@ -20,6 +20,7 @@ from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import look_for_data, open_data
+from hpc_tune.train.energy import RunEnergy
 from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
@@ -101,9 +102,10 @@ def _train(
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
+        energy = RunEnergy(job)
         with control.step_limit.over(), collected_in_step():
             outcome = train(control.trainer, control)
-        finish(job, model, forecast, control, outcome)
+        finish(job, model, forecast, control, energy, outcome)
     return outcome
 
 

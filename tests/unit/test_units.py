@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hpc_tune.units import (
     format_bytes,
     format_count,
+    format_energy,
     format_seconds,
     parse_bytes,
     parse_memory,
@@ -121,3 +122,19 @@ def test_counts_are_printed_short(count, text):
 )
 def test_durations_are_printed_short(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [
+        (0.5, "0.50 J"),
+        (3590, "3590 J"),
+        (3600, "1.00 Wh"),
+        (3.6e6 - 1, "1.00 kWh"),
+        (4.43e7, "12.3 kWh"),
+        (3.6e8, "100 kWh"),
+        (5.4e9, "1.50 MWh"),
+    ],
+)
+def test_energies_have_three_digits(joules, text):
+    assert format_energy(joules) == text

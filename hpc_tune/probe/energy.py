@@ -1,0 +1,218 @@
+"""The energy counters of a node: which there are, and what they have counted between two readings.
+
+GPUs: NVIDIA's driver (nvidia-ml-py, where it is installed), else the kernel's hwmon. CPUs and their
+memory: the kernel's RAPL, which many sites let only root read. The whole node: HPE Cray's
+pm_counters. Nothing is estimated: what no counter tells is not known, with a reason.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import first_line
+from hpc_tune.world.numa import SYS
+
+GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
+# RAPL's counters begin again after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
+READ_EVERY_S = 30.0
+MAX_W = 1000.0  # more than a package draws: of two readings that are further apart nothing is known
+_NO_RAPL = "the kernel shows no RAPL counter there"
+_NO_GPU_COUNTER = "neither NVIDIA's driver nor the kernel's hwmon has an energy counter of it"
+_BACKWARDS = "its counter went backwards"
+_UNSEEN = "its counter may have begun again unseen"
+_STILL = "its counter stood still"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One counter. ``read`` returns joules since some time; where it is not there, ``why`` says so.
+
+    ``wrap_j``: where it begins again at 0; None if it does not.
+    """
+
+    part: str
+    name: str
+    read: Callable[[], float] | None = None
+    wrap_j: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class PartEnergy:
+    """What ``counted`` of ``total`` counters of one part of a node have counted, and why the others
+    have not.
+    """
+
+    joules: float = 0.0
+    counted: int = 0
+    total: int = 0
+    why: str = ""
+
+
+def joules_between(counter: Counter, before_j: float, now_j: float, gap_s: float) -> float:
+    """Return the joules between two readings that are ``gap_s`` apart (pure).
+
+    Raises:
+        ValueError: if they do not tell: the counter was reset, or may have begun again twice.
+    """
+    spent_j = now_j - before_j
+    if counter.wrap_j is None:
+        if spent_j < 0:
+            raise ValueError(_BACKWARDS)
+        return spent_j
+    if gap_s * MAX_W > counter.wrap_j:
+        raise ValueError(_UNSEEN)
+    if spent_j < 0:
+        spent_j += counter.wrap_j
+    if not 0 <= spent_j <= MAX_W * (gap_s + 1.0):
+        raise ValueError(_BACKWARDS)
+    return spent_j
+
+
+@dataclass
+class _Account:
+    """A counter's newest reading, and what it has counted before; ``why`` once it is not known."""
+
+    counter: Counter
+    why: str = ""
+    joules: float = 0.0
+    newest_j: float | None = None
+    newest_s: float = 0.0
+
+    def read(self, now_s: float) -> None:
+        if self.why or self.counter.read is None:
+            self.why = self.why or self.counter.why
+            return
+        try:
+            now_j = self.counter.read()
+            if self.newest_j is not None:
+                gap_s = now_s - self.newest_s
+                self.joules += joules_between(self.counter, self.newest_j, now_j, gap_s)
+            self.newest_j, self.newest_s = now_j, now_s
+        except OSError as error:
+            self.why = error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 - NVMLError is no OSError, and its module is soft
+            self.why = first_line(error)
+
+
+@dataclass
+class NodeMeter:
+    """Adds up what the counters of this node count from its begin on.
+
+    Where one of them begins again within minutes, a thread reads them too.
+    """
+
+    counters: Sequence[Counter]
+    clock: Callable[[], float] = time.monotonic
+    _accounts: list[_Account] = field(default_factory=list)
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._accounts = [_Account(counter) for counter in self.counters]
+        self.read()
+        if any(a.counter.wrap_j is not None and not a.why for a in self._accounts):
+            threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
+
+    def read(self) -> None:
+        """Read all counters."""
+        with self._reading:
+            for account in self._accounts:
+                account.read(self.clock())
+
+    def end(self) -> dict[str, PartEnergy]:
+        """Read a last time; return what each part of the node has taken."""
+        self._over.set()
+        self.read()
+        with self._reading:
+            for account in self._accounts:
+                if not account.why and account.joules == 0:
+                    account.why = _STILL
+        parts = dict.fromkeys(account.counter.part for account in self._accounts)
+        return {part: self._of(part) for part in parts}
+
+    def _of(self, part: str) -> PartEnergy:
+        accounts = [account for account in self._accounts if account.counter.part == part]
+        known = [account.joules for account in accounts if not account.why]
+        why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
+        return PartEnergy(sum(known), len(known), len(accounts), why)
+
+    def _keep_reading(self) -> None:
+        while not self._over.wait(READ_EVERY_S):
+            self.read()
+
+
+def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
+    """Return the counters of this node, and of its ``gpus`` by their PCI addresses.
+
+    ``folder`` is where the kernel shows its devices.
+    """
+    nvml = _driver() if gpus else None
+    counters = [_of_gpu(nvml, address, folder) for address in gpus]
+    powercap = folder / "class" / "powercap"
+    counters += _rapl(powercap) or [Counter(CPUS, str(powercap), why=_NO_RAPL)]
+    node = folder / "cray" / "pm_counters" / "energy"
+    if node.exists():  # its lines: 123 J 1700000000000000 us
+        counters.append(Counter(NODE, str(node), lambda: float(node.read_text().split()[0])))
+    return counters
+
+
+def _driver() -> Any:
+    """Return NVIDIA's library, ready to be asked; None where there is none."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver
+        return None
+    return nvml
+
+
+def _of_gpu(nvml: Any, address: str, folder: Path) -> Counter:
+    """Return the counter of one GPU: of the whole of it, also where a rank has but a slice."""
+    why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
+    if nvml is not None and address:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
+            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        except nvml.NVMLError as error:
+            why = f"NVIDIA's driver says {error}"
+        else:
+
+            def of_driver() -> float:
+                return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+            return Counter(GPUS, name, of_driver)
+    device = folder / "bus" / "pci" / "devices" / address
+    for file in sorted(device.glob("hwmon/hwmon*/energy1_input")) if address else ():
+        return Counter(GPUS, name, _microjoules(file))
+    return Counter(GPUS, name, why=why)
+
+
+def _rapl(folder: Path) -> list[Counter]:
+    """Return the packages, and their memory; their other zones are parts of these."""
+    return list(_zones(sorted(folder.glob("intel-rapl:*"))))
+
+
+def _zones(zones: Sequence[Path]) -> Iterator[Counter]:
+    for zone in zones:
+        try:
+            kind = (zone / "name").read_text().strip()
+            part = CPUS if kind.startswith("package") else MEMORY if kind == "dram" else None
+            if part is None:
+                continue
+            wrap_j = int((zone / "max_energy_range_uj").read_text()) / 1e6
+        except (OSError, ValueError) as error:
+            yield Counter(CPUS, str(zone), why=getattr(error, "strerror", None) or str(error))
+            continue
+        file = zone / "energy_uj"
+        yield Counter(part, str(file), _microjoules(file), wrap_j)
+
+
+def _microjoules(file: Path) -> Callable[[], float]:
+    return lambda: int(file.read_text()) / 1e6

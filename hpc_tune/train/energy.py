@@ -1,0 +1,148 @@
+"""The energy that the nodes of a run take while it trains: one rank of each node reads counters.
+
+the begin of training -> the counters of each node (probe/energy.py) -> its end
+-> summed over the nodes -> an event, and a line of the log (rundir/energy.py)
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from hpc_tune.cluster.schedulers import granted_cpus
+from hpc_tune.log import log
+from hpc_tune.probe.energy import (
+    CPUS,
+    GPUS,
+    MEMORY,
+    NODE,
+    Counter,
+    NodeMeter,
+    PartEnergy,
+    counters_of_node,
+)
+from hpc_tune.rundir.energy import KIND, WHOLE_NODES, energy_of, read
+from hpc_tune.train.job import Job
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import address_of
+
+Parts = Mapping[str, PartEnergy]
+
+
+class RunEnergy:
+    """Measures from its making on."""
+
+    def __init__(
+        self, job: Job, counters_of: Callable[[Sequence[str]], list[Counter]] = counters_of_node
+    ) -> None:
+        """Begin. Collective."""
+        self._job, comm = job, job.setup_comm
+        gpus = _gpus_of_node(comm)
+        self._meter = None if gpus is None else NodeMeter(counters_of(gpus))
+        self._began_s = time.monotonic()
+
+    def end(self, step: int | None, tokens: int) -> None:
+        """Tell what the nodes have taken up to ``step``, for ``tokens`` of this start. Collective.
+
+        Where the run has had several starts, the line in the log is of all that have told of it.
+        """
+        own: tuple[dict[str, tuple[Any, ...]], bool] | None = None
+        if self._meter is not None:
+            parts = {part: astuple(energy) for part, energy in self._meter.end().items()}
+            own = parts, _has_all_cpus()
+        rows = [row for row in self._job.setup_comm.gather(own) if row is not None]
+        if not self._job.setup_comm.is_rank_0:
+            return
+        nodes = [{name: PartEnergy(*part) for name, part in parts.items()} for parts, _ in rows]
+        fields = summed(nodes, are_own=all(has_all for _, has_all in rows))
+        fields |= {"tokens": tokens, "seconds": round(time.monotonic() - self._began_s, 3)}
+        self._job.events.write(KIND, step, **fields)
+        this_start = energy_of([{"kind": KIND, "step": step, **fields}])
+        energy = read(self._job.dir) or this_start
+        assert energy is not None
+        log.info("energy  %s", energy.words)
+
+
+def _gpus_of_node(comm: Comm) -> list[str] | None:
+    """Return the PCI addresses of the GPUs of this node's ranks; None but on its first rank.
+
+    Collective. Ranks that have slices of one GPU name it once.
+    """
+    address = None
+    if comm.device.type == "cuda":
+        address = address_of(torch.cuda.get_device_properties(comm.device))
+    node = comm.world.node
+    ranks = [
+        (rank, own) for rank, (of, own) in enumerate(comm.gather((node, address))) if of == node
+    ]
+    if ranks[0][0] != comm.world.rank:
+        return None
+    return list(dict.fromkeys(own for _, own in ranks if own is not None))
+
+
+def _has_all_cpus() -> bool:
+    """Whether the scheduler says that all CPUs of this node are the job's."""
+    return (granted_cpus(os.environ) or 0) >= (os.cpu_count() or 1)
+
+
+def summed(nodes: Sequence[Parts], are_own: bool) -> dict[str, Any]:
+    """Return what an event says of all nodes together (pure).
+
+    A node whose own counter told is that, else the sum of its parts. CPUs and memory of a node
+    count if all of their counters did, GPUs one by one. ``are_own``: no other job has CPUs there.
+    """
+    total_j, joules = 0.0, dict.fromkeys((WHOLE_NODES, GPUS, CPUS, MEMORY), 0.0)
+    whole = known = 0
+    for parts in nodes:
+        node = parts.get(NODE, PartEnergy())
+        own = {
+            name: _counted_j(name, parts[name]) for name in (GPUS, CPUS, MEMORY) if name in parts
+        }
+        for name, own_j in own.items():
+            joules[name] += own_j
+        if node.counted:
+            whole, joules[WHOLE_NODES] = whole + 1, joules[WHOLE_NODES] + node.joules
+        known += bool(node.counted or any(own.values()))
+        total_j += node.joules if node.counted else sum(own.values())
+    others = whole > 0 or joules[CPUS] > 0 or joules[MEMORY] > 0
+    return {
+        "total_j": total_j if known else None,
+        "joules": {name: value for name, value in joules.items() if value},
+        "nodes": len(nodes),
+        "nodes_as_a_whole": whole,
+        "missing": _missing([parts for parts in nodes if not _counted(parts, NODE)], len(nodes)),
+        "has_others": others and not are_own,
+    }
+
+
+def _counted(parts: Parts, name: str) -> bool:
+    return name in parts and parts[name].counted > 0
+
+
+def _counted_j(name: str, part: PartEnergy) -> float:
+    return part.joules if name == GPUS or part.counted == part.total else 0.0
+
+
+def _missing(nodes: Sequence[Parts], num_nodes: int) -> list[str]:
+    """Return what is not known of nodes that have no counter of their own, and why."""
+    found = []
+    for name in (GPUS, CPUS, MEMORY, NODE):
+        lacking = [
+            parts[name]
+            for parts in nodes
+            if name in parts and parts[name].counted < parts[name].total
+        ]
+        if not lacking:
+            continue
+        of = f" of {len(lacking)} of {num_nodes} nodes" if num_nodes > 1 else ""
+        what = f"{name}{of}"
+        if name == GPUS:
+            total = sum(parts[GPUS].total for parts in nodes if GPUS in parts)
+            what = f"{sum(part.total - part.counted for part in lacking)} of {total} GPUs"
+        elif name == NODE:
+            what = f"the whole node{of}"
+        found.append(f"{what} ({lacking[0].why})")
+    return found
