@@ -41,10 +41,11 @@ from hpc_tune.errors import (
 )
 from hpc_tune.log import log, say_unreadable
 from hpc_tune.rundir import heartbeat, left_out, outcome, unended
+from hpc_tune.rundir.json_lines import STARTS
 from hpc_tune.rundir.owner import owner_of
 from hpc_tune.train.report import write_report
 
-FILE = "starts.jsonl"
+FILE = STARTS
 MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for want of memory the next start takes one rung of the ladder more.
 MAX_MEMORY_RESTARTS = 8
@@ -79,7 +80,8 @@ class Start:
     ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
     job must end, since its time is over or another job takes its nodes. ``nodes`` are those of the
     ranks, where they are known, ``left_out`` those that were not used, and why; ``missing``: how
-    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost.
+    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost. ``error``: its
+    kind, if a rank has reported one.
     """
 
     from_step: int
@@ -93,6 +95,7 @@ class Start:
     left_out: Mapping[str, str] = field(default_factory=dict)
     missing: int = 0
     lost_nodes: bool = False
+    error: str = ""
 
 
 def decide(
@@ -282,6 +285,7 @@ class Supervisor:
         newest = _newest(self._run_dir)
         start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
+        start = replace(start, error=str(ended.get("error", "")))
         has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
         if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
             return replace(start, lost_nodes=lost)

@@ -164,11 +164,11 @@ class CheckpointConfig(Section):
         description="Optimizer steps between checkpoints. Unset: every_minutes alone decides, "
         "since steps may take a second or an hour.",
     )
-    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
+    every_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
         30.0,
         description="Minutes between checkpoints: what a crash can cost. Fewer cost more writing. "
-        "The first of a start comes after 5 minutes at most; null: checkpoints by every_steps "
-        "alone.",
+        "The first of a start comes after 5 minutes at most. auto: 5 to 120, by what saves and "
+        "failures of this run have cost so far; null: checkpoints by every_steps alone.",
     )
     keep: PositiveInt = Field(
         2,

@@ -13,6 +13,7 @@ from hpc_tune.log import log
 
 METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
 EXPERTS = "experts.jsonl"
+STARTS = "starts.jsonl"  # written by supervise
 
 
 class WholeAppends:

@@ -34,13 +34,12 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import require_equal_reference, start_of
+from hpc_tune.train.save_clock import SaveClock
 from hpc_tune.train.saver import Saver, open_saver
 from hpc_tune.train.startup.describe import experts_of
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
 from hpc_tune.train.trainer import Trainer
 from hpc_tune.world.comm import Comm
-
-_FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,9 @@ class Control:
         )
         self._settings = job.config.checkpoint
         self._saved_step, self._step_s = trainer.step, 0.0
-        self._saved_at_s = _clock_of_saves(self._settings.every_minutes)
+        # Rank 0 looks at the clock for all.
+        minutes = self._settings.every_minutes if self._comm.is_rank_0 else None
+        self._clock = SaveClock(minutes, job.dir, self._comm.world.num_nodes)
         self._status = StepStatus(*(0.0,) * 8, ())
         self._batches: Sequence[Batch] = ()
         self._stopped: Outcome | None = None
@@ -149,6 +150,8 @@ class Control:
             gc.collect()
         stop_reason = self._first_reason(reason) if status.stop else None
         saver.advance(status.saves_done)
+        for wait_s in saver.take_waits():
+            self._clock.take_in(wait_s)
         micro_size = trainer.loader.micro_size
         need = self._governor.apply(status.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
@@ -246,11 +249,9 @@ class Control:
 
     def _own_status(self, reason: str | None) -> StepStatus:
         """Return what this rank says. The clock that says when to save is rank 0's."""
-        minutes = self._settings.every_minutes
-        due = minutes is not None and time.monotonic() - self._saved_at_s >= 60 * minutes
         return StepStatus(
             *self.recorder.counts(self._batches),
-            save=due and self._comm.is_rank_0,
+            save=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
             garbage=garbage.is_due(),
@@ -279,7 +280,8 @@ class Control:
     def _save(self) -> None:
         """Begin a save; if training waits for it, first return freed memory to the system."""
         state, phase = self._state_now(), "save, in the background"
-        self._saved_step, self._saved_at_s = state.step, time.monotonic()
+        self._saved_step = state.step
+        self._clock.begin_save()
         if self.saver.waits:
             phase = "save, training waits"
             trim_heap()
@@ -309,11 +311,6 @@ class Control:
         if measured is not None:
             _, loss = self._evaluation.evals.last or (step, math.nan)
             self.recorder.metrics.evaluation(step, loss, measured)
-
-
-def _clock_of_saves(every_minutes: float | None) -> float:
-    """Return when the last save was, as far as the first one of this start is concerned."""
-    return time.monotonic() - max(0.0, 60 * (every_minutes or 0.0) - _FIRST_SAVE_S)
 
 
 def prepare_control(

@@ -83,7 +83,7 @@ class Saver:
     So a save is there as soon as its bytes are, however long a step takes, and whatever becomes of
     that step. The ranks learn of it within the one sum of each step boundary, and no collective
     waits for a slow file system. Every method but
-    ``wait_until_weights_may_change`` and ``status`` is collective.
+    ``wait_until_weights_may_change``, ``status`` and ``take_waits`` is collective.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Saver:
         self._blocked_s = self._waits_since_s = 0.0
         self._seen, self._seen_at_s = -1, 0.0
         self.last_save_s = FIRST_SAVE_GUESS_S
+        self._waits_s: list[float] = []
 
     @property
     def levers(self) -> dict[Action, Lever]:
@@ -130,6 +131,11 @@ class Saver:
     def waits(self) -> bool:
         """Whether training waits until a save is done."""
         return self._in_pieces or not self._background
+
+    def take_waits(self) -> list[float]:
+        """Return how long this rank has waited for each save that was done since the last call."""
+        waits_s, self._waits_s = self._waits_s, []
+        return waits_s
 
     def start(self, state: RunState) -> None:
         """Begin to save the engine's tensors with ``state``; without background also finish.
@@ -253,6 +259,7 @@ class Saver:
         self._committed_step = self._resume_point.step = save.state.step
         self.last_save_s = committed.save_s
         blocked_s = self._blocked_s + time.monotonic() - self._waits_since_s
+        self._waits_s.append(blocked_s)
         self._events.write(
             "checkpoint",
             save.state.step,
