@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -80,8 +80,8 @@ class Start:
     ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
     job must end, since its time is over or another job takes its nodes. ``nodes`` are those of the
     ranks, where they are known, ``left_out`` those that were not used, and why; ``missing``: how
-    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost. ``error``: its
-    kind, if a rank has reported one.
+    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost, or
+    since ranks of one were killed again. ``error``: its kind, if a rank has reported one.
     """
 
     from_step: int
@@ -289,11 +289,13 @@ class Supervisor:
         has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
         if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
             return replace(start, lost_nodes=lost)
-        accused = accused_by(ended) | lines.accused("exit_code" in ended)
+        has_report = "exit_code" in ended
+        accused = accused_by(ended) | lines.accused(has_report)
         if heartbeat.was_memory(heartbeat.read(self._run_dir)):
             accused = {}  # the next start takes less of it
         has_cause = ended.get("error") == CheckpointError.__name__
-        lost = self._leave_out(command.nodes, accused, newest > from_step, has_cause)
+        certain = lines.certain(has_report)
+        lost = self._leave_out(command.nodes, accused, newest > from_step, has_cause, certain)
         return replace(start, lost_nodes=lost)
 
     def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
@@ -323,9 +325,12 @@ class Supervisor:
         accused: Mapping[str, str],
         progressed: bool,
         has_cause: bool = False,
+        certain: Collection[str] = (),
     ) -> bool:
-        """Leave out those of ``nodes`` that are lost or accused; return whether any was lost."""
-        found, lost = self._nodes.examine(nodes, accused, progressed, has_cause)
+        """Leave out those of ``nodes`` that are lost or accused; return whether they alone are to
+        blame. See ``Nodes.examine``.
+        """
+        found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
         left_out.tell(self._run_dir, found)
         return lost
 

@@ -82,6 +82,13 @@ class LauncherLines:
         """
         return self._lost or {**({} if has_report else self._exited), **self._died}
 
+    def certain(self, has_report: bool) -> set[str]:
+        """Return those of the accused that another try would not help: lost nodes, and those whose
+        ranks have exited without a report, as where a program is not there. Not those where a rank
+        was killed, which may have been by chance.
+        """
+        return {*self._lost, *(() if has_report else self._exited)}
+
     @staticmethod
     def _note(where: dict[str, str], nodes: str, line: str) -> None:
         where.update(dict.fromkeys(expand_nodelist(nodes), f"the launcher says: {line}"))

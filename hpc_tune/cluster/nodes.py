@@ -1,7 +1,8 @@
 """On which nodes of a job the ranks are started, and which are left out after a failure, and why.
 
     a start has failed -> its steps are ended -> Slurm, a probe: lost nodes
-                                              -> the launcher, the report: accused nodes
+                                              -> the launcher, the report: accused nodes, which
+                                                 are tried once more
     -> the nodes that are left, without spares -> the launcher's command for the next start
 
 Where the nodes are not known, or the launcher is none that can be told them, none is left out.
@@ -9,7 +10,7 @@ Where the nodes are not known, or the launcher is none that can be told them, no
 
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class Nodes:
         self._steps: set[str] = set()  # the names of those that the launcher makes
         self.left_out: dict[str, str] = {}
         self._num_blind = self._num_rotated = 0
+        self._accused: set[str] = set()  # nodes that are tried once more
         self._slurm = SlurmNodes.of_job(environ)
         if self._slurm is not None:
             self._given = self._slurm.given()
@@ -140,13 +142,15 @@ class Nodes:
         accused: Mapping[str, str],
         progressed: bool,
         has_cause: bool = False,
+        certain: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
         """After a failed start on ``used``, return which nodes are left out from now on, and why.
 
-        Also whether they are lost, by Slurm or by a probe: then nobody else is to blame.
-        ``accused`` are those that the launcher or the report names; ``progressed``: whether the
-        start saved a newer checkpoint; ``has_cause``: whether the report says why it failed, and
-        that is no node, such as a full disk.
+        Also whether nobody else is to blame: they are lost, by Slurm or by a probe, or were tried
+        once more. ``accused`` are those that the launcher or the report names; they are tried once
+        more before they are left out, but for those that are ``certain``. ``progressed``: whether
+        the start saved a newer checkpoint; ``has_cause``: whether the report says why it failed,
+        and that is no node, such as a full disk.
         """
         if not self.can_choose:
             return {}, False
@@ -155,15 +159,29 @@ class Nodes:
             lost = {node: why for node, why in lost.items() if _DRAINED not in why}
         rest = [node for node in self._usable if node not in lost]
         lost |= silent(rest, self._probe_of, {**SHARE} if self._slurm is not None else {})
-        named = {node: accused[name] for name in accused if (node := self._node(name)) in used}
+        named = {
+            node: accused[name]
+            for name in accused
+            if (node := self._node(name)) is not None and node in used
+        }
         if len(named) == len(used):
             named = {}
-        found = lost or {node: why for node, why in named.items() if node in self._usable}
-        if not found and not has_cause:
+        named = {node: why for node, why in named.items() if node in self._usable}
+        at_once = {self._node(name) for name in certain}
+        again = {node for node in named if node not in at_once | self._accused}
+        twice = {node for node in named if node in self._accused}
+        if not lost:
+            self._accused |= again
+            for node in sorted(again):
+                log.warning(
+                    "node %s is tried once more before it is left out: %s", node, named[node]
+                )
+        found = lost or {node: why for node, why in named.items() if node not in again}
+        if not found and not again and not has_cause:
             found = self._rotated(used, progressed)
         self.left_out |= found
         self._lost = lost
-        return found, bool(lost)
+        return found, bool(lost or twice)
 
     def end_steps(self) -> None:
         """End what is left of the last start's steps, which would keep nodes and GPUs."""

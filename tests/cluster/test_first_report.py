@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -166,18 +167,32 @@ def watch_from_outside(cluster, job):
     return subprocess.Popen([*words, "bash", "-c", script], env=cluster.environment)
 
 
+def killed_in_turn(node, job, times):
+    """Kill the rank of a node; yield its process, and do so again when another is there."""
+    last = None
+    for _ in range(times):
+        until_s = time.monotonic() + 200
+        while not (found := set(ranks_on(node, job.run_dir)) - {last}):
+            assert time.monotonic() < until_s, job.text
+            time.sleep(0.2)
+        [last] = found
+        os.kill(last, signal.SIGKILL)
+        yield last
+
+
 @full
 @NODES
-def test_a_rank_that_is_killed_is_named_and_its_node_left_out(cluster, tmp_path, nodes):
+def test_a_rank_that_is_killed_twice_is_named_and_its_node_left_out(cluster, tmp_path, nodes):
     job = submitted(cluster, tmp_path / "job", nodes, "train.max_steps=60")
     job.wait_for_step(10)
     another = watch_from_outside(cluster, job)
-    [pid] = ranks_on("n2", job.run_dir)
-    os.kill(pid, signal.SIGKILL)
+    for pid in killed_in_turn("n2", job, times=2):
+        print(f"killed {pid}")
     found = ended(job)
-    first, *_, last = found.starts
-    assert "host n2 (rank 1) is gone while " in first["reason"]
-    assert first["exit_code"] == 1
+    first, second, *_, last = found.starts
+    for start in (first, second):
+        assert "host n2 (rank 1) is gone while " in start["reason"]
+        assert (start["exit_code"], start["left_out"]) == (1, {})
     assert list(last["left_out"]) == ["n2"]
     assert last["status"] == "done"
     assert found.code == "0:0"

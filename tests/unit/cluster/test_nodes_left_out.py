@@ -246,8 +246,33 @@ def test_accusations_against_all_nodes_say_nothing_and_a_spare_is_tried_after_a_
 
 
 def test_an_accused_node_is_found_by_its_name_with_and_without_a_domain(cluster):
-    found, lost = cluster.of(spares=1).examine(["n1", "n2"], {"n2.site.org": "the report"}, False)
+    accused = {"n2.site.org": "the report"}
+    found, lost = cluster.of(spares=1).examine(["n1", "n2"], accused, False, certain=[*accused])
     assert (found, lost) == ({"n2": "the report"}, False)
+
+
+@pytest.mark.parametrize("progressed", [False, True])
+def test_a_node_that_answers_is_tried_once_more_before_it_is_left_out(cluster, caplog, progressed):
+    nodes, used = cluster.of(spares=1), ["n1", "n2"]
+    assert nodes.examine(used, {"n1": "killed"}, progressed) == ({}, False)
+    assert "node n1 is tried once more before it is left out: killed" in caplog.text
+    assert list(nodes.command().nodes) == used
+    assert nodes.examine(used, {"n2": "killed"}, progressed) == ({}, False), "another's first"
+    assert nodes.examine(used, {"n1": "killed"}, progressed) == ({"n1": "killed"}, True)
+    assert list(nodes.command().nodes) == ["n2", "n3"]
+
+
+def test_nodes_that_are_lost_or_whose_ranks_exit_without_a_word_are_not_tried_again():
+    for text, has_report, names in (
+        (KILLED, False, set()),
+        (NODE_FAILED, True, {"n2"}),
+        ("srun: error: n2: tasks 2-3: Exited with exit code 9", False, {"n2"}),
+        ("srun: error: n2: tasks 2-3: Exited with exit code 9", True, set()),
+    ):
+        lines = LauncherLines()
+        for line in text.splitlines():
+            lines.read(line)
+        assert lines.certain(has_report) == names
 
 
 def test_probes_that_fail_everywhere_accuse_nobody(cluster):
@@ -425,3 +450,18 @@ def test_a_node_that_cannot_start_python_is_no_mistake_in_the_configuration(clus
     stderr, (first, last), _ = supervised(cluster, "exit 2")
     assert (first["exit_code"], first["lost_nodes"]) == (1, True)
     assert list(last["left_out"]) == ["n3"]
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_rank_that_is_killed_once_runs_on_the_same_nodes_again(cluster, kills):
+    """Killed again it costs its node, and that is no crash that gives the run up."""
+    said = "srun: error: n2: tasks 2-3: Killed"
+    fails = f"touch tried; [ $(ls tried* | wc -l) -lt {kills} ] && mv tried tried-$$"
+    stderr, starts, events = supervised(cluster, f'{fails}; echo "{said}" >&2; exit 137')
+    why = f"the launcher says: {said}"
+    assert [start["lost_nodes"] for start in starts] == [False, True, False][:kills] + [False]
+    assert starts[1]["nodes"] == ["n1", "n2", "n3"]
+    assert f"node n2 is tried once more before it is left out: {why}" in stderr
+    left_out = {} if kills == 1 else {"n2": why}
+    assert (starts[-1]["status"], starts[-1]["left_out"]) == ("done", left_out)
+    assert [event["node"] for event in events] == [*left_out]
