@@ -20,7 +20,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["hpc_tune", "hpc_tune.*"]),
-    package_data={"hpc_tune": ["shapes/*/config.json"], "hpc_tune.config": ["*.yaml"]},
+    package_data={
+        "hpc_tune": ["shapes/*/config.json", "chat_templates/*.jinja"],
+        "hpc_tune.config": ["*.yaml"],
+    },
     install_requires=[
         "deepspeed>=0.19.8",
         "h5py>=3.10",

@@ -6,6 +6,7 @@ eval "$(hpc_tune completion bash)"
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpc_tune.config.chat_templates import NAMED
 from hpc_tune.config.load import describe_fields
 
 SHELLS = ("bash", "zsh")
@@ -42,7 +43,9 @@ def script(shell: str, commands: Mapping[str, Any]) -> str:
     fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
         words = ["true", "false"] if kind == "bool" else _words(kind)
-        values += [_case(f'*" {name}="', words, files=False)] if words else []
+        is_template = name == "data.chat_template"
+        words = [*NAMED] if is_template else words
+        values += [_case(f'*" {name}="', words, files=is_template)] if words else []
     for command, (_, declared) in commands.items():
         words, takes_files = ["--help"], False
         for name, kwargs in declared:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from hpc_tune.config.chat_templates import unknown_templates
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
@@ -328,6 +329,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
     yield from _sources(data)
     yield from _held_out(data)
+    yield from unknown_templates(data)
     paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
     paths += [source.path for source in data.eval_sources or []]
     if all(is_prepared(path) for path in paths if path):

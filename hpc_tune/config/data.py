@@ -85,8 +85,9 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja file that replaces the tokenizer's chat template. Unset: the "
-        "tokenizer's own; chats need one or the other.",
+        description="What replaces the tokenizer's chat template: a Jinja file, whose path ends in "
+        ".jinja or has a slash, or a name such as chatml, llama3 or qwen3 (docs/data.md has all). "
+        "Unset: the tokenizer's own; chats need one or the other.",
     )
     cache: str | None = Field(
         None,

@@ -275,8 +275,8 @@ def model_path(value: Any, theirs: ForeignConfig) -> Outcome:
 def chat_template(name: Any) -> Unsupported:
     """Return what to do about a template that a tool has by a name of its own."""
     return Unsupported(
-        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, write "
-        f"{name}'s as a Jinja file and set data.chat_template",
+        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, set "
+        f"data.chat_template to a name of docs/data.md, or write {name}'s as a Jinja file",
         to_do=True,
     )
 

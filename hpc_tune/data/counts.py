@@ -7,7 +7,7 @@ ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
 _MAX_SHOWN = 5
 _MAX_NAMES = 30
 _MAX_REASONS = 20
-_SAMPLE = "such as docs/samples/chatml_tools.jinja where turns are ChatML's"
+_SAMPLE = "such as data.chat_template=chatml where turns are ChatML's"
 _REMARKS = {
     "truncated": "cut at seq_len",
     "split": "texts split into pieces of seq_len",

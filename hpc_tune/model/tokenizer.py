@@ -4,21 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.chat_templates import template_file
 from hpc_tune.errors import DataError, first_line, require_descriptors, require_text
 from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
+from hpc_tune.model.named_template import require_controls
 from hpc_tune.model.template_syntax import refuse_syntax_errors
 from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, by_its_file, read_whole_file
 from hpc_tune.pointer_file import why_pointer
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
-    """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
+    """Return the fast tokenizer of a model directory, with ``chat_template`` if one is given.
+
+    That is a file, or a name of config/chat_templates.py.
 
     Raises:
         DataError: if it, its directory or the template is missing, it has no fast form, or the
-            template cannot be read. ConfigError: if the directory's name is no text.
+            template cannot be read, or ends answers with no token of it. ConfigError: if the
+            directory's name is no text.
     """
     require_directory(directory)
     require_text(str(directory))  # the tokenizers library takes no other
@@ -45,15 +50,23 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             tokenizer.chat_template = found[1]
             log.info("%s: the chat template is that of %s", directory, found[0])
     else:
-        if pointer := why_pointer(Path(chat_template)):
-            raise DataError(pointer)
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
-        refuse_syntax_errors(tokenizer.chat_template, f"data.chat_template={chat_template}")
+        tokenizer.chat_template = _read_template(chat_template)
+        require_controls(chat_template, tokenizer, directory)
     return tokenizer
+
+
+def _read_template(chat_template: str) -> str:
+    """Return the text of data.chat_template, a path or a known name; DataError if unreadable."""
+    file = template_file(chat_template)
+    if pointer := why_pointer(file):
+        raise DataError(pointer)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
+    refuse_syntax_errors(text, f"data.chat_template={chat_template}")
+    return text
 
 
 def _without_class(directory: Path, error: Exception) -> Any:

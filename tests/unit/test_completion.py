@@ -17,6 +17,7 @@ from hpc_tune.completion import script
         ("hpc_tune plan optim.l", ["optim.lr="], ["optim.eps="]),
         ("hpc_tune tune.method = q", ["qlora"], ["lora"]),
         ("hpc_tune train train.compile =", ["true", "false"], []),
+        ("hpc_tune data.chat_template = l", ["llama2", "llama3"], ["lora", "chatml"]),
         ("hpc_tune data.path = /et", ["/etc"], []),
         ("hpc_tune report /et", ["/etc"], ["train"]),
         ("hpc_tune show /et", ["/etc"], ["train"]),

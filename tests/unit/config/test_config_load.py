@@ -522,7 +522,7 @@ def test_what_is_written_is_read_back_as_the_same_configuration(tmp_path):
             "memory.host_limit=1.5GiB",
             "train.time_limit=1-12:00:00",
             "run.dir='null'",
-            "data.chat_template='1e3'",
+            "run.name='1e3'",
         ],
     )
     write_resolved(config, tmp_path / "config.resolved.yaml")

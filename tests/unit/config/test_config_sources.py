@@ -95,12 +95,12 @@ def test_a_source_is_read_as_it_says_and_else_as_the_section_says():
     data = load_config(
         None,
         [
-            "data.sources=[{path: a.jsonl, weight: 1, columns: {q: prompt}, chat_template: t}]",
+            "data.sources=[{path: a.jsonl, weight: 1, columns: {q: prompt}, chat_template: ./t}]",
             "data.loss_on=all",
             "data.columns={x: text}",
         ],
     ).data
     alone = data.of_source(data.sources[0])
     assert (alone.path, alone.columns, alone.chat_template, alone.loss_on, alone.sources) == (
-        *("a.jsonl", {"q": "prompt"}, "t", "all", None),
+        *("a.jsonl", {"q": "prompt"}, "./t", "all", None),
     )

@@ -1,10 +1,11 @@
-"""The templates in docs/samples write what models of their kind were trained on."""
+"""chatml, which remarks name, writes tools as Qwen2.5 was trained on; samples can be read."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from hpc_tune.config.chat_templates import template_file
 from hpc_tune.data.counts import _OF_ROLES, _REMARKS
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
@@ -12,7 +13,7 @@ from hpc_tune.model.template_syntax import refuse_syntax_errors
 from tests.support.data import byte_tokenizer
 
 SAMPLES = Path(__file__).parents[3] / "docs" / "samples"
-CHATML = SAMPLES / "chatml_tools.jinja"
+CHATML = template_file("chatml")
 TOOL = {"type": "function", "function": {"name": "sinfo", "parameters": {"type": "object"}}}
 # As the tokenizer of Qwen2.5-7B-Instruct writes it, tool by tool and turn by turn.
 QWEN = """<|im_start|>system
@@ -74,7 +75,7 @@ def render(messages, tools=None, prompt=False):
     )
 
 
-def test_the_chatml_sample_writes_tools_calls_and_results_as_qwen_does():
+def test_chatml_writes_tools_calls_and_results_as_qwen_does():
     assert render(MESSAGES, [TOOL]) == QWEN
     assert render(MESSAGES[:5], [TOOL], prompt=True) == QWEN.removesuffix("Twelve.<|im_end|>\n")
 
@@ -102,7 +103,7 @@ def test_each_sample_can_be_read(file):
     refuse_syntax_errors(file.read_text(), file.name)
 
 
-def test_the_remarks_about_calls_and_tools_name_the_sample():
+def test_the_remarks_about_calls_and_tools_name_chatml():
     names = [_REMARKS["lost_calls"], _REMARKS["lost_tools"], _OF_ROLES["left_out"]]
-    assert all(f"docs/samples/{CHATML.name}" in text for text in names)
+    assert all("data.chat_template=chatml" in text for text in names)
     assert json.loads((SAMPLES / "tools.jsonl").read_text())["tools"]
