@@ -18,10 +18,10 @@ class DataConfig(Section):
     path: str | list[str] | None = Field(
         "builtin:pydocs",
         description="A prepared .h5 file, or raw data: .json, .jsonl, .csv, .parquet, .arrow, .txt "
-        "or .md, a folder of one of these kinds, a pattern such as data/*.jsonl, or a list of "
-        "these. Raw data is prepared first, into data.cache. builtin:pydocs: questions about this "
-        "Python's modules and functions, with their docstrings as answers; it needs no download. "
-        "null: data.sources says it.",
+        "or .md, Megatron's .bin with its .idx, a folder of one of these kinds, a pattern such as "
+        "data/*.jsonl, or a list of these. Raw data is prepared first, into data.cache. "
+        "builtin:pydocs: questions about this Python's modules and functions, with their "
+        "docstrings as answers; it needs no download. null: data.sources says it.",
     )
     sources: list[TrainedSource] | None = Field(
         None,

@@ -18,9 +18,16 @@ import numpy as np
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters
-from hpc_tune.data.records import Chat, Completion, Example, Text
-from hpc_tune.data.tokenizer import FastTokenizer, are_controls_text, num_ids, require_fast
+from hpc_tune.data.records import Chat, Completion, Example, Text, Tokens
+from hpc_tune.data.tokenizer import (
+    FastTokenizer,
+    are_controls_text,
+    describe,
+    num_ids,
+    require_fast,
+)
 from hpc_tune.data.writer import Block, token_dtype
+from hpc_tune.errors import DataError
 
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
 # works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
@@ -38,7 +45,8 @@ class Encoder:
         self._backend = require_fast(tokenizer).backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._seq_len, self._dtype = seq_len, token_dtype(num_ids(tokenizer))
+        self._num_ids, self._name = num_ids(tokenizer), describe(tokenizer)
+        self._seq_len, self._dtype = seq_len, token_dtype(self._num_ids)
         self._learns_prompts = loss_on == "all"
         own = self._backend.encode("", add_special_tokens=True).ids
         bos = tokenizer.bos_token_id
@@ -55,11 +63,17 @@ class Encoder:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template.
+            DataError: for messages where the tokenizer has no chat template, and for token numbers
+                that it does not have.
         """
         held: list[Rendered] = []
         num_chars = 0
         for rendered in self._render_all(examples):
+            if isinstance(rendered, Tokens):
+                yield from self._tokenize(held)
+                held, num_chars = [], 0
+                yield from self._of_numbers(rendered)
+                continue
             held.append(rendered)
             num_chars += len(rendered.text)
             if num_chars >= BATCH_CHARS:
@@ -93,9 +107,24 @@ class Encoder:
             for item, encoding in zip(rendered, encodings, strict=True)
         ]
 
-    def _render_all(self, examples: Iterable[Example]) -> Iterator[Rendered]:
+    def _of_numbers(self, example: Tokens) -> Iterator[Block]:
+        """Yield the documents of token numbers that another program has made."""
+        for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
+            if not 0 <= number < self._num_ids:
+                raise DataError(
+                    f"{example.where}: it has the token {number}, and the tokenizer {self._name} "
+                    f"those from 0 to {self._num_ids - 1}; set model.path to a model whose "
+                    "tokenizer made the data"
+                )
+        learned = Rendered("", None, split=True)
+        yield from self._block(self._pieces(learned, example.numbers.astype(self._dtype)))
+
+    def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[Rendered | Tokens]:
         for example in examples:
-            self.counters.examples += isinstance(example, Chat | Completion) or example.begins
+            self.counters.examples += not isinstance(example, Text) or example.begins
+            if isinstance(example, Tokens):
+                yield example
+                continue
             rendered: Rendered | str
             if isinstance(example, Text):
                 marks = {"bos": example.begins, "eos": example.ends}

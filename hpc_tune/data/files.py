@@ -24,7 +24,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import is_cache, where_looked
 from hpc_tune.pointer_file import why_pointer
 
-Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs"]
+Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
 Paths = str | list[str]
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -37,7 +37,11 @@ KINDS: dict[str, Kind] = {
     ".md": "text",
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
-KNOWN = f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)})"
+KNOWN = (
+    f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)}), or a .bin of "
+    "Megatron with its .idx"
+)
+_MEGATRON, _INDEX = ".bin", ".idx"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _SPLIT = re.compile(
     r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval|held[-_]?out|hold[-_]?out)(?:[-_.]|$)",
@@ -79,12 +83,22 @@ def shown(paths: Paths) -> str:
 
 
 def kind_of(file: Path) -> Kind | None:
-    """Return the kind of data in a file, by its name; None if it is unknown."""
+    """Return the kind of data in a file, by its name; None if it is unknown.
+
+    A .bin is Megatron's where its .idx is beside it.
+    """
+    if file.suffix == _MEGATRON:
+        return "megatron" if _data_of(file) else None
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in PACKED:
         kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
         return None if kind in ("parquet", "arrow") else kind
     return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def index_of(data: Path) -> Path:
+    """Return the index that belongs to a .bin of Megatron."""
+    return data.with_name(data.name.removesuffix(_MEGATRON) + _INDEX)
 
 
 def find(paths: Paths) -> Found:
@@ -132,7 +146,12 @@ def _names(files: Sequence[Path]) -> str:
 
 
 def _find_one(name: str) -> Found:
-    path = Path(name)
+    of_megatron = _data_of(Path(name))
+    if of_megatron and not of_megatron.exists():
+        raise DataError(
+            f"there is an index {index_of(of_megatron)}, and not {of_megatron}, its data"
+        )
+    path = of_megatron or Path(name)
     if not path.exists() and glob.has_magic(name):
         return _of_glob(name, [Path(match) for match in matches(name)])
     if why := why_pointer(path):
@@ -147,6 +166,20 @@ def _find_one(name: str) -> Found:
             )
         return Found((path,))
     return _of_folder(path)
+
+
+def _data_of(path: Path) -> Path | None:
+    """Return the .bin that a path means: itself, the one of an .idx, or of both without an ending.
+
+    None where no index is there: other programs have files that end in .bin, too.
+    """
+    if path.suffix in (_MEGATRON, _INDEX):
+        data = path.with_suffix(_MEGATRON)
+    elif path.exists():
+        return None
+    else:
+        data = Path(f"{path}{_MEGATRON}")
+    return data if index_of(data).is_file() else None
 
 
 def _of_glob(name: str, matched: Sequence[Path]) -> Found:
@@ -267,6 +300,8 @@ def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
+        if file.suffix == _INDEX and file.with_suffix(_MEGATRON).is_file():
+            continue  # it belongs to a .bin
         kind = kind_of(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
         if is_documentation or file.name in _METADATA:

@@ -34,6 +34,7 @@ from hpc_tune.data.records import (
     Example,
     NotLearned,
     Text,
+    Tokens,
     to_example,
 )
 from hpc_tune.data.values import WrongRecord
@@ -41,7 +42,7 @@ from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
 Part = Literal["all", "train", "held-out"]
-Row = Example | Pair | Labelled
+Row = Example | Tokens | Pair | Labelled
 # The fields of each form, the one by which it is known first, and those that any form may have.
 _FORMS = (
     ("messages",), ("conversations",), ("instruction", "input", "output"),
@@ -142,7 +143,7 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
     """
     if isinstance(row, WrongRecord):
         raise row
-    if isinstance(row, Chat | Completion | Text):
+    if isinstance(row, Chat | Completion | Text | Tokens):
         if reading.form != "answers":
             raise WrongRecord("found text or an answer, expected rows with fields for preferences")
         return row if _is_wanted(row, reading, findings) else None
@@ -250,8 +251,7 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
             )
         return True
     try:
-        content = json.dumps(_plain(example), ensure_ascii=False, sort_keys=True, default=_plain)
-        data = content.encode()
+        data = _content(example)
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
     except UnicodeEncodeError:
@@ -266,6 +266,14 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
     is_wanted = is_held_out == (reading.part == "held-out")
     findings.num_elsewhere += not is_wanted
     return is_wanted
+
+
+def _content(example: Row) -> bytes:
+    """Return what two examples have in common if they are duplicates."""
+    if isinstance(example, Tokens):
+        return example.numbers.astype("<i8").tobytes()
+    text = json.dumps(_plain(example), ensure_ascii=False, sort_keys=True, default=_plain)
+    return text.encode()
 
 
 def _plain(value: Any) -> Any:

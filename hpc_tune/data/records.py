@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from hpc_tune.data.calls import calls_of, tools_of
 from hpc_tune.data.cells import ROLES, is_chat, opened
 from hpc_tune.data.marks import MARKS, weight_of
@@ -80,6 +82,14 @@ class Text:
     begins: bool = True
     ends: bool = True
     weight: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token numbers of a document, learned as a whole, which stands at ``where``."""
+
+    numbers: np.ndarray
+    where: str
 
 
 Example = Chat | Completion | Text

@@ -22,8 +22,9 @@ from hpc_tune.data.content import verify
 from hpc_tune.data.controls import any_of
 from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode_preferences import Side, encoder_of
-from hpc_tune.data.files import Paths, find, say_left_out, shown
+from hpc_tune.data.files import Paths, find, kind_of, say_left_out, shown
 from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.megatron import say_tokenizer
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
@@ -91,7 +92,10 @@ def show(
         DataError: for raw data that cannot be used, with file and line.
     """
     decoder, reading = DocumentDecoder(tokenizer, look), settings.reading
-    left_out = [] if is_builtin(shown(paths)) else list(say_left_out(find(paths)))
+    found = None if is_builtin(shown(paths)) else find(paths)
+    notes = [*say_left_out(found)] if found else []
+    if found and any(kind_of(file) == "megatron" for file in found.files):
+        notes.append(say_tokenizer(describe(tokenizer)))
     yield (
         f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
         f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
@@ -121,7 +125,7 @@ def show(
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
     if is_all:
         require_columns(shown(paths), reading, findings)
-    yield from [*findings.lines(), *left_out]
+    yield from [*findings.lines(), *notes]
 
 
 def show_prepared(

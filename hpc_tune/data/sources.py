@@ -3,11 +3,11 @@
     paths -> files (files.py) -> [Chunk] -> rows (lines.py, tables.py) -> Example (reading.py)
 
 A chunk is a byte range of about 4 MiB, a Parquet row group, some record batches of Arrow data (such
-as Hugging Face datasets' save_to_disk writes), a file of CSV, a packed file or a standard-library
-module. How a source is cut depends on the source alone, never on the number of ranks. Byte ranges
-are nominal: a line belongs to the chunk in which it starts, so that cutting reads no data. Memory
-is bounded by one line (for plain text by one chunk, for tables by one batch), however large the
-file.
+as Hugging Face datasets' save_to_disk writes), some documents of Megatron's, a file of CSV, a
+packed file or a standard-library module. How a source is cut depends on the source alone, never on
+the number of ranks. Byte ranges are nominal: a line belongs to the chunk in which it starts, so
+that cutting reads no data. Memory is bounded by one line (for plain text by one chunk, for tables
+by one batch), however large the file.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.data import is_prepared
-from hpc_tune.data import lines, pydocs, tables
+from hpc_tune.data import lines, megatron, pydocs, tables
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, kind_of, shown
+from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, index_of, kind_of, shown
 from hpc_tune.data.reading import PLAIN, Reading, Row, as_example
 from hpc_tune.data.records import Completion
 from hpc_tune.data.values import WrongRecord
@@ -102,7 +102,7 @@ def identity(paths: Paths) -> str:
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
     else:
         facts = [str(Path(path).resolve()) for path in as_list(paths)]
-        for file in find(paths).files:
+        for file in _with_indices(paths):
             status = file.stat()
             times = status.st_mtime_ns, status.st_ctime_ns
             facts.append((str(file.resolve()), status.st_size, *times))
@@ -121,7 +121,7 @@ def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
     if isinstance(paths, str) and is_builtin(paths):
         return ((paths, len(_builtin_modules(paths)), sys.version),)
     facts = []
-    for file in find(paths).files:
+    for file in _with_indices(paths):
         with file.open("rb") as opened:
             data = opened.read(_END_BYTES)
             size = opened.seek(0, 2)
@@ -129,6 +129,15 @@ def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
             data += opened.read(_END_BYTES)
         facts.append((str(file), size, hashlib.sha256(data).hexdigest()))
     return tuple(facts)
+
+
+def _with_indices(paths: Paths) -> list[Path]:
+    """Return the files of a source, and beside each .bin of Megatron its index."""
+    return [
+        file
+        for found in find(paths).files
+        for file in ([found, index_of(found)] if kind_of(found) == "megatron" else [found])
+    ]
 
 
 def _builtin_modules(path: str) -> list[str]:
@@ -153,6 +162,9 @@ def _cut(file: Path) -> list[Chunk]:
     if kind == "arrow":
         marks = tables.batch_marks(file, CHUNK_BYTES)
         return [Chunk(kind, str(file), a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    if kind == "megatron":
+        marked = megatron.cut(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
+        return [Chunk(kind, str(file), a, b) for a, b in marked]
     if kind == "jsonl" and lines.is_array(file):
         return [Chunk("array", str(file), 0, size)]
     if kind == "csv" or lines.is_packed(file):
@@ -177,6 +189,8 @@ def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[
             return tables.read_csv(file, reading, findings)
         case "text":
             return lines.read_text(file, chunk.start, chunk.stop, CHUNK_BYTES)
+        case "megatron":
+            return megatron.read_documents(file, chunk.start, chunk.stop)
         case "pydocs":
             pairs = pydocs.read_module(chunk.path)
             return (
@@ -190,5 +204,7 @@ def _where(chunk: Chunk, position: int) -> str:
             return f"{chunk.path}, line {lines.line_number(Path(chunk.path), position)}"
         case "array":
             return f"{chunk.path}, element {position} of the array"
+        case "megatron":
+            return f"{chunk.path}, document {position}"
         case _:
             return f"{chunk.path}, row {position}"

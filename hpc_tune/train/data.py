@@ -17,10 +17,11 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
+from hpc_tune.data.files import Paths, as_list, find, kind_of, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore, prepared_from
 from hpc_tune.data.labels import require_both, why_lopsided
 from hpc_tune.data.loader import Loader
+from hpc_tune.data.megatron import say_tokenizer
 from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
@@ -28,7 +29,7 @@ from hpc_tune.data.reading import Part, Reading
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.subset import by_length
-from hpc_tune.data.tokenizer import fingerprint
+from hpc_tune.data.tokenizer import describe, fingerprint
 from hpc_tune.errors import ConfigError, DataError, remedy_of
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
@@ -385,6 +386,8 @@ def prepare_file(
             log.info("%s: %s", shown(path), say_read(listing))
         for line in say_left_out(listing):
             log.warning("%s: %s", shown(path), line)
+        if any(kind_of(file) == "megatron" for file in listing.files):
+            log.warning("%s: %s", shown(path), say_tokenizer(describe(tokenizer)))
     log.info("prepared %s: %s", name, counters)
 
 
