@@ -109,9 +109,9 @@ def kernels_of(
     if device is not None and device.type != "cuda":
         return choose(device.type, compiled, windows, mask_reason)
     why, why_no_window = mask_reason or _why_not_taken(config, dtype), ""
-    architecture = None if device is None else architecture_of(device)
-    if not why and device is not None and architecture is not None:
-        if not architecture.has_varlen_attention:
+    if not why and device is not None:
+        architecture = architecture_of(device)
+        if architecture is not None and not architecture.has_varlen_attention:
             why = f"torch has no such kernel for a GPU of {architecture}"
         else:
             heads = config.num_attention_heads

@@ -172,7 +172,8 @@ def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(m
     ("module", "package"),
     [("matplotlib", "matplotlib"), ("pynvml", "nvidia-ml-py"), ("rich", "rich")],
 )
-def test_one_that_is_not_installed_is_named_with_the_line_that_installs_it(module, package):
+def test_one_that_is_not_installed_is_named_with_its_install_line(module, package, monkeypatch):
+    monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ModuleNotFoundError) as raised:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
     said = why_unusable(raised.value)

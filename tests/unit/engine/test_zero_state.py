@@ -67,5 +67,7 @@ def test_what_ranks_write_of_their_runs_any_other_number_of_ranks_reads(tmp_path
 
 def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match="python -m pip install deepspeed, or in an environment over"):
+    with pytest.raises(
+        ConfigError, match="python -m pip install deepspeed, or in an environment over"
+    ):
         _connect(torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False)

@@ -13,7 +13,12 @@ from hpc_tune.world.liveness import Watcher, when_still
 
 ROOT = Path(__file__).parents[3] / "hpc_tune"
 # Besides the table, a thread may sample again and again: what memory is used.
-SAMPLERS = {"memory/monitor.py", "train/startup/micro_size.py", "world/liveness.py"}
+SAMPLERS = {
+    "memory/monitor.py",
+    "probe/energy.py",
+    "train/startup/micro_size.py",
+    "world/liveness.py",
+}
 ROW = re.compile(
     r"^(?P<name>\w+) in (?P<file>[\w/]+\.py), (?P<what>.+)\n"
     r"    sign    (?P<sign>.+)\n    late    (?P<late>.+)\n    then    (?P<then>.+)$",
