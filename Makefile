@@ -1,6 +1,7 @@
 # make demo   installs what it needs and fine-tunes a real model on this machine's cores
 # make test   installs what it needs; style, types, unit tests, and one real run for each promise
-# make test TORCH=2.9.1   the same with another torch, in an environment of its own
+# make test TORCH=2.9.1   the same with another torch, in an environment of its own; TORCH=lowest:
+#             with the oldest versions of all that setup.py takes
 # make test-all   the whole matrix of each promise, with what can be installed here of the following
 # make soak   the long proofs, and whatever measures time; their figures belong into benchmarks/
 # make gpu    checks hpc_tune on a machine with one GPU, in 8 minutes and without a network
@@ -51,6 +52,7 @@ test: lint
 test-all: lint
 	for part in nvme slurm launchers browser harness; do timeout 1500 $(MAKE) $$part || true; done
 	$(PYTEST) -m 'not soak'
+	for torch in lowest 2.9.1 2.14.1; do $(MAKE) test TORCH=$$torch || exit 1; done
 
 lint: $(VENV)/.test
 	ruff check .
@@ -85,7 +87,11 @@ soak: $(VENV)/.test nvme
 $(VENV)/.%: setup.py constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
+ifeq ($(TORCH),lowest)
+	$(PYTHON) tools/lowest.py >$(VENV)/constraints.txt
+else
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+endif
 	$(PIP) install --quiet --constraint $(VENV)/constraints.txt torch
 	$(PIP) install --quiet --constraint $(VENV)/constraints.txt --editable '.[$*]'
 	# It is built for some versions of torch; transformers and peft fail with one that is not.

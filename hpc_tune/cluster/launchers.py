@@ -2,7 +2,7 @@
 
 import os
 
-from hpc_tune.cluster import hydra, openmpi, pals, plain, slurm, torchrun
+from hpc_tune.cluster import flux, hydra, openmpi, pals, plain, slurm, torchrun
 from hpc_tune.cluster.protocol import Claim, Environ, Launcher
 from hpc_tune.errors import WorldError
 
@@ -13,6 +13,8 @@ LAUNCHERS = (
     openmpi.OPENMPI,
     hydra.MVAPICH,
     pals.PALS,
+    flux.JSRUN,
+    flux.FLUX,
     hydra.HYDRA,
     slurm.SRUN,
     openmpi.PRUN,

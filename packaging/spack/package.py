@@ -27,10 +27,10 @@ class PyHpcTune(PythonPackage):
         depends_on("py-torch@2.9: +distributed")
         depends_on("py-transformers@5.17:5")
         depends_on("py-peft@0.18:")
-        depends_on("py-safetensors@0.5:")
+        depends_on("py-safetensors@0.8:")
         depends_on("py-omegaconf@2.3:")
         depends_on("py-pydantic@2.7:")
-        depends_on("py-pyyaml@6:")
+        depends_on("py-pyyaml@6.0:")
         depends_on("py-pyarrow@20:")
         depends_on("py-h5py@3.10:")
         depends_on("py-numpy@1.26:")
@@ -40,7 +40,7 @@ class PyHpcTune(PythonPackage):
         depends_on("py-matplotlib@3.8:")
         depends_on("py-tensorboard@2.16:")
         depends_on("py-mpi4py@4.1:", when="+mpi")
-        depends_on("py-nvidia-ml-py@12:", when="+cuda")
+        depends_on("py-nvidia-ml-py@12.535.77:", when="+cuda")
         # Each torch is built for the GPUs of one maker.
         depends_on("py-torch +cuda +nccl", when="+cuda")
 

@@ -38,4 +38,18 @@ TORCHRUN = {
     "GROUP_WORLD_SIZE": "2",
 }
 PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+FLUX = {
+    "FLUX_JOB_ID": "f7NkQ3d",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_TASK_RANK": "5",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_URI": "local:///run/flux/local",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "7",
+    "JSM_NAMESPACE_SIZE": "12",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "6",
+}
 PALS = {"PALS_RANKID": "9", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "2"}

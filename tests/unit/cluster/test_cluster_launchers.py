@@ -10,7 +10,9 @@ from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
     BATCH_SHELL,
+    FLUX,
     HYDRA,
+    JSRUN,
     OPENMPI,
     PALS,
     PLAIN,
@@ -47,6 +49,18 @@ TABLE = {
         SRUN | PALS | {"PALS_RANKID": "6"},
         Claim("pals", MPICH, 6, 7, 1, 4),
     ),
+    "Flux": (FLUX, Claim("flux", MPICH, 5, 8, 1, None, None, 2)),
+    "Flux with its own PMI": (
+        FLUX | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"},
+        Claim("flux", MPICH, 5, 8, 1, None, None, 2),
+    ),
+    "Flux with PMIx": (
+        FLUX | {"PMIX_RANK": "5"},
+        Claim("flux", OPEN_MPI, 5, 8, 1, None, None, 2),
+    ),
+    "mpirun in a task of Flux": (FLUX | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "jsrun": (JSRUN, Claim("jsrun", "libmpi_ibm.so.3", 7, 12, 1, 6)),
+    "jsrun with Spectrum MPI": (JSRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
     "srun": (SRUN, SRUN_CLAIM),
     "srun of an old Slurm": (
         {k: v for k, v in SRUN.items() if "STEP" not in k} | {"SLURM_STEPID": "0"},

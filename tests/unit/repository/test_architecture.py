@@ -210,7 +210,7 @@ def test_psutil_is_not_asked_for_the_memory_of_the_machine():
 
 
 def test_variables_of_launchers_and_schedulers_are_named_in_cluster_alone():
-    variable = re.compile(r"\b(SLURM|PBS|OMPI|PRTE|PMIX?|MV2|PALS|TORCHELASTIC)_[A-Z]")
+    variable = re.compile(r"\b(SLURM|PBS|OMPI|PRTE|PMIX?|MV2|PALS|FLUX|JSM|TORCHELASTIC)_[A-Z]")
     users = {
         package_of(file) for file in FILES if variable.search(file.read_text(encoding="utf-8"))
     }

@@ -1,0 +1,32 @@
+"""Print constraints by which pip installs the oldest versions that setup.py takes.
+
+    python tools/lowest.py >constraints.txt
+
+Tools of the tests stay as constraints.txt has them.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_LOWER = re.compile(r'"([\w.-]+)>=([\d.]+)')
+
+
+def main() -> int:
+    """Print them; return the exit code."""
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    needed = setup.partition("install_requires")[2].partition("extras_require")[0]
+    lowest = dict(_LOWER.findall(needed))
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        name, pinned, version = line.partition("==")
+        # What the oldest of the others do not take is left to pip.
+        if pinned and name in (*lowest, "huggingface_hub", "tokenizers", "torchao"):
+            continue
+        print(line)
+    print("\n".join(f"{name}=={version}" for name, version in lowest.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
