@@ -188,6 +188,7 @@ def test_a_rank_that_is_killed_twice_is_named_and_its_node_left_out(cluster, tmp
     another = watch_from_outside(cluster, job)
     for pid in killed_in_turn("n2", job, times=2):
         print(f"killed {pid}")
+        job.wait_for_step(25)  # the next start trains, too
     found = ended(job)
     first, second, *_, last = found.starts
     for start in (first, second):

@@ -55,7 +55,19 @@ def inside(scratch, *commands, **environ):
     return done.stdout + done.stderr
 
 
-def test_a_run_and_all_after_it_write_below_scratch_alone(scratch):
+def test_a_run_writes_below_scratch_alone(scratch):
+    run = scratch / "run"
+    said = inside(
+        scratch,
+        [sys.executable, "-m", "hpc_tune", f"run.dir={run}", "tune.method=lora", *STEPS],
+        ["test", "-s", run / "export" / "adapter" / "adapter_model.safetensors"],
+        ["test", "-s", run / "report.html"],
+    )
+    assert "done after 2 steps" in said
+
+
+@pytest.mark.full
+def test_what_comes_after_a_run_writes_below_scratch_alone(scratch):
     hpc_tune, run = [sys.executable, "-m", "hpc_tune"], scratch / "run"
     said = inside(
         scratch,
@@ -71,6 +83,7 @@ def test_a_run_and_all_after_it_write_below_scratch_alone(scratch):
     assert "done after 3 steps" in said
 
 
+@pytest.mark.full
 def test_ranks_of_mpirun_need_no_more_than_a_folder_for_its_session(scratch):
     launch = [find_mpirun(), "-np", "2", sys.executable, "-m", "hpc_tune"]
     run = [*launch, f"run.dir={scratch / 'run'}", "parallel.shard=2", *STEPS]
