@@ -40,7 +40,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13",
         "safetensors>=0.8",
-        "tensorboard>=2.16",
+        "tensorboard>=2.16.2",
         "torch>=2.9",
         "transformers>=5.17,<6",
     ],

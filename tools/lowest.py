@@ -21,7 +21,7 @@ def main() -> int:
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name, pinned, version = line.partition("==")
         # What the oldest of the others do not take is left to pip.
-        if pinned and name in (*lowest, "huggingface_hub", "tokenizers", "torchao"):
+        if pinned and name in (*lowest, "datasets", "huggingface_hub", "tokenizers", "torchao"):
             continue
         print(line)
     print("\n".join(f"{name}=={version}" for name, version in lowest.items()))

@@ -38,7 +38,7 @@ class PyHpcTune(PythonPackage):
         depends_on("py-psutil@5.9:")
         depends_on("py-rich@13:")
         depends_on("py-matplotlib@3.8:")
-        depends_on("py-tensorboard@2.16:")
+        depends_on("py-tensorboard@2.16.2:")
         depends_on("py-mpi4py@4.1:", when="+mpi")
         depends_on("py-nvidia-ml-py@12.535.77:", when="+cuda")
         # Each torch is built for the GPUs of one maker.
