@@ -33,7 +33,7 @@ setup(
         "numpy>=1.26",
         "nvidia-ml-py>=12.535.77",
         "omegaconf>=2.3",
-        "peft>=0.18",
+        "peft>=0.20",
         "psutil>=5.9",
         "pyarrow>=20",
         "pydantic>=2.7",

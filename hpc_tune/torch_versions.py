@@ -1,9 +1,9 @@
 """What torch lacks, or has by other names, in some of the versions that hpc_tune runs on.
 
     from 2.13   all_gather_single and reduce_scatter_single; before, under older names
+                FSDP2 asks for no gradient of whole numbers (weights in 4 bits); 2.12 was not tried
     from 2.12   varlen_attn is told that queries share keys; 2.11 lets them always
     from 2.11   varlen_attn takes a scale and a window; before, the operator below it does
-                FSDP2 asks for no gradient of whole numbers (weights in 4 bits)
                 grouped products on a CPU take operands at any address, before at multiples of 16
     from 2.10   torch.nn.functional.grouped_mm; before, torch._grouped_mm
 
@@ -29,7 +29,7 @@ grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm"
 GROUPS_ANY_ADDRESS = _RELEASE >= (2, 11)
 _VARLEN_HAS_WINDOWS = _RELEASE >= (2, 11)
 _VARLEN_HAS_GROUPS = _RELEASE >= (2, 12)
-_FSDP_TAKES_INTEGERS = _RELEASE >= (2, 11)
+_FSDP_TAKES_INTEGERS = _RELEASE >= (2, 13)
 
 all_gather: Any
 reduce_scatter: Any

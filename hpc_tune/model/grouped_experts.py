@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from hpc_tune.model.sorted_rows import ROW_BYTES, SortedRows
 
 _WRAPPERS = "wrappers_of_stacks"
-_DECORATED = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
+_DECORATED = {"has_gate", "has_bias", "is_transposed"}
 
 
 def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> int:
@@ -60,8 +60,12 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
 
 
 def is_decorated(part: Any) -> bool:
-    """Whether a module is routed experts that are computed here."""
-    return vars(part).keys() >= _DECORATED and not part.has_post_expert_norm
+    """Whether a module is routed experts that are computed here.
+
+    Experts with a norm behind them are not; transformers before 5.18 has none.
+    """
+    has_norm = getattr(part, "has_post_expert_norm", False)
+    return vars(part).keys() >= _DECORATED and not has_norm
 
 
 def stack_names(experts: Any) -> tuple[str, str]:

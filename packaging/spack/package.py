@@ -26,7 +26,7 @@ class PyHpcTune(PythonPackage):
         depends_on("python@3.11:")
         depends_on("py-torch@2.9: +distributed")
         depends_on("py-transformers@5.17:5")
-        depends_on("py-peft@0.18:")
+        depends_on("py-peft@0.20:")
         depends_on("py-safetensors@0.8:")
         depends_on("py-omegaconf@2.3:")
         depends_on("py-pydantic@2.7:")
