@@ -68,11 +68,21 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
     """
     marks, filled, number = [0], 0, 0
     for number, batch in enumerate(_batches(file), 1):
-        filled += batch.nbytes
+        filled += _num_bytes(batch)
         if filled >= num_bytes:
             marks.append(number)
             filled = 0
     return marks if marks[-1] == number else [*marks, number]
+
+
+def _num_bytes(batch: Any) -> int:
+    """Return the bytes of a record batch; pyarrow 20 to 22 cannot count views."""
+    import pyarrow
+
+    try:
+        return int(batch.nbytes)
+    except pyarrow.lib.ArrowTypeError:
+        return int(batch.get_total_buffer_size())
 
 
 def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Findings) -> Rows:

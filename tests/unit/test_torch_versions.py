@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune import torch_versions
 from hpc_tune.model import sorted_rows
 from hpc_tune.model.sorted_rows import SortedRows
 from hpc_tune.packages import release_of
+
+varlen = pytest.importorskip(
+    "torch.nn.attention.varlen", reason="torch before 2.10 has no varlen_attn"
+)
 
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
@@ -29,6 +28,10 @@ from hpc_tune.model.varlen_attention import (
     window_of,
 )
 from tests.support.varlen_on_cpu import CALLS, use_cpu_kernels
+
+varlen = pytest.importorskip(
+    "torch.nn.attention.varlen", reason="torch before 2.10 has no varlen_attn"
+)
 
 CPU = torch.device("cpu")
 # Documents of three rows: several, one, and single tokens at an end.
