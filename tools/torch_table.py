@@ -47,7 +47,7 @@ LAYOUTS = {
     "shard": ["parallel.shard=2"],
     "tensor": ["parallel.tensor=2"],
     "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
-    "expert": ["parallel.expert=2"],
+    "expert": ["parallel.shard=2", "parallel.expert=2"],
     "ZeRO-2": ["parallel.zero_stage=2"],
     "ZeRO-3": ["parallel.zero_stage=3"],
 }
