@@ -52,7 +52,7 @@ test: lint
 test-all: lint
 	for part in nvme slurm launchers browser harness; do timeout 1500 $(MAKE) $$part || true; done
 	$(PYTEST) -m 'not soak'
-	for torch in lowest 2.9.1 2.14.1; do $(MAKE) test TORCH=$$torch || exit 1; done
+	for torch in 2.9.1 2.14.1 lowest; do $(MAKE) test TORCH=$$torch || exit 1; done
 
 lint: $(VENV)/.test
 	ruff check .
