@@ -21,8 +21,9 @@ mount -t tmpfs -o size=3g tmpfs "$SCRATCH"
 mount -t tmpfs -o size=1m,ro tmpfs /tmp
 mount -o remount,bind,ro /
 cd "$SCRATCH"
-! touch /root/probe 2>/dev/null
-! touch /var/tmp/probe 2>/dev/null
+for folder in /var/tmp /tmp "$SCRATCH/.."; do
+    if touch "$folder/probe" 2>/dev/null; then echo "$folder can be written"; exit 9; fi
+done
 """
 STEPS = ["train.max_steps=2", "data.seq_len=64", "batch.global_size=4", "run.threads=1"]
 
