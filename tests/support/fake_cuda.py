@@ -64,6 +64,7 @@ def fake_cuda() -> Iterator[Any]:
             self.late: list[str] = []
             self.copies: Counter[str] = Counter()
             self.now = self.waited_at = 0  # the number of an operation
+            self.told = lambda *_: None  # of waits: what, who, for whom
             self._pinned = _Storages()
             self._of_streams = _Storages()
             self._recorded = _Storages()
@@ -76,6 +77,7 @@ def fake_cuda() -> Iterator[Any]:
         def wait(self, what: str) -> None:
             """The host waits until the device has done all that it was given."""
             self.waits.append(f"{what} in {_place()}")
+            self.told("host", what, 0)
             self.waited_at = self.now
 
         def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -146,9 +148,11 @@ def fake_cuda() -> Iterator[Any]:
             self._watch, self.seen = watch, {}
 
         def wait_stream(self, other: Any) -> None:
+            self._watch.told("wait", self, other)
             self.seen[other] = self._watch.now
 
         def wait_event(self, event: Any) -> None:
+            self._watch.told("wait event", self, event)
             self.seen[event.stream] = max(self.seen.get(event.stream, -1), event.at)
 
         def record_event(self, event: Any = None) -> Any:
@@ -159,12 +163,16 @@ def fake_cuda() -> Iterator[Any]:
         def synchronize(self) -> None:
             self._watch.wait("a stream is waited for")
 
+        def is_capturing(self) -> bool:
+            return False
+
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
             self.at, self.stream = -1, None
 
         def record(self, stream: Any = None) -> Any:
             self.at, self.stream = watch.now, stream or watch.stream
+            watch.told("record", self, self.stream)
             return self
 
         def wait(self, stream: Any = None) -> None:
@@ -217,6 +225,7 @@ def fake_cuda() -> Iterator[Any]:
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", on_stream),
         (torch.cuda, "current_stream", lambda *_: watch.stream),
+        (torch.accelerator, "current_stream", lambda *_: watch.stream),
         (FakeTensor, "tolist", tolist),
         (torch.Tensor, "record_stream", lambda tensor, stream: watch.record(tensor, stream)),
         (torch, "tensor", made),

@@ -1,0 +1,381 @@
+"""What a training step costs on a GPU, counted without one: a table by kind of work.
+
+    python tools/gpu_cost.py llama3-8b [tune.method=qlora ...] [--card h100] [--json]
+
+The engine runs one step on fake CUDA tensors; each kernel takes the longer of its flops at the rate
+that the card reaches and its bytes at the rate of its memory. Streams, their waits for each other
+and what the host takes to launch are played through in order, which gives the messages that nothing
+hides and the time in which the GPU waits for the host. It is arithmetic and no measurement.
+
+With train.compile=true the element-wise work between two products of a decoder block counts as one
+kernel: it reads once what was made before it and writes what is used behind it. What its forward
+part makes for its backward part alone is made again there, where that moves fewer bytes.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.fake_cuda import fake_cuda, load_native  # noqa: E402
+
+if __name__ == "__main__":
+    load_native(Path(tempfile.mkdtemp()))
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401 - it lists torch's functions, which the fake replaces
+import torch.nn.functional as F  # noqa: E402
+from gpu_cards import CARDS, THIN_SHARE, Card, matmul_rate  # noqa: E402
+from gpu_kernels import FusedRMSNorm, Kernel, Recorder, Steps  # noqa: E402
+
+from hpc_tune.batch import full_batch  # noqa: E402
+from hpc_tune.config.load import load_config  # noqa: E402
+from hpc_tune.engine import counted_collectives, expert_parallel, native  # noqa: E402
+from hpc_tune.engine.base import EngineSettings, train_step  # noqa: E402
+from hpc_tune.engine.native import NativeEngine  # noqa: E402
+from hpc_tune.errors import HpcTuneError  # noqa: E402
+from hpc_tune.model import varlen_attention  # noqa: E402
+from hpc_tune.model.build import DTYPES, build  # noqa: E402
+from hpc_tune.model.shapes import shape_directory  # noqa: E402
+from hpc_tune.plan.trace import _fake_world  # noqa: E402
+from hpc_tune.step.layout import Layout  # noqa: E402
+from hpc_tune.step.plan import StepPlan  # noqa: E402
+
+KINDS = (
+    *("base products", "adapters", "attention", "norms", "rotary", "gated product", "sums"),
+    *("experts' rows", "loss", "casts", "dequantisation", "embedding", "update"),
+    *("copies of gathered weights", "other"),
+)
+USUAL = ("model.dtype=bf16", "tune.method=lora", "data.seq_len=4096", "parallel.recompute=none")
+NEAR = 32  # groups that a kernel may join
+AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Microseconds per token of a rank, and what else was counted per token."""
+
+    us: dict[str, float]
+    exposed_us: float
+    hidden_us: float
+    host_us: float
+    launches: float
+    kept_bytes: float
+    host_waits: tuple[str, ...]
+
+    @property
+    def total_us(self) -> float:
+        """All of a step."""
+        return sum(self.us.values()) + self.exposed_us + self.host_us
+
+
+def main() -> None:
+    """Count, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("shape", help="llama3-8b, or any other of shape:NAME, or a model directory")
+    parser.add_argument("settings", nargs="*", help="such as tune.method=qlora parallel.shard=8")
+    parser.add_argument("--card", choices=sorted(CARDS), default="h100")
+    parser.add_argument("--micro", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--kernels", type=int, default=0, help="print the N costliest kernels")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    try:
+        steps, tokens = recorded(given.shape, given.settings, given.micro)
+    except HpcTuneError as error:
+        sys.exit(f"{error}")
+    compiled = "train.compile=true" in given.settings
+    found = cost(steps, CARDS[given.card], tokens, compiled)
+    if given.json:
+        print(json.dumps({**dataclasses.asdict(found), "total_us": found.total_us}))
+        return
+    print(table(found, CARDS[given.card]))
+    if given.kernels:
+        print(costliest(steps, CARDS[given.card], tokens, given.kernels))
+
+
+def recorded(shape: str, settings: list[str], num_micro: int) -> tuple[Steps, int]:
+    """Return what a rank runs in a step, and its tokens in it."""
+    path = shape if Path(shape).is_dir() else f"shape:{shape.removeprefix('shape:')}"
+    config = load_config(None, [f"model.path={path}", *USUAL, *settings])
+    parallel = config.parallel
+    reshard = "block" if parallel.reshard == "auto" else parallel.reshard
+    parallel = parallel.model_copy(update={"reshard": reshard})
+    axes = [getattr(parallel, axis) for axis in AXES]
+    layout = Layout(*(axis if isinstance(axis, int) else 1 for axis in axes))
+    rows = config.batch.micro_size if isinstance(config.batch.micro_size, int) else 1
+    built = build(shape_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False)
+    trials: Any = varlen_attention
+    trials.kernel_fault = lambda *_, **__: ""  # it computes
+    functional: Any = F
+    functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
+    device = torch.device("cuda", 0)
+    batch = full_batch(rows, config.data.seq_len)
+    with _fake_world(layout.size - 1, layout.size), fake_cuda() as watch:
+        plan = StepPlan.of(built, layout, parallel)
+        engine = _engine(built, EngineSettings(plan, device, config.optim, config.train))
+        batches = [batch.pinned() for _ in range(num_micro)]
+        recorder = Recorder(watch, [config.data.seq_len] * rows)
+        watch.told = recorder.note
+        _note_waits(recorder)
+        with recorder:
+            for _ in range(2):  # the first step makes moments
+                recorder.begin()
+                watch.begin()
+                train_step(engine, batches, num_micro * batch.num_tokens, 1e-4)
+            steps = recorder.finish()
+            steps.micro_tokens = batch.num_tokens
+    return steps, num_micro * batch.num_tokens // (layout.tensor * layout.pipeline)
+
+
+def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
+    """Make an engine whose blocks have the layers of compiled ones, and are not compiled."""
+    compile_blocks, native.compile_blocks = native.compile_blocks, lambda blocks: None
+    try:
+        return NativeEngine(built, settings)
+    finally:
+        native.compile_blocks = compile_blocks
+
+
+def _note_waits(recorder: Recorder) -> None:
+    collectives: Any = counted_collectives.CountedCollectives
+    exchange: Any = expert_parallel._Exchange
+    finish, rows_for = collectives.finish, exchange.rows_for
+
+    def finished(self: Any, works: Any) -> None:
+        finish(self, works)
+        recorder.note("wait messages", torch.cuda.current_stream(), 0)
+
+    def counted(self: Any, ids_S: Any) -> Any:  # noqa: N803
+        recorder.note("host", "numbers of experts' rows are read", 0)
+        return rows_for(self, ids_S)
+
+    collectives.finish, exchange.rows_for = finished, counted
+
+
+def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:
+    """Return what a step costs on a card."""
+    kernels = [event for event in steps.events if isinstance(event, Kernel)]
+    seconds = {id(kernel): _seconds(kernel, card) for kernel in kernels}
+    launched = {id(kernel) for kernel in kernels}
+    if compiled:
+        _fuse(kernels, steps.alive, card, seconds, launched)
+    by_kind: dict[str, float] = defaultdict(float)
+    computing = _computing_stream(kernels)
+    for kernel in kernels:
+        if not kernel.message and kernel.stream == computing:
+            by_kind[kernel.kind] += seconds[id(kernel)]
+    whole_s = _played(steps.events, card, seconds, launched, messages=True)
+    without_s = _played(steps.events, card, seconds, launched, messages=False)
+    busy_s = sum(by_kind.values())
+    sent_s = sum(seconds[id(k)] for k in kernels if k.message)
+    scale = 1e6 / tokens
+    return Cost(
+        {kind: by_kind[kind] * scale for kind in sorted(by_kind, key=_order)},
+        (whole_s - without_s) * scale,
+        (sent_s - (whole_s - without_s)) * scale,
+        (without_s - busy_s) * scale,
+        len(launched) / tokens,
+        steps.kept_bytes / steps.micro_tokens,
+        tuple(e[1] for e in steps.events if not isinstance(e, Kernel) and e[0] == "host"),
+    )
+
+
+def _computing_stream(kernels: list[Kernel]) -> int:
+    """Return the stream that multiplies; copies for messages have others, beside it."""
+    return next(kernel.stream for kernel in kernels if kernel.kind == "base products")
+
+
+def _order(kind: str) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def _seconds(kernel: Kernel, card: Card) -> float:
+    if kernel.message:
+        return kernel.message / card.link_s
+    rate = matmul_rate(card, kernel.dtype)
+    if kernel.kind == "attention" and kernel.flops:
+        rate = card.attention[kernel.backward]
+    is_thin = kernel.kind == "adapters" and kernel.flops
+    bytes_s = card.bytes_s * (THIN_SHARE if is_thin else 1)
+    return max(kernel.flops / rate, kernel.num_bytes / bytes_s)
+
+
+def _fuse(
+    kernels: list[Kernel],
+    alive: set[int],
+    card: Card,
+    seconds: dict[int, float],
+    launched: set[int],
+) -> None:
+    """Join the element-wise kernels between two others; give each its share of the joint time."""
+    last_read = {storage: n for n, kernel in enumerate(kernels) for storage in kernel.reads}
+    groups = _groups(kernels)
+    traffic = [_traffic(group, kernels, last_read, alive) for group in groups]
+    _recompute(groups, kernels, traffic, last_read)
+    for group, (reads, writes) in zip(groups, traffic, strict=True):
+        num_bytes = sum(reads.values()) + sum(writes.values())
+        before = sum(kernels[n].num_bytes for n in group)
+        for number in group:
+            share = kernels[number].num_bytes / max(before, 1)
+            seconds[id(kernels[number])] = num_bytes / card.bytes_s * share
+            if number != group[0]:
+                launched.discard(id(kernels[number]))
+
+
+def _groups(kernels: list[Kernel]) -> list[list[int]]:
+    """Return which kernels are joined: one that is fusible joins the last group of its block's pass
+
+    that was there when all that it reads had been made, and that it shares values with.
+    """
+    groups: list[list[int]] = []
+    written: dict[int, int] = {}
+    for number, kernel in enumerate(kernels):
+        if kernel.fusible:
+            made_at = max((written.get(storage, -1) for storage in kernel.reads), default=-1)
+            group = next(
+                (
+                    group
+                    for group in reversed(groups[-NEAR:])
+                    if kernels[group[0]].backward == kernel.backward
+                    and (made_at <= group[-1] or made_at in group)
+                    and _shares(kernels, group, kernel)
+                ),
+                None,
+            )
+            if group is None:
+                groups.append([number])
+            else:
+                group.append(number)
+        for storage in kernel.writes:
+            written[storage] = number
+    return groups
+
+
+def _shares(kernels: list[Kernel], group: list[int], kernel: Kernel) -> bool:
+    used = {*kernel.reads, *kernel.writes}
+    return any(not used.isdisjoint(kernels[n].reads | kernels[n].writes) for n in group)
+
+
+def _traffic(
+    group: list[int], kernels: list[Kernel], last_read: dict[int, int], alive: set[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return what a joint kernel reads and writes, in bytes by storage."""
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for number in group:
+        for storage, size in kernels[number].reads.items():
+            if storage not in writes:
+                reads[storage] = max(reads.get(storage, 0), size)
+        for storage, size in kernels[number].writes.items():
+            writes[storage] = max(writes.get(storage, 0), size)
+    kept = {s: b for s, b in writes.items() if last_read.get(s, -1) > group[-1] or s in alive}
+    return reads, kept
+
+
+def _recompute(
+    groups: list[list[int]],
+    kernels: list[Kernel],
+    traffic: list[tuple[dict[int, int], dict[int, int]]],
+    last_read: dict[int, int],
+) -> None:
+    """Let backward kernels make again what only they read, of what the forward one read."""
+    group_of = {number: at for at, group in enumerate(groups) for number in group}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, kernel in enumerate(kernels):
+        for storage in kernel.reads:
+            readers[storage].append(number)
+    for at, group in enumerate(groups):
+        if kernels[group[0]].backward:
+            continue
+        reads, writes = traffic[at]
+        for storage in list(writes):
+            later = [n for n in readers[storage] if n > group[-1]]
+            if not later or any(n not in group_of or not kernels[n].backward for n in later):
+                continue
+            users = {group_of[n] for n in later}
+            saved = writes[storage] * (1 + len(users))
+            added = sum(
+                size
+                for user in users
+                for source, size in reads.items()
+                if source not in traffic[user][0]
+            )
+            if added < saved:
+                del writes[storage]
+                for user in users:
+                    traffic[user][0].pop(storage, None)
+                    traffic[user][0].update(reads | traffic[user][0])
+
+
+def _played(
+    events: list[Any],
+    card: Card,
+    seconds: dict[int, float],
+    launched: set[int],
+    messages: bool,
+) -> float:
+    """Return when the last stream ends; without ``messages`` these take no time."""
+    host_s, messages_s = 0.0, 0.0
+    streams: dict[int, float] = defaultdict(float)
+    recorded_s: dict[int, float] = defaultdict(float)
+    for event in events:
+        if isinstance(event, Kernel):
+            host_s += card.launch_us * 1e-6 * (id(event) in launched)
+            begin_s = max(streams[event.stream], host_s)
+            if not event.message:
+                streams[event.stream] = begin_s + seconds[id(event)]
+                continue
+            end_s = max(begin_s, messages_s) + (seconds[id(event)] if messages else 0)
+            messages_s = end_s
+            streams[event.stream] = end_s if event.waits_for_it else begin_s
+            continue
+        what, one, other = event
+        if what == "wait":
+            streams[one] = max(streams[one], streams[other])
+        elif what == "record":
+            recorded_s[one] = streams[other]
+        elif what == "wait event":
+            streams[one] = max(streams[one], recorded_s[other])
+        elif what == "wait messages":
+            streams[one] = max(streams[one], messages_s)
+        else:
+            host_s = max(host_s, *streams.values())
+    return max(host_s, *streams.values())
+
+
+def table(cost: Cost, card: Card) -> str:
+    """Return the table in words."""
+    rows = [*cost.us.items(), ("messages, exposed", cost.exposed_us), ("host", cost.host_us)]
+    lines = [f"{card.name}: microseconds per token, counted and not measured"]
+    lines += [f"  {name:26} {us:8.2f}" for name, us in rows if us >= 0.005]
+    lines += [f"  {'all':26} {cost.total_us:8.2f}   {1e6 / cost.total_us:,.0f} tokens/s"]
+    lines += [f"  {'messages, hidden':26} {cost.hidden_us:8.2f}"]
+    lines += [f"  {cost.launches:.2f} launches and {cost.kept_bytes / 1024:.1f} KiB kept per token"]
+    waits = Counter(cost.host_waits)
+    lines += [f"  the host waits: {what} ({n}x)" for what, n in waits.items()]
+    return "\n".join(lines)
+
+
+def costliest(steps: Steps, card: Card, tokens: int, num: int) -> str:
+    """Return the kernels of which all of one name and kind cost most."""
+    us: dict[tuple[str, ...], float] = defaultdict(float)
+    times: Counter[tuple[str, ...]] = Counter()
+    for kernel in (event for event in steps.events if isinstance(event, Kernel)):
+        key = (kernel.kind, kernel.name, str(kernel.dtype)[6:], "back" * kernel.backward)
+        us[key] += _seconds(kernel, card) * 1e6 / tokens
+        times[key] += 1
+    largest = sorted(us.items(), key=lambda item: -item[1])[:num]
+    return "\n".join(f"{us:8.3f} {times[key]:6} {' '.join(key)}" for key, us in largest)
+
+
+if __name__ == "__main__":
+    main()
