@@ -14,6 +14,7 @@ import torch
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _FP8 = torch.float8_e4m3fn
+LEAST_US = 2.0  # of any kernel, however small: until it has begun and its results can be read
 THIN_SHARE = 0.6  # of the memory's rate: what products with a side of 16 to 64 reach
 
 

@@ -7,9 +7,7 @@ that the card reaches and its bytes at the rate of its memory. Streams, their wa
 and what the host takes to launch are played through in order, which gives the messages that nothing
 hides and the time in which the GPU waits for the host. It is arithmetic and no measurement.
 
-With train.compile=true the element-wise work between two products of a decoder block counts as one
-kernel: it reads once what was made before it and writes what is used behind it. What its forward
-part makes for its backward part alone is made again there, where that moves fewer bytes.
+With train.compile=true element-wise work of a decoder block counts as joined: see gpu_fusion.py.
 """
 
 import argparse
@@ -33,7 +31,8 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 - it lists torch's functions, which the fake replaces
 import torch.nn.functional as F  # noqa: E402
-from gpu_cards import CARDS, THIN_SHARE, Card, matmul_rate  # noqa: E402
+from gpu_cards import CARDS, LEAST_US, THIN_SHARE, Card, matmul_rate  # noqa: E402
+from gpu_fusion import joined  # noqa: E402
 from gpu_kernels import FusedRMSNorm, Kernel, Recorder, Steps  # noqa: E402
 
 from hpc_tune.batch import full_batch  # noqa: E402
@@ -55,7 +54,6 @@ KINDS = (
     *("copies of gathered weights", "other"),
 )
 USUAL = ("model.dtype=bf16", "tune.method=lora", "data.seq_len=4096", "parallel.recompute=none")
-NEAR = 32  # groups that a kernel may join
 AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
 
 
@@ -167,7 +165,7 @@ def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:
     seconds = {id(kernel): _seconds(kernel, card) for kernel in kernels}
     launched = {id(kernel) for kernel in kernels}
     if compiled:
-        _fuse(kernels, steps.alive, card, seconds, launched)
+        _join(kernels, steps.alive, card, seconds, launched)
     by_kind: dict[str, float] = defaultdict(float)
     computing = _computing_stream(kernels)
     for kernel in kernels:
@@ -206,114 +204,25 @@ def _seconds(kernel: Kernel, card: Card) -> float:
         rate = card.attention[kernel.backward]
     is_thin = kernel.kind == "adapters" and kernel.flops
     bytes_s = card.bytes_s * (THIN_SHARE if is_thin else 1)
-    return max(kernel.flops / rate, kernel.num_bytes / bytes_s)
+    return max(kernel.flops / rate, kernel.num_bytes / bytes_s, LEAST_US * 1e-6)
 
 
-def _fuse(
+def _join(
     kernels: list[Kernel],
     alive: set[int],
     card: Card,
     seconds: dict[int, float],
     launched: set[int],
 ) -> None:
-    """Join the element-wise kernels between two others; give each its share of the joint time."""
-    last_read = {storage: n for n, kernel in enumerate(kernels) for storage in kernel.reads}
-    groups = _groups(kernels)
-    traffic = [_traffic(group, kernels, last_read, alive) for group in groups]
-    _recompute(groups, kernels, traffic, last_read)
-    for group, (reads, writes) in zip(groups, traffic, strict=True):
-        num_bytes = sum(reads.values()) + sum(writes.values())
-        before = sum(kernels[n].num_bytes for n in group)
-        for number in group:
+    """Give each joined kernel its share of the joint one's time, and one launch to all."""
+    for group in joined(kernels, alive):
+        before = sum(kernels[n].num_bytes for n in group.members)
+        whole_s = max(group.num_bytes / card.bytes_s, LEAST_US * 1e-6)
+        for number in group.members:
             share = kernels[number].num_bytes / max(before, 1)
-            seconds[id(kernels[number])] = num_bytes / card.bytes_s * share
-            if number != group[0]:
+            seconds[id(kernels[number])] = whole_s * share
+            if number != group.members[0]:
                 launched.discard(id(kernels[number]))
-
-
-def _groups(kernels: list[Kernel]) -> list[list[int]]:
-    """Return which kernels are joined: one that is fusible joins the last group of its block's pass
-
-    that was there when all that it reads had been made, and that it shares values with.
-    """
-    groups: list[list[int]] = []
-    written: dict[int, int] = {}
-    for number, kernel in enumerate(kernels):
-        if kernel.fusible:
-            made_at = max((written.get(storage, -1) for storage in kernel.reads), default=-1)
-            group = next(
-                (
-                    group
-                    for group in reversed(groups[-NEAR:])
-                    if kernels[group[0]].backward == kernel.backward
-                    and (made_at <= group[-1] or made_at in group)
-                    and _shares(kernels, group, kernel)
-                ),
-                None,
-            )
-            if group is None:
-                groups.append([number])
-            else:
-                group.append(number)
-        for storage in kernel.writes:
-            written[storage] = number
-    return groups
-
-
-def _shares(kernels: list[Kernel], group: list[int], kernel: Kernel) -> bool:
-    used = {*kernel.reads, *kernel.writes}
-    return any(not used.isdisjoint(kernels[n].reads | kernels[n].writes) for n in group)
-
-
-def _traffic(
-    group: list[int], kernels: list[Kernel], last_read: dict[int, int], alive: set[int]
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return what a joint kernel reads and writes, in bytes by storage."""
-    reads: dict[int, int] = {}
-    writes: dict[int, int] = {}
-    for number in group:
-        for storage, size in kernels[number].reads.items():
-            if storage not in writes:
-                reads[storage] = max(reads.get(storage, 0), size)
-        for storage, size in kernels[number].writes.items():
-            writes[storage] = max(writes.get(storage, 0), size)
-    kept = {s: b for s, b in writes.items() if last_read.get(s, -1) > group[-1] or s in alive}
-    return reads, kept
-
-
-def _recompute(
-    groups: list[list[int]],
-    kernels: list[Kernel],
-    traffic: list[tuple[dict[int, int], dict[int, int]]],
-    last_read: dict[int, int],
-) -> None:
-    """Let backward kernels make again what only they read, of what the forward one read."""
-    group_of = {number: at for at, group in enumerate(groups) for number in group}
-    readers: dict[int, list[int]] = defaultdict(list)
-    for number, kernel in enumerate(kernels):
-        for storage in kernel.reads:
-            readers[storage].append(number)
-    for at, group in enumerate(groups):
-        if kernels[group[0]].backward:
-            continue
-        reads, writes = traffic[at]
-        for storage in list(writes):
-            later = [n for n in readers[storage] if n > group[-1]]
-            if not later or any(n not in group_of or not kernels[n].backward for n in later):
-                continue
-            users = {group_of[n] for n in later}
-            saved = writes[storage] * (1 + len(users))
-            added = sum(
-                size
-                for user in users
-                for source, size in reads.items()
-                if source not in traffic[user][0]
-            )
-            if added < saved:
-                del writes[storage]
-                for user in users:
-                    traffic[user][0].pop(storage, None)
-                    traffic[user][0].update(reads | traffic[user][0])
 
 
 def _played(

@@ -18,12 +18,12 @@ from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from gpu_cards import CARDS  # noqa: E402
+from gpu_cards import CARDS, LEAST_US  # noqa: E402
 from gpu_cost import cost  # noqa: E402
 from gpu_kernels import Kernel, Steps  # noqa: E402
 
 CARD = CARDS["h100"]
-MB = 1 << 20
+MB = 100 << 20
 # A Llama of two blocks, whose products are large enough that flops decide.
 SHAPE = {
     "model_type": "llama",
@@ -117,5 +117,7 @@ def test_messages_are_hidden_by_what_runs_beside_them():
 
 
 def test_the_gpu_waits_for_the_host_where_kernels_are_short():
-    found = counted(*[kernel("norms", [1], [2])] * 10, kernel("base products", [2], [3]))
-    assert found.host_us > 10 * (CARD.launch_us - 2 * MB / CARD.bytes_s * 1e6) - 1
+    short = [kernel("norms", [], []) for _ in range(10)]
+    found = counted(*short, kernel("base products", [], []))
+    assert found.us == {"base products": LEAST_US, "norms": pytest.approx(10 * LEAST_US)}
+    assert found.host_us == pytest.approx(11 * CARD.launch_us - 10 * LEAST_US)
