@@ -191,13 +191,19 @@ def _arguments_for(options: Namespace) -> list[str]:
 @command(
     JSON,
     argument("--links", float, "seconds of link tests (default: 10 + 0.5 per node)", least=0),
+    argument(
+        "--products",
+        float,
+        "seconds in which all ranks multiply matrices (default: 2 on GPUs, 0.5 on CPUs)",
+        least=0,
+    ),
     *SETTINGS,
 )
 def doctor(options: Namespace) -> int:
     """Check that nodes, network and software are ready for a run; launch it like the run."""
     from hpc_tune.probe.doctor import run_doctor
 
-    return run_doctor(options.config, options.json, options.links)
+    return run_doctor(options.config, options.json, options.links, options.products)
 
 
 @command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS)

@@ -1,12 +1,14 @@
 """The doctor command: whether nodes, network and software are ready for a run.
 
-before the world: cores, a loopback master -> bootstrap -> links, facts of all ranks -> findings
+before the world: cores, a loopback master -> bootstrap
+-> links, products of matrices, facts of all ranks -> findings
 -> a table for people, or JSON for programs; exit code 1 if something would break a run
 """
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_tune.cluster import openmpi
@@ -17,6 +19,7 @@ from hpc_tune.log import configure
 from hpc_tune.probe.facts import Cores, facts_of
 from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.links import measure
+from hpc_tune.probe.products import measure_products
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
@@ -27,10 +30,16 @@ from hpc_tune.world.processes import ancestors
 _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
 
 
-def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -> int:
+def run_doctor(
+    config: RunConfig,
+    as_json: bool,
+    links_s: float | None = None,
+    products_s: float | None = None,
+) -> int:
     """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 
-    ``links_s`` bounds how long pairs of ranks are measured.
+    ``links_s`` bounds how long pairs of ranks are measured; for ``products_s`` all ranks multiply
+    matrices.
 
     Raises:
         WorldError: if the ranks cannot connect; the message says what is wrong.
@@ -47,9 +56,10 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     if links_s is None:
         links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
     links = measure(comm, links_s)
+    products = measure_products(comm, products_s)
     # After the first communicator: by then NCCL has loaded its plugin, or has not.
     facts = facts_of(comm, cores, folders, config.memory.host_limit, config.run.device)
-    ranks = comm.gather(facts)
+    ranks = comm.gather(replace(facts, products=products))
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if as_json:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import first_line
+from hpc_tune.probe.gpu_state import open_driver
 from hpc_tune.world.numa import SYS
 
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
@@ -150,7 +151,7 @@ def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
 
     ``folder`` is where the kernel shows its devices.
     """
-    nvml = _driver() if gpus else None
+    nvml = open_driver() if gpus else None
     counters = [_of_gpu(nvml, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
     counters += _rapl(powercap) or [Counter(CPUS, str(powercap), why=_NO_RAPL)]
@@ -158,19 +159,6 @@ def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
     if node.exists():  # its lines: 123 J 1700000000000000 us
         counters.append(Counter(NODE, str(node), lambda: float(node.read_text().split()[0])))
     return counters
-
-
-def _driver() -> Any:
-    """Return NVIDIA's library, ready to be asked; None where there is none."""
-    try:
-        import pynvml as nvml
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver
-        return None
-    return nvml
 
 
 def _of_gpu(nvml: Any, address: str, folder: Path) -> Counter:

@@ -14,6 +14,7 @@ from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.packages import hidden_torch
 from hpc_tune.probe import software
 from hpc_tune.probe.nccl import Nccl, read_nccl
+from hpc_tune.probe.products import Products
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
@@ -43,7 +44,8 @@ class RankFacts:
     ``numa_nodes``; ``num_reachable`` it could have had. One rank of each node has ``topology``,
     ``library`` and ``folders``. ``clock_s``: its clock, in seconds of the epoch, when all ranks had
     reached the same place. ``unused``: why it makes no use of GPUs, where there may be some;
-    ``hidden``: of a torch that another one hides.
+    ``hidden``: of a torch that another one hides. ``device_place``: the PCI address of its
+    GPU. ``products``: how fast it multiplies matrices, if that was measured.
     """
 
     rank: int
@@ -80,6 +82,8 @@ class RankFacts:
     clock_s: float | None = None
     unused: Unused | None = None
     hidden: str | None = None
+    device_place: str = ""
+    products: Products | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def facts_of(
     clock_s = time.time()
     world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    name, uuid, device_bytes, numa = _device(comm)
+    name, uuid, device_bytes, place = _device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
     taken = tuple(sorted(os.sched_getaffinity(0)))
     library = _library() if on_gpu else None
@@ -125,7 +129,7 @@ def facts_of(
         device=name,
         device_uuid=uuid,
         device_bytes=device_bytes,
-        device_numa=numa,
+        device_numa=numa_of(pci_path(SYS, place)) if on_gpu else None,
         versions=software.versions(),
         mpi=software.mpi_library(),
         cuda=torch.version.cuda or "",
@@ -146,6 +150,7 @@ def facts_of(
         clock_s=clock_s,
         unused=None if on_gpu or device_wanted != "auto" else unused_by(world.hostname),
         hidden=hidden_torch(),
+        device_place=place,
     )
 
 
@@ -169,15 +174,14 @@ def try_folder(role: str, path: Path) -> Folder:
     return Folder(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
 
 
-def _device(comm: Comm) -> tuple[str, str, int, int | None]:
-    """Return name, UUID, bytes and NUMA node."""
+def _device(comm: Comm) -> tuple[str, str, int, str]:
+    """Return name, UUID, bytes and PCI address."""
     if comm.device.type != "cuda":
-        return "cpu", "", 0, None
+        return "cpu", "", 0, ""
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(comm.device)
-    numa = numa_of(pci_path(SYS, address_of(gpu)))
-    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, numa
+    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, address_of(gpu)
 
 
 def _library() -> Nccl:

@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import Literal
 
 from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
@@ -12,6 +12,7 @@ from hpc_tune.probe import fabric
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
+from hpc_tune.probe.products import Products, speed, state_in_words
 from hpc_tune.probe.topology import NO_LIBRARY
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world.open_files import needed
@@ -24,6 +25,8 @@ DISK_BYTES = 1 << 30
 _SLOW_DISK = 20e6
 # Clocks that are set over a network differ by milliseconds; file systems tell time in seconds.
 _CLOCKS_APART_S = 2.0
+# Of the median of its model. What else runs on a node takes time of CPUs.
+_SLOW_GPU, _SLOW_CPU = 0.9, 0.5
 # Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
 _SOLD_SHARE = 3
 _OFF = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
@@ -42,6 +45,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
     findings = [
         *_versions(ranks),
         *_devices(ranks),
+        *_products(ranks),
         *_cards(ranks),
         *_cores(ranks),
         *_limits(ranks),
@@ -95,6 +99,68 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding(
                 "warning", f"{first.hostname}: of {most} {gpus[0].link}s {_some(weak)} that are up"
             )
+
+
+def _products(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield who multiplies matrices wrongly, not at all, or slower than its like on all nodes."""
+    alike: dict[tuple[str, str], list[float]] = defaultdict(list)
+    shared = [here[0].node for here in _by_node(ranks) if _share_cores(here)]
+    told = [(rank, rank.products) for rank in ranks if rank.products is not None]
+    for rank, found in told:
+        if found.flops_per_s and (rank.device_bytes or rank.node not in shared):
+            alike[found.model, found.dtype].append(found.flops_per_s)
+    for rank, found in told:
+        who = f"{rank.hostname}: {_processor(ranks, rank)}"
+        leave = (
+            f"Leave {rank.hostname} out of the job (in Slurm --exclude) and report it to the site"
+        )
+        if found.error:
+            yield Finding("error", f"{who} cannot multiply matrices: {found.error}")
+            continue
+        if found.is_wrong:
+            yield Finding("error", f"{who} computes wrongly: {_wrong(found)}. {leave}")
+        rates = alike.get((found.model, found.dtype), [])
+        usual, least = median_high(rates or [0.0]), _SLOW_GPU if rank.device_bytes else _SLOW_CPU
+        if rank.node in shared and not rank.device_bytes or found.flops_per_s >= least * usual:
+            continue
+        state = state_in_words(found)
+        yield Finding(
+            "warning",
+            f"{who} multiplies matrices at {speed(found.flops_per_s)} in {found.dtype}, "
+            f"{1 - found.flops_per_s / usual:.0%} below the median of all {len(rates)} of its "
+            f"model, {speed(usual)}{f' ({state})' if state else ''}: all ranks wait for the "
+            f"slowest. {leave}",
+        )
+
+
+def _share_cores(here: Sequence[RankFacts]) -> bool:
+    """Whether ranks of a node compute on the same cores, which a finding of its own tells."""
+    cpus = [cpu for rank in here for cpu in rank.taken or rank.cpus]
+    return len(cpus) != len(set(cpus))
+
+
+def _processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
+    """Name what a rank computes on; a GPU by the driver's number, where that is known."""
+    if not rank.device_bytes:
+        return f"rank {rank.rank} on CPUs {_some([*map(str, rank.taken or rank.cpus)])}"
+    topology = next((r.topology for r in ranks if r.node == rank.node and r.topology), None)
+    uuids = [gpu.uuid for gpu in topology.gpus] if topology else []
+    number = f"GPU {uuids.index(rank.device_uuid)}" if rank.device_uuid in uuids else "the GPU"
+    where = [rank.device, rank.device_place, rank.device_uuid]
+    return f"{number} of rank {rank.rank} ({', '.join(filter(None, where))})"
+
+
+def _wrong(found: Products) -> str:
+    parts = []
+    if found.num_wrong:
+        parts.append(
+            f"{found.num_wrong} of {found.num_checked} products of small integers had a wrong value"
+        )
+    if found.num_differing:
+        parts.append(
+            f"the same product had other bits {found.num_differing} of {found.num_checked} times"
+        )
+    return ", ".join(parts)
 
 
 def _cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.findings import Finding
 from hpc_tune.probe.links import Links, Pair, rate
 from hpc_tune.probe.nccl import Nccl
+from hpc_tune.probe.products import Products, speed, state_in_words
 from hpc_tune.probe.topology import Topology
 from hpc_tune.units import format_bytes
 
@@ -102,12 +103,27 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
             f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.taken or rank.cpus)}{given} "
             f"(NUMA {numa}), {_many(rank.threads, 'thread')}"
         )
+        if rank.products is not None:
+            lines.append(f"            {_products(rank.products)}")
     lines += _topology_lines(first.topology) if first.topology else []
     for folder in first.folders:
         if not folder.error:
             free, speed = format_bytes(folder.free_bytes), rate(folder.bytes_per_s)
             lines.append(f"  {folder.role} {folder.path}: {free} free, {speed} written")
     return lines
+
+
+def _products(found: Products) -> str:
+    """Return how fast a rank multiplied matrices, and what its GPU told meanwhile."""
+    if found.error:
+        return f"cannot multiply matrices: {found.error}"
+    ratio = found.slowest_s / found.median_s
+    text = f"{speed(found.flops_per_s)} in {found.dtype}, "
+    text += f"the slowest product {ratio:.2f} x the median time"
+    if found.is_wrong:
+        text += ", WRONG results"
+    told = state_in_words(found)
+    return f"{text}; {told}" if told else text
 
 
 def _topology_lines(topology: Topology) -> list[str]:

@@ -6,10 +6,12 @@ capability, AMD's by name.
 
                      NVIDIA since     AMD
     bf16             8.0              gfx908, gfx90a, gfx942, gfx950 and the later desktop ones
+    fp16             7.0              those with bf16, gfx900, gfx906 and gfx10
     TF32             8.0              none
     varlen attention 8.0              gfx90a, gfx942, gfx950, gfx1100, gfx1201 (tried before use)
     float8 products  8.9              gfx942, gfx950, gfx1200, gfx1201 (torch._scaled_mm)
     grouped products 9.0, in bf16     gfx90a, gfx942, gfx950 if ROCM_ALLOW_GROUP_GEMM_CK=1, in bf16
+    the same bits    all              none: rocBLAS may add up in any order
 
 Sources: torch/testing/_internal/common_cuda.py of torch 2.13 for attention and float8,
 https://github.com/pytorch/pytorch/pull/171140 for grouped products of AMD.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _WITH_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+_WITH_FP16 = (*_WITH_BF16, "gfx900", "gfx906", "gfx10")
 _WITH_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 _WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 _WITH_GROUPS = ("gfx90a", "gfx942", "gfx950")
@@ -47,6 +50,20 @@ class Architecture:
     def has_bf16(self) -> bool:
         """Whether it computes in bf16, and not by way of fp32."""
         return self._is((8, 0), _WITH_BF16)
+
+    @property
+    def has_fp16(self) -> bool:
+        """Whether it computes in fp16 faster than in fp32."""
+        return self._is((7, 0), _WITH_FP16)
+
+    @property
+    def repeats_products(self) -> bool:
+        """Whether a product of matrices has the same bits each time.
+
+        cuBLAS promises that for one stream
+        (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+        """
+        return self.capability is not None
 
     @property
     def has_tf32(self) -> bool:

@@ -27,5 +27,9 @@ def test_a_gpu_is_told_with_its_uuid_and_place(tmp_path):
     [rank] = told["ranks"]
     assert rank["device_uuid"] == str(torch.cuda.get_device_properties(0).uuid)
     assert rank["nccl"]
+    products = rank["products"]
+    assert (products["error"], products["num_wrong"], products["num_differing"]) == ("", 0, 0)
+    assert products["num_checked"] > 10
+    assert products["flops_per_s"] > 5e12
     pytest.importorskip("pynvml")
     assert rank["device_uuid"] in [gpu["uuid"] for gpu in rank["topology"]["gpus"]]

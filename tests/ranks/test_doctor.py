@@ -29,6 +29,8 @@ def test_two_good_ranks_have_a_link_and_no_errors(tmp_path):
     assert 1e7 < pair["bytes_per_s"] < 1e12
     names = [one["name"] for one in told["links"]["collectives"]]
     assert names == [n for n in ("all-reduce", "all-gather", "reduce-scatter") for _ in range(2)]
+    assert [rank["products"]["num_wrong"] for rank in told["ranks"]] == [0, 0]
+    assert all(rank["products"]["flops_per_s"] > 1e8 for rank in told["ranks"])
     assert list(tmp_path.iterdir()) == [], "the test of the folder leaves nothing"
 
 
@@ -243,3 +245,34 @@ def test_a_slow_host_and_a_fast_clock_among_four_are_named(tmp_path):
     assert done.stdout.count("slow link") == 1, done.stdout
     assert "its clock is 1h00m ahead of the others': " in done.stdout, done.stdout
     assert done.stdout.count("its clock") == 1, done.stdout
+
+
+# Rank 1 multiplies slowly, and adds 1 to a value of each product.
+SLOW_AND_WRONG = """
+import os, sys, time, torch
+from hpc_tune.__main__ import main
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    right = torch.mm
+    def mm(left, right_, out):
+        time.sleep(0.3)
+        right(left, right_, out=out)
+        out[0, 0] += 1
+    torch.mm = mm
+sys.exit(main())
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_multiplies_slowly_and_wrongly_is_named(tmp_path):
+    (tmp_path / "slow_and_wrong.py").write_text(SLOW_AND_WRONG)
+    argv = [str(tmp_path / "slow_and_wrong.py"), *DOCTOR[2:], "--links", "1"]
+    done = mpirun(2, [*argv, f"run.dir={tmp_path}"], cold=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if " multiplies " in line]
+    lines += [line for line in done.stdout.splitlines() if " computes wrongly" in line]
+    if len(os.sched_getaffinity(0)) > 1:  # on one core the ranks are not compared
+        assert "rank 1 on CPUs " in lines[0]
+        assert "below the median of all 2 of its model" in lines[0]
+    assert "rank 1 on CPUs " in lines[-1]
+    assert "products of small integers had a wrong value" in lines[-1]
+    assert len(lines) <= 2, "rank 0 does what it should"

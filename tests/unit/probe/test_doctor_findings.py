@@ -9,8 +9,10 @@ import pytest
 from hpc_tune.cluster.unused_gpus import Unused
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find_problems
+from hpc_tune.probe.gpu_state import GpuState
 from hpc_tune.probe.links import Collective, Links, Pair, in_words, outliers, rate, rounds
 from hpc_tune.probe.nccl import Nccl
+from hpc_tune.probe.products import Products
 from hpc_tune.probe.software import Compiled
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.probe.topology import NO_LIBRARY, Card, Gpu, Topology
@@ -445,6 +447,131 @@ def test_each_pair_of_a_node_and_each_pair_of_nodes_talks_once(nodes):
 
 def same(nodes, pair):
     return nodes[pair[0]] == nodes[pair[1]]
+
+
+PRODUCTS = Products("H100", "bf16", 8192, 700e12, 1.57e-3, 1.7e-3, num_checked=40)
+HOT = GpuState(1005.0, 91.0, 420.0, 700.0, ("its temperature", "its power limit"))
+ON_CPU = {"device": "cpu", "device_uuid": "", "device_bytes": 0, "device_numa": None, "nccl": ""}
+ON_CPU |= {"device_wanted": "cpu"}
+
+
+def multiplied(*changes, on_cpu=False):
+    """Two nodes of two ranks that multiply alike, but for changes of (rank, fields)."""
+    found = [PRODUCTS] * 4
+    for rank, fields in changes:
+        found[rank] = dataclasses.replace(PRODUCTS, **fields)
+    place = {"device_place": "0000:17:00.0"}
+    of = [{"products": one} | (ON_CPU if on_cpu else place) for one in found]
+    return world(*enumerate(of))
+
+
+def findings(ranks):
+    return [(found.level, found.text) for found in find_problems(ranks, Links((), ()))]
+
+
+def test_a_gpu_that_is_slower_than_its_model_is_named_with_what_holds_it_back():
+    slow = {"flops_per_s": 420e12, "loaded": HOT, "idle": GpuState(345.0, 40.0)}
+    assert findings(multiplied((3, slow))) == [
+        (
+            "warning",
+            "n1: GPU 0 of rank 3 (H100, 0000:17:00.0, a) multiplies matrices at 420 TFLOP/s in "
+            "bf16, 40% below the median of all 4 of its model, 700 TFLOP/s (SM clock 345 -> 1005 "
+            "MHz, 40 -> 91 C, 420 of 700 W, held back by its temperature and its power limit): all "
+            "ranks wait for the slowest. Leave n1 out of the job (in Slurm --exclude) and report "
+            "it to the site",
+        )
+    ]
+
+
+@pytest.mark.parametrize(("flops_per_s", "is_slow"), [(631e12, False), (629e12, True)])
+def test_ten_percent_below_the_median_is_slow(flops_per_s, is_slow):
+    assert bool(findings(multiplied((1, {"flops_per_s": flops_per_s})))) == is_slow
+
+
+def test_of_two_gpus_the_slower_is_told():
+    ranks = multiplied((1, {"flops_per_s": 500e12}))[:2]
+    [(_, text)] = findings(ranks)
+    assert text.startswith("n0: GPU 0 of rank 1 (")
+
+
+def test_another_model_or_dtype_is_not_compared():
+    others = [(2, {"model": "A100", "flops_per_s": 250e12}), (3, {"dtype": "fp16"})]
+    assert findings(multiplied(*others)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_wrong": 2}, "2 of 40 products of small integers had a wrong value"),
+        ({"num_differing": 1}, "the same product had other bits 1 of 40 times"),
+        (
+            {"num_wrong": 40, "num_differing": 40},
+            "40 of 40 products of small integers had a wrong value, the same product had other "
+            "bits 40 of 40 times",
+        ),
+    ],
+)
+def test_a_gpu_that_computes_wrongly_is_an_error(fields, words):
+    [(level, text)] = findings(multiplied((2, fields)))
+    assert level == "error"
+    assert text == (
+        f"n1: GPU 0 of rank 2 (H100, 0000:17:00.0, a) computes wrongly: {words}. Leave n1 out of "
+        "the job (in Slurm --exclude) and report it to the site"
+    )
+
+
+def test_a_gpu_that_cannot_multiply_is_an_error_and_not_slow():
+    failed = {"flops_per_s": 0.0, "error": "CUDA out of memory."}
+    [(level, text)] = findings(multiplied((1, failed)))
+    assert (level, text.partition(") ")[2]) == (
+        "error",
+        "cannot multiply matrices: CUDA out of memory.",
+    )
+
+
+def test_a_slice_of_a_gpu_is_named_by_its_uuid():
+    ranks = multiplied((1, {"num_wrong": 1}))
+    ranks[1] = dataclasses.replace(ranks[1], device_uuid="MIG-7")
+    [(_, text)] = findings(ranks)
+    assert text.startswith("n0: the GPU of rank 1 (H100, 0000:17:00.0, MIG-7) computes wrongly")
+
+
+def test_cpus_are_slow_below_half_of_the_median():
+    assert findings(multiplied((3, {"flops_per_s": 351e12}), on_cpu=True)) == []
+    [(level, text)] = findings(multiplied((3, {"flops_per_s": 349e12}), on_cpu=True))
+    assert level == "warning"
+    assert text.startswith("n1: rank 3 on CPUs 2, 3 multiplies matrices at 349 TFLOP/s in bf16")
+
+
+def test_ranks_that_share_cores_are_not_compared():
+    ranks = multiplied((3, {"flops_per_s": 1e12}), on_cpu=True)
+    ranks[2:] = [dataclasses.replace(rank, taken=(0,)) for rank in ranks[2:]]
+    assert findings(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (
+            dataclasses.replace(PRODUCTS, loaded=HOT, idle=GpuState()),
+            "700 TFLOP/s in bf16, the slowest product 1.08 x the median time; SM clock 1005 MHz, "
+            "91 C, 420 of 700 W, held back by its temperature and its power limit",
+        ),
+        (
+            dataclasses.replace(
+                PRODUCTS, flops_per_s=38.24e9, dtype="fp32", num_wrong=1, loaded=GpuState(watts=9.0)
+            ),
+            "38.2 GFLOP/s in fp32, the slowest product 1.08 x the median time, WRONG results; 9 W",
+        ),
+        (Products(error="no kernel image"), "cannot multiply matrices: no kernel image"),
+    ],
+)
+def test_the_report_tells_how_fast_a_rank_multiplies(found, line):
+    ranks = world((1, {"products": found}))
+    lines = as_lines(ranks, Links((), ()), [], colours=False)
+    [place] = [number for number, text in enumerate(lines) if text.startswith("  rank 1 ")]
+    assert lines[place + 1].strip() == line
+    assert as_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
 
 
 def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):

@@ -83,5 +83,20 @@ def test_of_nvidia_the_capability_counts(monkeypatch, capability, able):
     assert {name for name, has in can(found, {}).items() if has} == able
 
 
+@pytest.mark.parametrize(
+    ("architecture", "has_fp16", "repeats"),
+    [
+        (Architecture((6, 1)), False, True),
+        (Architecture((7, 0)), True, True),
+        (Architecture(gfx="gfx90a"), True, False),
+        (Architecture(gfx="gfx906"), True, False),
+        (Architecture(gfx="gfx803"), False, False),
+    ],
+)
+def test_which_gpus_compute_in_fp16_and_with_the_same_bits(architecture, has_fp16, repeats):
+    assert architecture.has_fp16 is has_fp16
+    assert architecture.repeats_products is repeats
+
+
 def test_a_cpu_has_no_architecture():
     assert architecture_of(torch.device("cpu")) is None
