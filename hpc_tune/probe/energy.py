@@ -1,8 +1,9 @@
 """The energy counters of a node: which there are, and what they have counted between two readings.
 
-GPUs: NVIDIA's driver (nvidia-ml-py, where it is installed), else the kernel's hwmon. CPUs and their
-memory: the kernel's RAPL, which many sites let only root read. The whole node: HPE Cray's
-pm_counters. Nothing is estimated: what no counter tells is not known, with a reason.
+GPUs: NVIDIA's driver (nvidia-ml-py, where it is installed) or AMD's library (amdsmi), else the
+kernel's hwmon. CPUs and their memory: the kernel's RAPL, which many sites let only root read. The
+whole node: HPE Cray's pm_counters. Nothing is estimated: what no counter tells is not known, with a
+reason.
 """
 
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import first_line
+from hpc_tune.probe import amd_smi
 from hpc_tune.probe.gpu_state import open_driver
 from hpc_tune.world.numa import SYS
 
@@ -21,7 +23,7 @@ GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
 READ_EVERY_S = 30.0
 MAX_W = 1000.0  # more than a package draws: of two readings that are further apart nothing is known
 _NO_RAPL = "the kernel shows no RAPL counter there"
-_NO_GPU_COUNTER = "neither NVIDIA's driver nor the kernel's hwmon has an energy counter of it"
+_NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter of it"
 _BACKWARDS = "its counter went backwards"
 _UNSEEN = "its counter may have begun again unseen"
 _STILL = "its counter stood still"
@@ -151,8 +153,8 @@ def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
 
     ``folder`` is where the kernel shows its devices.
     """
-    nvml = open_driver() if gpus else None
-    counters = [_of_gpu(nvml, address, folder) for address in gpus]
+    nvml, amdsmi = (open_driver(), amd_smi.open_library(folder)) if gpus else (None, None)
+    counters = [_of_gpu(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
     counters += _rapl(powercap) or [Counter(CPUS, str(powercap), why=_NO_RAPL)]
     node = folder / "cray" / "pm_counters" / "energy"
@@ -161,7 +163,7 @@ def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
     return counters
 
 
-def _of_gpu(nvml: Any, address: str, folder: Path) -> Counter:
+def _of_gpu(nvml: Any, amdsmi: Any, address: str, folder: Path) -> Counter:
     """Return the counter of one GPU: of the whole of it, also where a rank has but a slice."""
     why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
     if nvml is not None and address:
@@ -176,6 +178,11 @@ def _of_gpu(nvml: Any, address: str, folder: Path) -> Counter:
                 return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
             return Counter(GPUS, name, of_driver)
+    if amdsmi is not None and address:
+        try:
+            return Counter(GPUS, name, amd_smi.energy_of(amdsmi, address))
+        except amdsmi.AmdSmiException as error:
+            why = f"AMD's library says {first_line(error)}"
     device = folder / "bus" / "pci" / "devices" / address
     for file in sorted(device.glob("hwmon/hwmon*/energy1_input")) if address else ():
         return Counter(GPUS, name, _microjoules(file))

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,7 +181,98 @@ def test_a_gpu_without_nvidias_driver_by_the_kernel(tmp_path, no_driver):
     gpus = ["0000:c1:00.0", "0000:c6:00.0", ""]
     part = measured(tmp_path, lambda: file.write_text("31000000\n"), gpus)["GPUs"]
     assert (part.joules, part.counted, part.total) == (30.0, 1, 3)
-    assert part.why.startswith("GPU 0000:c6:00.0: neither NVIDIA's driver nor")
+    assert part.why.startswith("GPU 0000:c6:00.0: neither its maker's driver nor")
+
+
+class AmdSmi:
+    """Stands for amdsmi, as ROCm 6.4 and later have it: three GPUs, the last without a counter."""
+
+    AmdSmiException = type("AmdSmiException", (Exception,), {})
+    AmdSmiInitFlags = SimpleNamespace(INIT_AMD_GPUS=2)
+
+    def __init__(self, name="energy_accumulator", fails=False):
+        self.name, self.fails = name, fails
+        self.counts = {"0000:c1:00.0": 10**9, "0000:c2:00.0": 0}
+
+    def amdsmi_init(self, flag):
+        if self.fails:
+            raise self.AmdSmiException("Driver not loaded")
+
+    def amdsmi_get_processor_handle_from_bdf(self, address):
+        return address
+
+    def amdsmi_get_energy_count(self, handle):
+        if handle not in self.counts:
+            raise self.AmdSmiException("Error code: 2\nNot supported")
+        return {self.name: self.counts[handle], "counter_resolution": 15.3, "timestamp": 1}
+
+
+AMD = ["0000:c1:00.0", "0000:c2:00.0", "0000:c6:00.0"]
+
+
+@pytest.fixture
+def amd(tmp_path, no_driver):
+    """A node with AMD's driver; the kernel has counters of the first and the last GPU."""
+    (tmp_path / "class" / "kfd").mkdir(parents=True)
+    for address in AMD[::2]:
+        folder = tmp_path / "bus" / "pci" / "devices" / address / "hwmon" / "hwmon4"
+        folder.mkdir(parents=True)
+        (folder / "energy1_input").write_text("1000000\n")
+    return tmp_path
+
+
+def kernel_counts(folder, joules):
+    for file in folder.glob("bus/pci/devices/*/hwmon/hwmon4/energy1_input"):
+        file.write_text(f"{1_000_000 + joules * 1_000_000}\n")
+
+
+@pytest.mark.parametrize("name", ["energy_accumulator", "power"])
+def test_amds_gpus_by_its_library_and_else_by_the_kernel(amd, monkeypatch, name):
+    """Of a card with two dies the first counts for both."""
+    library = AmdSmi(name)
+    monkeypatch.setitem(sys.modules, "amdsmi", library)
+
+    def change():
+        library.counts[AMD[0]] += 2_000_000
+        kernel_counts(amd, 7)
+
+    part = measured(amd, change, AMD)["GPUs"]
+    assert part.joules == pytest.approx(2_000_000 * 15.3e-6 + 7)
+    assert (part.counted, part.total) == (2, 3)
+    assert part.why == "GPU 0000:c2:00.0: its counter stood still"
+
+
+def test_a_gpu_of_which_amds_library_and_the_kernel_tell_nothing_says_why(amd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "amdsmi", AmdSmi())
+    part = measured(amd, lambda: None, ["0000:c9:00.0"])["GPUs"]
+    assert part.why == "GPU 0000:c9:00.0: AMD's library says Error code: 2"
+
+
+@pytest.mark.parametrize("module", [None, AmdSmi(fails=True)])
+def test_without_amds_library_the_kernel_tells(amd, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "amdsmi", module)
+    part = measured(amd, lambda: kernel_counts(amd, 5), AMD)["GPUs"]
+    assert (part.joules, part.counted, part.total) == (10.0, 2, 3)
+
+
+def test_an_amdsmi_that_lacks_its_own_library_is_none_and_prints_nothing(amd, monkeypatch, capsys):
+    """As the package of PyPI does without ROCm."""
+    (package := amd / "packages" / "amdsmi").mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "print('Unable to find libamd_smi.so')\n{}['libamd_smi.so']"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    part = measured(amd, lambda: kernel_counts(amd, 5), AMD)["GPUs"]
+    assert part.counted == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_amds_library_is_not_asked_where_its_driver_is_not(tmp_path, no_driver, monkeypatch):
+    monkeypatch.setitem(sys.modules, "amdsmi", library := AmdSmi())
+    library.amdsmi_init = lambda flag: pytest.fail("it was asked")
+    part = measured(tmp_path, lambda: None, AMD)["GPUs"]
+    assert (part.counted, part.total) == (0, 3)
 
 
 def test_the_whole_node_by_crays_counter(tmp_path, no_driver):

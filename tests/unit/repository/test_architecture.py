@@ -76,6 +76,7 @@ OWNERS = {
     "wandb": ("trackers/trackers.py",),
     "mlflow": ("trackers/trackers.py",),
     "trackio": ("trackers/trackers.py",),
+    "amdsmi": ("probe/amd_smi.py",),
     "pynvml": ("probe/topology.py", "probe/gpu_state.py"),
 }
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
