@@ -384,6 +384,7 @@ def inspect(options: Namespace) -> int:
     argument("runs", Path, "run directories", nargs="+", metavar="RUN"),
     argument("--out", Path, ".html file (default: report.html in RUN, or here for several)"),
     argument("--png", bool, "write the figures as PNG too, into a folder beside the page"),
+    argument("--no-job-energy", bool, "do not ask Slurm what the nodes of the run's jobs took"),
 )
 def report(options: Namespace) -> int:
     """Write an HTML report about one run, or one that compares several."""
@@ -391,7 +392,7 @@ def report(options: Namespace) -> int:
         raise ConfigError(f"--out {options.out}: expected the name of an .html file")
     from hpc_tune.report.write import write_report
 
-    print(write_report(options.runs, options.out, options.png))
+    print(write_report(options.runs, options.out, options.png, not options.no_job_energy))
     return EXIT_DONE
 
 

@@ -5,4 +5,4 @@ The script sets HPC_TUNE_JOB_END and names the command that requeues the job.
 
 from hpc_tune.cluster.protocol import Scheduler
 
-PBS = Scheduler(job_id="PBS_JOBID")
+PBS = Scheduler(job_id="PBS_JOBID", name="PBS")

@@ -87,6 +87,20 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class JobEnergy:
+    """What a scheduler has counted for the nodes of a job in one of the times that it ran.
+
+    ``joules`` is None where that is not known, and ``why``. ``of_steps``: it is a sum of steps, of
+    which several can have counted one node.
+    """
+
+    job: str
+    joules: float | None = None
+    why: str = ""
+    of_steps: bool = False
+
+
+@dataclass(frozen=True)
 class Scheduler:
     """What runs batch jobs, and the variables that it sets for them.
 
@@ -98,9 +112,12 @@ class Scheduler:
 
     The others take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler, which may
     take many seconds. ``requeue_command`` returns what requeues the job, nothing if it cannot be.
+    ``ask_energy``, if it counts that, takes starts of a run: (job, seconds since 1970).
+    ``name``: in words.
     """
 
     job_id: str
+    name: str = ""
     restart_count: str | None = None
     end: str | None = None
     array_task: Callable[[Environ], str | None] = _unknown
@@ -109,6 +126,7 @@ class Scheduler:
     ask_end: Callable[[str], float | None] = _unknown
     is_preempted: Callable[[str], bool] = _never
     requeue_command: Callable[[str], Sequence[str]] = lambda job_id: ()
+    ask_energy: Callable[[Sequence[tuple[str, float]]], list[JobEnergy]] | None = None
 
 
 def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **names: str) -> Claim:

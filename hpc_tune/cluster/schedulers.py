@@ -2,11 +2,11 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_tune.cluster import pbs, slurm
-from hpc_tune.cluster.protocol import Environ, Scheduler
+from hpc_tune.cluster.protocol import Environ, JobEnergy, Scheduler
 from hpc_tune.log import log
 from hpc_tune.units import format_seconds
 
@@ -77,3 +77,17 @@ def granted_cpus(environ: Environ) -> int | None:
     """Return the CPUs of this node that the job was granted; ``None`` if nobody says."""
     counts = (scheduler.granted_cpus(environ) for scheduler in SCHEDULERS)
     return next((count for count in counts if count is not None), None)
+
+
+def tells_energy(name: str) -> bool:
+    """Whether the scheduler of this name may have counted the energy of its jobs."""
+    return any(one.name == name and one.ask_energy is not None for one in SCHEDULERS)
+
+
+def ask_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+    """Ask the scheduler of this name for the energy of the jobs in which a run started.
+
+    It may take many seconds.
+    """
+    asked = next((one.ask_energy for one in SCHEDULERS if one.name == name), None)
+    return [] if asked is None else asked(starts)

@@ -27,6 +27,7 @@ from hpc_tune.cluster.protocol import (
     Scheduler,
     read_claim,
 )
+from hpc_tune.cluster.slurm_energy import ask_energy
 from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
 from hpc_tune.errors import ConfigError, WorldError
 
@@ -217,6 +218,7 @@ def _requeue_command(job_id: str) -> list[str]:
 
 SLURM = Scheduler(
     job_id="SLURM_JOB_ID",
+    name="Slurm",
     restart_count="SLURM_RESTART_COUNT",
     end="SLURM_JOB_END_TIME",
     array_task=_array_task,
@@ -225,6 +227,7 @@ SLURM = Scheduler(
     ask_end=_ask_end,
     is_preempted=_is_preempted,
     requeue_command=_requeue_command,
+    ask_energy=ask_energy,
 )
 
 

@@ -179,6 +179,7 @@ def what_ran(run: Run) -> Rows:
         ("memory", start.get("memory")),
         ("slowest rank", straggler(run)),
         ("energy", energy.words if (energy := energy_of(run.events)) else ""),
+        ("energy of the jobs", run.jobs_energy.words if run.jobs_energy else ""),
         ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
     ]
     return [(name, str(value)) for name, value in rows if value]

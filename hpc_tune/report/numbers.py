@@ -42,6 +42,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         "running_s": round(running_s(run), 3),
         "goodput": round(goodput(run), 4),
         "energy": asdict(energy) if (energy := energy_of(run.events)) else None,
+        "energy_of_jobs": asdict(run.jobs_energy) if run.jobs_energy else None,
         "starts": [asdict(start) for start in starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
         "evaluations_by_source": [

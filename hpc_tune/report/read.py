@@ -17,6 +17,7 @@ from typing import Any, Literal
 from hpc_tune.config.section import flat, said
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import say_unreadable
+from hpc_tune.report.job_energy import EnergyOfJobs
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
@@ -67,7 +68,7 @@ class Run:
     ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
     kind, ``ranks`` those of ranks.jsonl, ``experts`` those of experts.jsonl. ``outcome`` is
     empty where the run has left none. ``silent_s``: since it wrote anything. ``has_died``: its
-    process is known to be gone.
+    process is known to be gone. ``jobs_energy``: what the scheduler says of its jobs.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class Run:
     silent_s: float
     has_died: bool = False
     experts: Sequence[Row] = ()
+    jobs_energy: EnergyOfJobs | None = None
 
     @property
     def state(self) -> State:

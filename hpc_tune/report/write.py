@@ -1,11 +1,13 @@
 """The report command: run directories -> report.html, and its figures as PNG where asked for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError
 from hpc_tune.report.figures import all_figures, as_svgs
+from hpc_tune.report.job_energy import energy_of_jobs
 from hpc_tune.report.page import page
 from hpc_tune.report.read import read_run
 
@@ -13,16 +15,20 @@ FILE, FOLDER = "report.html", "report"
 _DPI = 144
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None, png: bool = False) -> Path:
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, png: bool = False, asks: bool = True
+) -> Path:
     """Write one report of one or several runs; return its path.
 
     ``out`` is an .html file; by default report.html of the only run, or in the current folder.
-    ``png``: the figures too, into ``report/`` beside it.
+    ``png``: the figures too, into ``report/`` beside it. ``asks``: ask the scheduler for the energy
+    of the runs' jobs.
 
     Raises:
         ConfigError: if a path is no run directory, or the report cannot be written.
     """
-    runs = [read_run(path) for path in paths]
+    read = (read_run(path) for path in paths)
+    runs = [replace(run, jobs_energy=energy_of_jobs(run.events, asks)) for run in read]
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / FILE)
     figures = list(all_figures(runs))
     try:

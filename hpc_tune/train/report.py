@@ -32,7 +32,7 @@ def write_report(run_dir: Path) -> None:
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     try:
-        done = run_command(["report", str(run_dir)], _LIMIT_S)
+        done = run_command(["report", "--no-job-energy", str(run_dir)], _LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no report (%s); write it with: %s", why_it_failed(error), later)
         return

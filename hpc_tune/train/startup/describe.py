@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hpc_tune.cluster.protocol import Environ
+from hpc_tune.cluster.schedulers import job_of
 from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
 from hpc_tune.config.secrets import mask
@@ -65,6 +67,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
+    batch_job: dict[str, Any] = _batch_job(os.environ)
     sources = reached(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     for name, text in lines.items():
         if name != "world" or job.chosen is not None:
@@ -80,6 +83,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         command=[sys.executable, "-m", "hpc_tune", *map(mask, sys.argv[1:])],
         launcher=comm.world.launcher,
         folder=os.getcwd(),
+        **batch_job,
         hardware=_hardware(comm),
         links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
@@ -98,6 +102,11 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     ):
         log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
+
+
+def _batch_job(environ: Environ) -> dict[str, str]:
+    job = job_of(environ)
+    return {} if job is None else {"job": job.id, "scheduler": job.scheduler.name}
 
 
 def slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:

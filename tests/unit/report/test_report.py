@@ -132,6 +132,39 @@ def checked(file):
     return " ".join(checker.text)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            [],
+            "Slurm counted 1.00 Wh for the nodes of job 7, from begin to end, other jobs there "
+            "included; not known: job 9 (sacct knows of no such job at that time)",
+        ),
+        (["--no-job-energy"], "Slurm was not asked, since a job's energy is complete once it is"),
+    ],
+)
+def test_the_report_asks_slurm_what_the_nodes_of_the_jobs_took(
+    make, tmp_path, monkeypatch, options, words
+):
+    sacct, rows = tmp_path / "bin" / "sacct", tmp_path / "rows"
+    times = f"{BEGAN_S:.0f}|{BEGAN_S + 90:.0f}"
+    rows.write_text(f"7|{times}|0\n7.extern|{times}|3600\n")
+    sacct.parent.mkdir()
+    sacct.write_text(f"#!/bin/sh\ncat {rows}\n")
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sacct.parent}:{os.environ['PATH']}")
+    jobs = [
+        event("start", BEGAN_S + at_s, job=job, scheduler=scheduler, size=2)
+        for at_s, job, scheduler in ((20, "7", "Slurm"), (900, "9", "Slurm"), (70, "1.h", "PBS"))
+    ]
+    run = make(events=jobs, outcome=DONE)
+    assert cli.main(["report", *options, str(run)]) == 0
+    assert words in checked(run / "report.html")
+    page = (run / "report.html").read_text()
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page)[1])
+    assert figures["runs"][0]["energy_of_jobs"]["joules"] == (None if options else 3600)
+
+
 def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
     run = make(events=EVENTS, outcome=DONE)
     file = write_report([run])

@@ -122,6 +122,7 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     """Each reading is 1.8 kJ further on: two starts, each of a reading before and one after."""
     used = iter(range(0, 10**6, 1800))
     counters = [Counter("CPUs", "a package", lambda: float(next(used)))]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(train_run, "RunEnergy", partial(RunEnergy, counters_of=lambda g: counters))
     words = [*SMALL, f"data.path={_rows(tmp_path)}", f"run.dir={tmp_path / 'run'}"]
     words += [f"data.cache={tmp_path / 'data'}", "train.max_steps=4", "run.report=true"]
@@ -138,6 +139,9 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     assert f"| energy of training | {energy.words}; up to step 4 |" in card
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count(energy.short) >= 2
+    starts = events(tmp_path / "run", "start")
+    assert [(start["job"], start["scheduler"]) for start in starts] == [("7", "Slurm")] * 2
+    assert "Slurm was not asked, since" in page, "the job is not over"
 
 
 def _rows(tmp_path):
