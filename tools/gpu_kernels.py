@@ -251,6 +251,8 @@ class Recorder(TorchDispatchMode):
             if a.dim() == 2 and b.dim() == 2:
                 return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
             return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+        if name == "addmm_":
+            func = torch.ops.aten.addmm.default
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
             return float(formula(*args, **kwargs, out_val=out))

@@ -48,6 +48,7 @@ from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
@@ -86,9 +87,10 @@ class NativeEngine:
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0
         self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
+        self._adapters = AdapterCopies()
         self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
-            lambda: _load(built, settings, self._mesh, self._collectives),
+            lambda: _load(built, settings, self._mesh, self._collectives, self._adapters),
         )
         for stage in self._stages:
             finish_dora(stage)
@@ -121,6 +123,7 @@ class NativeEngine:
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
+        self._adapters.refresh()
         self._watch.begin(1 / global_tokens)
         sums, ran_out = self._no_sums(), None
         try:
@@ -142,6 +145,7 @@ class NativeEngine:
         """Update the weights; see ``base.Engine``."""
         set_rate(self._adamw, lr)
         (self._offloaded or self._adamw).step()
+        self._adapters.changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
         sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
@@ -164,6 +168,7 @@ class NativeEngine:
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         modules = [stage.module for stage in self._stages]
         trained = modules[-1].objective
+        self._adapters.refresh()
         for module in modules:
             module.eval()
             module.objective = objective or trained
@@ -211,6 +216,7 @@ class NativeEngine:
             for name, moment, where in self._quantized(trained):
                 index.require([name])
                 fill(moment, where, index, name, self._settings.reserve)
+        self._adapters.changed()
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
@@ -219,6 +225,7 @@ class NativeEngine:
         # A single row would be compiled by itself, and the compiler's memory count as the row's.
         compiles = self._settings.train.compile
         eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        self._adapters.refresh()
         with eager, self._collectives.uncounted():
             # The first stage of a pipeline keeps the activations of several micro-batches.
             stages = self._plan.layout.pipeline
@@ -343,19 +350,27 @@ class NativeEngine:
 
 
 def _load(
-    built: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+    built: BuiltModel,
+    settings: EngineSettings,
+    mesh: Mesh,
+    collectives: CountedCollectives,
+    adapters: AdapterCopies,
 ) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.Optimizer]:
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
     if settings.optim.is_8bit:
         require_torchao()
-    stages, trained = _load_stages(built, settings, mesh, collectives)
+    stages, trained = _load_stages(built, settings, mesh, collectives, adapters)
     buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
     named = [(t.name, t.parameter) for t in trained]
     return stages, trained, buckets, make_optimizer(named, settings.optim, settings.reserve)
 
 
 def _load_stages(
-    built: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+    built: BuiltModel,
+    settings: EngineSettings,
+    mesh: Mesh,
+    collectives: CountedCollectives,
+    adapters: AdapterCopies,
 ) -> tuple[list[BuiltModel], list[Trained]]:
     """Return this rank's pipeline stages with their weights, and the trained ones of all."""
     layout, train = settings.layout, settings.train
@@ -371,14 +386,18 @@ def _load_stages(
         cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)
     stages, trained = [], []
     for cut in cuts:
-        stage, partial = _load_stage(cut, settings, mesh, collectives)
+        stage, partial = _load_stage(cut, settings, mesh, collectives, adapters)
         stages.append(stage)
         trained += trained_of(stage, mesh, partial)
     return stages, trained
 
 
 def _load_stage(
-    stage: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+    stage: BuiltModel,
+    settings: EngineSettings,
+    mesh: Mesh,
+    collectives: CountedCollectives,
+    adapters: AdapterCopies,
 ) -> tuple[BuiltModel, frozenset[str]]:
     """Slice, wrap, shard, allocate and load a stage, in this order.
 
@@ -396,7 +415,9 @@ def _load_stage(
     if train.float8:
         check_float8(device)
         use_float8(blocks, exact_layers(stage.module.causal_lm(), block_list(stage.module)))
-    use_own_layers(stage.module, blocks, train.compile, stage.dtype, device)
+    # A graph may not keep results between calls where it is recomputed.
+    shares = not train.compile or parallel.recompute == "none"
+    use_own_layers(stage.module, blocks, train.compile, stage.dtype, device, adapters, shares)
     if experts_group is not None:
         send_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute)

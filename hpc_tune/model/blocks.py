@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
@@ -29,14 +30,19 @@ def use_own_layers(
     compiled: bool,
     dtype: torch.dtype,
     device: torch.device,
+    copies: AdapterCopies | None = None,
+    shares_inputs: bool = False,
 ) -> None:
     """Replace layers of ``blocks`` by what ``kernels.py`` chooses for ``dtype`` on ``device``.
 
-    These take fewer passes and keep fewer activations.
+    These take fewer passes and keep fewer activations. ``copies``: of an engine that says when
+    adapters change. ``shares_inputs``: see ``use_lora_linear``.
     """
     mask_reason = "" if module.within_documents else "its attention needs it"
     kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
-    use_lora_linear(blocks)
+    groups = use_lora_linear(blocks, shares_inputs)
+    if copies is not None:
+        copies.keep(blocks, groups)
     use_grouped_experts(blocks, compiled)
     if kernels.swiglu == "own":
         use_swiglu(blocks)

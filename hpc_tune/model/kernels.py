@@ -9,9 +9,7 @@
 
 A GPU whose kernel cannot take a model's heads, or is wrong, has masks. A compiler fuses norms and
 SwiGLU, and chooses what to keep of them. Without one torch has a fused norm for GPUs alone, and no
-fused SwiGLU, of which our own keeps one tensor less. Our LoRA product is for plain matrices: peft's
-stays for a base in 4 bits or float8, for DoRA and for dropout. torch 2.11 to 2.13 do not differ in
-any of it.
+fused SwiGLU, of which our own keeps one tensor less. torch 2.11 to 2.13 do not differ in any of it.
 
 Experts are grouped products everywhere. On a GPU torch has a kernel for these in bf16 alone, from
 Hopper on; elsewhere (on AMD's too, unless ROCM_ALLOW_GROUP_GEMM_CK=1) it asks the device for the
@@ -51,7 +49,7 @@ class Kernels:
     window: Literal["varlen", "mask"] | None
     norm: Source
     swiglu: Source
-    lora: Literal["own", "peft"] | None = "own"
+    lora: Literal["own"] | None = "own"
     mask_reason: str = ""
     one_by_one: str = ""
 
@@ -121,13 +119,6 @@ def kernels_of(
             if windows and not why:
                 why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
     return choose("cuda", compiled, windows, why, why_no_window)
-
-
-def lora_by(method: str, dropout: float, float8: bool) -> Literal["own", "peft"] | None:
-    """Return what computes the products of adapters; None where all weights are trained."""
-    if method == "full":
-        return None
-    return "own" if method == "lora" and not dropout and not float8 else "peft"
 
 
 def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:

@@ -1,94 +1,379 @@
 """LoRA layers in as few passes over the activations as their arithmetic allows.
 
-    y = x W^T + bias + s (x A^T) B^T
+    y = x W^T + bias + s (x A^T) B^T                       LoRA; QLoRA, whose W is made of 4 bits
+    y = m / |W + s B A| (x W^T + s (x A^T) B^T) + bias     DoRA (arXiv:2402.09353)
 
-peft computes the adapter's output, scales it and adds it: three passes over tensors as wide as the
-layer, forward and backward, of which two are kept for the backward pass. Here both adapter products
-are accumulated by the matrix product (BLAS's alpha and beta), and only ``x`` and the low-rank
-``x A^T`` are kept. Adapters are cast to the dtype of ``x``, not ``x`` to theirs.
+peft takes ``x`` to the adapters' fp32, computes the adapter's output, scales it and adds it: passes
+over tensors as wide as the layer, forward and backward, of which several are kept for the backward
+pass. Here adapters are cast to the dtype of ``x``, their products are accumulated by the matrix
+product (BLAS's alpha and beta), and only ``x`` and the low-rank ``x A^T`` are kept. With dropout
+``x A^T`` is of what is left of ``x``.
 
-Shapes: N tokens of all rows, I and O features in and out, R the rank.
+Layers that share an input (queries, keys and values; gate and up) are computed together when the
+first of them is called: their A's are one matrix, and the gradient of the input is accumulated by
+the products. ``adapter_copies.py`` keeps cast adapters and DoRA's norms between two updates.
+
+Shapes: N tokens of all rows, I and O features in and out, R the rank, S the sum of the ranks of the
+layers that share an input.
 """
 
 import types
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+# Names of sibling layers that are called with the same input.
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MAX_UNSHARED = 2  # calls in a row with another input, after which layers are computed apart
 
-def use_lora_linear(blocks: Iterable[nn.Module]) -> int:
-    """Replace the forward of each plain LoRA layer in ``blocks``; return how many there were.
 
-    Not replaced: layers with dropout, with DoRA's magnitude, or on a base that is more than a
-    matrix (4 bits, float8). The base and both adapters must be whole tensors when the layer is
-    called, as they are within an FSDP2 unit; ZeRO-3 gathers them at the call of each.
+class LoraGroup:
+    """Layers that share their input, or a single one.
+
+    ``a_SI`` and ``bs_OR`` are their adapters as ``AdapterCopies`` keeps them, the latter scaled.
     """
-    layers = [layer for block in blocks for layer in block.modules() if _is_plain(layer)]
-    for layer in layers:
-        layer.forward = types.MethodType(_forward, layer)
-    return len(layers)
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = list(layers)
+        self.a_SI: torch.Tensor | None = None
+        self.bs_OR: list[torch.Tensor] = []
+        self._input: torch.Tensor | None = None
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._unshared = 0
+
+    def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of layer ``number``; the first call for an input computes all."""
+        if self._unshared > _MAX_UNSHARED:
+            return _products(self.layers[number : number + 1], x, None)[0]
+        if len(self.layers) == 1:
+            return _products(self.layers, x, self)[0]
+        if self._input is not x or number not in self._waiting:
+            self._unshared = self._unshared + 1 if self._waiting else 0
+            self._input, self._waiting = x, dict(enumerate(_products(self.layers, x, self)))
+        out_NO = self._waiting.pop(number)
+        if not self._waiting:
+            self._input = None
+        return out_NO
 
 
-def _is_plain(layer: Any) -> bool:
+def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) -> list[LoraGroup]:
+    """Replace the forward of each LoRA layer in ``blocks``; return the layers in their groups.
+
+    ``shares_inputs``: compute layers together that share their input. The base and both adapters
+    must be whole tensors when a layer is called, with ``shares_inputs`` those of its group, as they
+    are within an FSDP2 unit; ZeRO-3 gathers them at the call of each.
+    """
+    groups = []
+    for block in blocks:
+        layers = {path: m for path, m in block.named_modules() if _is_lora(m)}
+        for members in _grouped(layers) if shares_inputs else [[one] for one in layers.values()]:
+            groups.append(group := LoraGroup(members))
+            for number, layer in enumerate(members):
+                layer.lora_group, layer.lora_number = group, number
+                layer.forward = types.MethodType(_forward, layer)
+    return groups
+
+
+def adapter(layer: Any, part: str) -> nn.Parameter:
+    """Return a layer's A (R x I) or B (O x R)."""
+    weight: nn.Parameter = getattr(layer, f"lora_{part}")["default"].weight
+    return weight
+
+
+def scale_of(layer: Any) -> float:
+    """Return what a layer's adapter is multiplied with."""
+    return float(layer.scaling["default"])
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """Return the dtype of a layer's products."""
+    base = layer.base_layer
+    return base.compute_dtype if _is_packed(base) else base.weight.dtype
+
+
+def base_values(layer: Any) -> torch.Tensor:
+    """Return the values of a layer's base weight, O x I."""
+    base = layer.base_layer
+    return base.unpack(base.weight) if _is_packed(base) else base.weight
+
+
+def _grouped(layers: dict[str, Any]) -> list[list[Any]]:
+    rest, groups = dict(layers), []
+    for path in layers:
+        parent, dot, name = path.rpartition(".")
+        names = next((names for names in SHARED_INPUTS if name == names[0]), ())
+        siblings = [layers.get(f"{parent}{dot}{other}") for other in names]
+        if names and all(_may_share(layer, layers[path]) for layer in siblings):
+            groups.append([rest.pop(f"{parent}{dot}{other}") for other in names])
+    return [*groups, *([layer] for layer in rest.values())]
+
+
+def _may_share(layer: Any, first: Any) -> bool:
+    return (
+        layer is not None
+        and _is_matrix(layer)
+        and layer.base_layer.in_features == first.base_layer.in_features
+        and isinstance(layer.lora_dropout["default"], nn.Identity)
+        and not layer._forward_pre_hooks
+        and dtype_of(layer) == dtype_of(first)
+    )
+
+
+def _is_lora(layer: Any) -> bool:
     if not hasattr(layer, "lora_A") or list(layer.lora_A) != ["default"]:
         return False
-    parts = (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
+    parts = layer.lora_A["default"], layer.lora_B["default"]
     return (
-        all(type(part) is nn.Linear and "forward" not in part.__dict__ for part in parts)
-        and isinstance(layer.lora_dropout["default"], nn.Identity)
-        and not layer.lora_variant
-        and not any(adapter.bias is not None for adapter in parts[1:])
+        isinstance(layer.base_layer, nn.Linear)
+        and all(type(part) is nn.Linear and "forward" not in part.__dict__ for part in parts)
+        and not any(part.bias is not None for part in parts)
+        and (not layer.lora_variant or (is_dora(layer) and _is_matrix(layer)))
     )
+
+
+def is_dora(layer: Any) -> bool:
+    """Whether a layer has DoRA's magnitudes."""
+    return "default" in (getattr(layer, "lora_magnitude_vector", None) or {})
+
+
+def _is_matrix(layer: Any) -> bool:
+    """Whether a layer's base is a matrix, or one in 4 bits, and its forward is that of its class.
+
+    Others are called: with float8, or as a slice whose bias is added behind a sum.
+    """
+    base = layer.base_layer
+    return (type(base) is nn.Linear or _is_packed(base)) and "forward" not in base.__dict__
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    base, a, b = self.base_layer, self.lora_A["default"], self.lora_B["default"]
-    out_NO: torch.Tensor = _LoraLinear.apply(
-        x, base.weight, base.bias, a.weight, b.weight, self.scaling["default"]
-    )
+    given = x.to(dtype_of(self)) if _is_packed(self.base_layer) else x
+    out = _dora(self, given) if is_dora(self) else self.lora_group.product(self.lora_number, given)
     # Not in the function: its view may not be changed in place, as OLMo does (clip_qkv).
-    return out_NO.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _is_packed(base: Any) -> bool:
+    """Whether ``base.unpack`` makes the values of its weight, in ``base.compute_dtype``."""
+    return hasattr(base, "unpack")
+
+
+def _dora(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return DoRA's output; with dropout that of what is left of ``x``, and the base's of the rest.
+
+    As in peft: x W^T + (m / norm - 1) d W^T + m / norm s (d A^T) B^T, where d is what is left.
+    """
+    base, magnitude = layer.base_layer, layer.lora_magnitude_vector["default"].weight
+    norms_O = layer.__dict__.get("row_norms_O")
+    if norms_O is None:
+        norms_O = row_norms(layer)
+    left = layer.lora_dropout["default"](x)
+    if left is x:
+        direction_NO = layer.lora_group.product(layer.lora_number, x)
+        return cast(torch.Tensor, _Scaled.apply(direction_NO, magnitude, norms_O, base.bias))
+    direction_NO = _products([layer], left, None, drops=False)[0]
+    scaled_NO: torch.Tensor = _Scaled.apply(direction_NO, magnitude, norms_O, None)
+    return scaled_NO + base(x - left).flatten(0, -2)
+
+
+@torch.no_grad()
+def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor:
+    """Return |w + s b A| for each row w of the base weight and b of B, fp32 [O].
+
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow product of W, where
+    ``squares_O`` are the |w|^2.
+    """
+    weight_OI, a_RI = base_values(layer), adapter(layer, "A")
+    if squares_O is None:
+        squares_O = row_squares(weight_OI)
+    scaled_OR = scale_of(layer) * adapter(layer, "B").to(squares_O.dtype)
+    cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(squares_O.dtype)
+    gram_RR = (a_RI @ a_RI.t()).to(squares_O.dtype)
+    added_O = (scaled_OR * (2 * cross_OR + scaled_OR @ gram_RR)).sum(1)
+    return (squares_O + added_O).clamp_(min=0).sqrt_()
+
+
+@torch.no_grad()
+def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return the squared norm of each row, in fp32 or what is more exact."""
+    dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype).square_()
+
+
+def _products(
+    layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, drops: bool = True
+) -> Sequence[torch.Tensor]:
+    """Return the outputs of layers for one input, NO each; of DoRA's without scale and bias."""
+    left = layers[0].lora_dropout["default"](x) if drops else x
+    if not _is_matrix(layers[0]):
+        [layer] = layers
+        out_NO = layer.base_layer(x).flatten(0, -2)
+        adapters = adapter(layer, "A"), adapter(layer, "B")
+        return [_Added.apply(out_NO, left, *adapters, scale_of(layer))]
+    a_SI: torch.Tensor | None = None
+    bs_OR: Sequence[Any] = [None] * len(layers)
+    if group is not None and group.a_SI is not None and group.a_SI.dtype == x.dtype:
+        a_SI, bs_OR = group.a_SI, group.bs_OR
+    flat: list[Any] = []
+    for layer, b_OR in zip(layers, bs_OR, strict=True):
+        base = layer.base_layer
+        bias = None if is_dora(layer) or base.bias is None else base.bias.to(x.dtype)
+        flat += [base.weight, bias, adapter(layer, "A"), adapter(layer, "B"), b_OR]
+    packed = tuple(layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers)
+    scales = tuple(map(scale_of, layers))
+    outs = _LoraLinear.apply(x, None if left is x else left, packed, scales, a_SI, *flat)
+    return [outs] if isinstance(outs, torch.Tensor) else cast("tuple[torch.Tensor, ...]", outs)
+
+
+def _is_traced() -> bool:
+    """Whether a mode is selective recompute or a trace.
+
+    Both know the product as addmm, and what they keep must not be changed in place.
+    """
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+def _values(packed: Any, weight: torch.Tensor) -> torch.Tensor:
+    return weight if packed is None else packed.unpack(weight)
+
+
+def _cast(
+    dtype: torch.dtype, a_s: Sequence[torch.Tensor], b_s: Sequence[torch.Tensor], scales: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return all A's as one matrix, and each B scaled, in ``dtype``."""
+    a_SI = a_s[0].to(dtype) if len(a_s) == 1 else torch.cat([a.to(dtype) for a in a_s])
+    return a_SI, [(scale * b).to(dtype) for scale, b in zip(scales, b_s, strict=True)]
 
 
 class _LoraLinear(torch.autograd.Function):
-    """The layer's output; backward, the gradients of ``x``, A and B, and none of the base."""
+    """Outputs of layers for one input; backward, gradients of it and of each A and B.
+
+    ``left`` is what dropout leaves of ``x``, None for all of it; ``packed`` has a layer where the
+    weight is in 4 bits. ``a_SI``: all A's in the dtype of ``x``, if that is kept. Of each layer
+    follow weight, bias, A, B and, if it is kept, the scaled B in that dtype.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
+        left: torch.Tensor | None,
+        packed: tuple[Any, ...],
+        scales: tuple[float, ...],
+        a_SI: torch.Tensor | None,
+        *flat: Any,
+    ) -> Any:
+        weights, biases, a_s, b_s = (flat[i::5] for i in range(4))
+        bs_OR: Sequence[torch.Tensor] = flat[4::5]
+        x_NI = x.flatten(0, -2)
+        left_NI = x_NI if left is None else left.flatten(0, -2)
+        ctx.is_kept = a_SI is not None
+        kept = () if a_SI is None else (a_SI, *bs_OR)
+        if a_SI is None:
+            a_SI, bs_OR = _cast(x.dtype, a_s, b_s, scales)
+        low_NS = left_NI @ a_SI.t()
+        ctx.ranks = [a.shape[0] for a in a_s]
+        add = torch.addmm if _is_traced() else torch.Tensor.addmm_
+        outs = []
+        for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
+            b_RO, bias = bs_OR[i].t(), biases[i]
+            adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
+            outs.append(add(adapter_NO, x_NI, _values(packed[i], weights[i]).t()))
+        dropped = () if left is None else (left_NI,)
+        ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
+        ctx.packed, ctx.scales, ctx.shape, ctx.drops = packed, scales, x.shape, left is not None
+        return tuple(outs) if len(outs) > 1 else outs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads_NO: torch.Tensor) -> Any:  # type: ignore[override]
+        x_NI, low_NS, *rest = ctx.saved_tensors
+        num, dtype = len(ctx.ranks), grads_NO[0].dtype
+        weights, a_s, b_s, more = (
+            *(rest[i * num : (i + 1) * num] for i in range(3)),
+            rest[3 * num :],
+        )
+        left_NI = more.pop() if ctx.drops else x_NI
+        a_SI, bs_OR = (more[0], more[1:]) if ctx.is_kept else _cast(dtype, a_s, b_s, ctx.scales)
+        narrow = [grad_NO @ b_OR for grad_NO, b_OR in zip(grads_NO, bs_OR, strict=True)]
+        grad_NS = narrow[0] if num == 1 else torch.cat(narrow, 1)
+        grads_a = (grad_NS.t() @ left_NI).split(ctx.ranks)
+        of_layers: list[Any] = []
+        for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
+            grad_b = (ctx.scales[i] * (grads_NO[i].t() @ low_NR)).to(b_s[i].dtype)
+            of_layers += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
+        grad_x = grad_left = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads_NO[0] @ _values(ctx.packed[0], weights[0])
+            for i in range(1, num):
+                grad_x = grad_x.addmm_(grads_NO[i], _values(ctx.packed[i], weights[i]))
+            if not ctx.drops:
+                grad_x = grad_x.addmm_(grad_NS, a_SI)
+            grad_x = grad_x.view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            grad_left = (grad_NS @ a_SI).view(ctx.shape)
+        return grad_x, grad_left, None, None, None, *of_layers
+
+
+class _Added(torch.autograd.Function):
+    """``out_NO`` and an adapter's product of ``left``, for a base that computes by itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_NO: torch.Tensor,
+        left: torch.Tensor,
         a_RI: torch.Tensor,
         b_OR: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        x_NI = x.flatten(0, -2)
-        low_rank_NR = x_NI @ a_RI.to(x.dtype).t()
-        ctx.save_for_backward(x_NI, low_rank_NR, weight_OI, a_RI, b_OR)
-        ctx.scale, ctx.shape = scale, x.shape
-        b_RO = (scale * b_OR).to(x.dtype).t()
-        # A mode is selective recompute or a trace: both know the product as addmm, and what they
-        # keep must not be changed in place.
-        adapter_NO = (
-            low_rank_NR @ b_RO if bias_O is None else torch.addmm(bias_O, low_rank_NR, b_RO)
-        )
-        is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-        add = torch.addmm if is_traced else torch.Tensor.addmm_
-        return add(adapter_NO, x_NI, weight_OI.t())
+        left_NI = left.flatten(0, -2)
+        low_NR = left_NI @ a_RI.to(left.dtype).t()
+        ctx.save_for_backward(left_NI, low_NR, a_RI, b_OR)
+        ctx.scale, ctx.shape = scale, left.shape
+        return torch.addmm(out_NO, low_NR, (scale * b_OR).to(left.dtype).t())
 
     @staticmethod
     def backward(ctx: Any, grad_NO: torch.Tensor) -> Any:  # type: ignore[override]
-        x_NI, low_rank_NR, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        left_NI, low_NR, a_RI, b_OR = ctx.saved_tensors
         dtype = grad_NO.dtype
         grad_NR = grad_NO @ (ctx.scale * b_OR).to(dtype)
-        grad_a = (grad_NR.t() @ x_NI).to(a_RI.dtype)
-        grad_b = (ctx.scale * (grad_NO.t() @ low_rank_NR)).to(b_OR.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_NO @ weight_OI).addmm_(grad_NR, a_RI.to(dtype))
-            grad_x = grad_x.view(ctx.shape)
-        return grad_x, None, None, grad_a, grad_b, None
+        grad_a = (grad_NR.t() @ left_NI).to(a_RI.dtype)
+        grad_b = (ctx.scale * (grad_NO.t() @ low_NR)).to(b_OR.dtype)
+        grad_left = None
+        if ctx.needs_input_grad[1]:
+            grad_left = (grad_NR @ a_RI.to(dtype)).view(ctx.shape)
+        return grad_NO, grad_left, grad_a, grad_b, None
+
+
+class _Scaled(torch.autograd.Function):
+    """``direction_NO`` times magnitude over norm of each feature, and a bias; norms are constant.
+
+    The factors stay in fp32; results are rounded once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        direction_NO: torch.Tensor,
+        magnitude_O: torch.Tensor,
+        norms_O: torch.Tensor,
+        bias_O: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(direction_NO, magnitude_O, norms_O)
+        out_NO = _times(direction_NO, magnitude_O / norms_O)
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> Any:  # type: ignore[override]
+        direction_NO, magnitude_O, norms_O = ctx.saved_tensors
+        sums_O = (grad_NO * direction_NO).sum(0, dtype=norms_O.dtype)
+        grad_magnitude = (sums_O / norms_O).to(magnitude_O.dtype)
+        return _times(grad_NO, magnitude_O / norms_O), grad_magnitude, None, None
+
+
+def _times(values_NO: torch.Tensor, factors_O: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return (values_NO * factors_O).to(values_NO.dtype)
+    return torch.mul(values_NO, factors_O, out=torch.empty_like(values_NO))

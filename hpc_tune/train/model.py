@@ -20,7 +20,7 @@ from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import asks_router_losses
 from hpc_tune.model.experts import is_mixture, require_dealable
 from hpc_tune.model.init_adapter import start_from
-from hpc_tune.model.kernels import Kernels, kernels_of, lora_by, why_one_by_one
+from hpc_tune.model.kernels import Kernels, kernels_of, why_one_by_one
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.quantize import whole_stack_bytes
@@ -60,8 +60,7 @@ class Model:
         tune, train = self.config.tune, self.config.train
         found = kernels_of(built.config, built.dtype, train.compile, device, why)
         slow = why_one_by_one(built.dtype, device) if is_mixture(built.module) else ""
-        lora = lora_by(tune.method, tune.dropout, train.float8)
-        return replace(found, lora=lora, one_by_one=slow)
+        return replace(found, lora=None if tune.method == "full" else "own", one_by_one=slow)
 
     def require_readable_masks(self, device: torch.device) -> None:
         """Refuse rows so long that a GPU would read their masks at other places, without a word.

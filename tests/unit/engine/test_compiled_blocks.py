@@ -55,7 +55,7 @@ def batch_of(lengths):
     return replace(made, document_lengths=lengths)
 
 
-def model_of(family, recompute, has_kernel=True, adapters=False):
+def model_of(family, recompute, has_kernel=True, adapters=False, shares_inputs=False):
     more = {"sliding_window": 4} if family == "mistral" else {}
     config = CONFIG_MAPPING[family](**SHAPE, **HEADS, **more)
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def model_of(family, recompute, has_kernel=True, adapters=False):
     module.has_kernel = has_kernel
     module.within_documents = False
     blocks = list(block_list(module))
-    use_lora_linear(blocks)
+    use_lora_linear(blocks, shares_inputs)
     checkpoint_blocks(blocks, recompute)
     return module
 
@@ -115,9 +115,11 @@ def test_batches_of_any_lengths_share_one_graph_that_has_the_kernel(family, reco
     assert CALLS[SHAPE["num_hidden_layers"] * times]["starts"] == starts[1]
 
 
-def test_adapters_train_in_the_same_graph():
+@pytest.mark.parametrize(("recompute", "shares_inputs"), [("selective", False), ("none", True)])
+def test_adapters_train_in_the_same_graph(recompute, shares_inputs):
     batches = [batch_of(lengths) for lengths in BATCHES[:2]]
-    compare(model_of("llama", "selective", adapters=True), batches)
+    model = model_of("llama", recompute, adapters=True, shares_inputs=shares_inputs)
+    compare(model, batches)
     assert counters["stats"]["unique_graphs"] == 1
     assert len(CALLS) == len(batches) * SHAPE["num_hidden_layers"]
 

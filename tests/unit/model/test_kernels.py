@@ -11,7 +11,6 @@ from hpc_tune.model.kernels import (
     Kernels,
     choose,
     kernels_of,
-    lora_by,
     why_one_by_one,
     windows_of,
 )
@@ -142,21 +141,6 @@ def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
 
 
 @pytest.mark.parametrize(
-    ("method", "dropout", "float8", "by"),
-    [
-        ("lora", 0.0, False, "own"),
-        ("lora", 0.1, False, "peft"),
-        ("lora", 0.0, True, "peft"),
-        ("qlora", 0.0, False, "peft"),
-        ("dora", 0.0, False, "peft"),
-        ("full", 0.0, True, None),
-    ],
-)
-def test_adapters_of_plain_matrices_have_a_product_of_their_own(method, dropout, float8, by):
-    assert lora_by(method, dropout, float8) == by
-
-
-@pytest.mark.parametrize(
     ("capability", "dtype", "found"),
     [
         ((9, 0), torch.bfloat16, ""),
@@ -194,7 +178,7 @@ def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     monkeypatch.setattr(blocks, "kernels_of", lambda *of: asked.append(of) or kernels)
     for name in ("use_lora_linear", "use_swiglu", "use_rms_norm"):
         monkeypatch.setattr(
-            blocks, name, lambda given, name=name, **options: done.append((name, options))
+            blocks, name, lambda *given, name=name, **options: done.append((name, options))
         )
     module = LossModel(torch.nn.Identity(), SimpleNamespace(model_type="llama"), within)
     use_own_layers(module, [], False, torch.bfloat16, GPU)

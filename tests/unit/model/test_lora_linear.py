@@ -6,9 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.adapter_copies import AdapterCopies
+from hpc_tune.model.lora_linear import adapter, use_lora_linear
 
 
 class Block(nn.Module):
@@ -49,7 +51,7 @@ def step(net, x, needs_input=True):
 def test_output_and_gradients_are_those_of_peft(shape, needs_input):
     stock = model()
     fused = copy.deepcopy(stock)
-    assert use_lora_linear([fused]) == 4
+    assert len(use_lora_linear([fused])) == 4
     x = torch.randn(*shape, dtype=torch.float64)
     out, grad, grads = step(fused, x, needs_input)
     wanted_out, wanted_grad, wanted = step(stock, x, needs_input)
@@ -113,13 +115,158 @@ def test_what_is_kept_for_the_backward_pass_is_the_input_and_a_narrow_product():
     assert sorted(kept) == [(6, 4), (6, 24)]
 
 
-@pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}])
-def test_dropout_and_dora_stay_with_peft(settings):
-    assert use_lora_linear([model(**settings)]) == 0
+METHODS = {
+    "dora": {"use_dora": True},
+    "dropout": {"lora_dropout": 0.3},
+    "dora with dropout": {"use_dora": True, "lora_dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("settings", METHODS.values(), ids=METHODS)
+def test_dora_and_dropout_are_those_of_peft(settings, training):
+    stock = model(**settings).train(training)
+    for name, parameter in stock.named_parameters():
+        if "magnitude" in name:
+            nn.init.uniform_(parameter, 0.5, 2.0)
+    fused = copy.deepcopy(stock)
+    assert len(use_lora_linear([fused])) == 4
+    x = torch.randn(3, 5, 24, dtype=torch.float64)
+    results = []
+    for net in (fused, stock):
+        torch.manual_seed(1)
+        out, grad, grads = step(net, x)
+        results.append([out, grad, *(grads[name] for name in sorted(grads))])
+    assert any("magnitude" in name for name in grads) == ("use_dora" in settings)
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_a_layer_without_adapters_stays_as_it_is():
-    assert use_lora_linear([Block()]) == 0
+    assert use_lora_linear([Block()]) == []
+
+
+class Attention(nn.Module):
+    """Layers that share an input, by the names of transformers, and one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(24, 24)
+        self.k_proj = nn.Linear(24, 12)
+        self.v_proj = nn.Linear(24, 12)
+        self.o_proj = nn.Linear(24, 24)
+        self.takes_another = False
+
+    def forward(self, x):
+        query, key = self.q_proj(x), self.k_proj(x)
+        value = self.v_proj(2 * x if self.takes_another else x)
+        return x + self.o_proj(query * torch.cat([key, value], -1))
+
+
+def attention(dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    net = nn.Sequential(Attention(), Attention()).to(dtype)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(target_modules=names, r=4, **settings)
+    net = get_peft_model(net, config, autocast_adapter_dtype=True)
+    for name, parameter in net.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("takes_another", [False, True])
+def test_layers_that_share_an_input_are_those_of_peft(takes_another, settings, recompute):
+    stock = attention(**settings)
+    fused = copy.deepcopy(stock)
+    blocks = [m for m in fused.modules() if isinstance(m, Attention)]
+    groups = use_lora_linear(blocks, shares_inputs=True)
+    assert sorted(len(group.layers) for group in groups) == [1, 1, 3, 3]
+    checkpoint_blocks(blocks, recompute)
+    for net in (stock, fused):
+        for block in net.base_model.model:
+            block.takes_another = takes_another
+    for seed in range(5):  # also once layers have been taken apart
+        x = torch.randn(3, 5, 24, dtype=torch.float64, generator=torch.manual_seed(seed))
+        for net in (stock, fused):
+            net.zero_grad()
+        out, grad, grads = step(fused, x)
+        wanted_out, wanted_grad, wanted = step(stock, x)
+        assert torch.allclose(out, wanted_out, rtol=1e-6)
+        assert torch.allclose(grad, wanted_grad, rtol=1e-6)
+        for name, expected in wanted.items():
+            assert torch.allclose(grads[name], expected, rtol=1e-6, atol=1e-9), name
+    assert all(group._input is None for group in groups if not takes_another)
+
+
+def test_an_input_that_is_shared_is_read_by_one_narrow_product():
+    fused = attention()
+    use_lora_linear(fused.base_model.model, shares_inputs=True)
+    shapes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                shapes.append((*args[0].shape, args[1].shape[1]))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(7, 24, dtype=torch.float64, requires_grad=True)
+    with Watch():
+        out = fused(x)
+    assert shapes.count((7, 24, 12)) == 2  # three A's of rank 4 in each block
+    assert shapes.count((7, 24, 4)) == 2  # of o_proj
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_copies_follow_the_adapters(dtype, settings):
+    plain = attention(dtype, **settings)
+    kept = copy.deepcopy(plain)
+    use_lora_linear(plain.base_model.model)
+    copies, blocks = AdapterCopies(), list(kept.base_model.model)
+    copies.keep(blocks, use_lora_linear(blocks))
+    x = torch.randn(3, 5, 24, dtype=dtype)
+    outs = []
+    for _ in range(3):
+        copies.refresh()
+        out, grad, grads = step(kept, x)
+        wanted_out, wanted_grad, wanted = step(plain, x)
+        outs.append(out)
+        near = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5}
+        torch.testing.assert_close(out, wanted_out, **{"atol": 1e-5, **near})
+        torch.testing.assert_close(grad, wanted_grad, **{"atol": 1e-5, **near})
+        for name, expected in wanted.items():
+            torch.testing.assert_close(grads[name], expected, **{"atol": 1e-4, **near})
+        for net in (plain, kept):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(1e-2 * parameter.grad.sign())
+                        parameter.grad = None
+        copies.changed()
+    assert not torch.allclose(outs[0], outs[2], rtol=1e-3)
+
+
+def test_copies_are_made_once_for_each_change():
+    net = attention(torch.bfloat16)
+    copies, blocks = AdapterCopies(), list(net.base_model.model)
+    copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
+    copies.refresh()
+    first, weight = groups[0].a_SI, adapter(groups[0].layers[0], "A")
+    assert len({group.a_SI.untyped_storage().data_ptr() for group in groups}) == 1
+    before = weight.bfloat16()
+    assert torch.equal(first[:4], before)
+    with torch.no_grad():
+        weight.add_(1)
+    copies.refresh()
+    assert torch.equal(first[:4], before)
+    copies.changed()
+    copies.refresh()
+    assert groups[0].a_SI is first
+    assert torch.equal(first[:4], weight.bfloat16())
 
 
 class Clipping(Block):

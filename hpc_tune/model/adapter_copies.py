@@ -1,0 +1,125 @@
+"""What depends on adapters alone, made once per update: copies to multiply with, DoRA's norms.
+
+A step's micro-batches and its recomputation take the same values of these. Engines that do not say
+when adapters change have neither: each layer casts its adapters when it is called.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.model.lora_linear import (
+    LoraGroup,
+    adapter,
+    base_values,
+    dtype_of,
+    is_dora,
+    row_norms,
+    row_squares,
+    scale_of,
+)
+
+
+class AdapterCopies:
+    """Adapters in the dtype of products, as views of one buffer for each dtype.
+
+    B's are scaled, and the A's of layers that share an input lie behind each other, as one matrix.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[LoraGroup] = []
+        self._version, self._copied = 0, -1
+
+    @property
+    def version(self) -> int:
+        """Another number after each change of adapters."""
+        return self._version
+
+    def keep(self, blocks: Sequence[nn.Module], groups: Iterable[LoraGroup]) -> None:
+        """Keep copies for groups of layers in ``blocks``, and the norms of DoRA's.
+
+        Adapters in the dtype of products are taken as they are.
+        """
+        self._groups += (
+            g for g in groups if dtype_of(g.layers[0]) != adapter(g.layers[0], "A").dtype
+        )
+        for block in blocks:
+            layers = [part for part in block.modules() if hasattr(part, "lora_group")]
+            if norms := [RowNorms(layer, self) for layer in layers if is_dora(layer)]:
+                # A hook of the block: FSDP2 has gathered its weights, and no graph has it.
+                block.register_forward_pre_hook(lambda *_, norms=norms: _update(norms))
+
+    def changed(self) -> None:
+        """Say that adapters have other values now."""
+        self._version += 1
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy all adapters if they have changed; to be called before forward passes."""
+        if self._copied == self._version or not self._groups:
+            return
+        if self._copied < 0:
+            self._make()
+        self._copied = self._version
+        layers = [layer for group in self._groups for layer in group.layers]
+        a_views = [
+            view
+            for group in self._groups
+            for view in _whole(group.a_SI).split([len(adapter(m, "A")) for m in group.layers])
+        ]
+        torch._foreach_copy_(a_views, [adapter(layer, "A").detach() for layer in layers])
+        scaled = torch._foreach_mul(
+            [adapter(layer, "B").detach() for layer in layers], [scale_of(m) for m in layers]
+        )
+        torch._foreach_copy_([b_OR for group in self._groups for b_OR in group.bs_OR], scaled)
+
+    def _make(self) -> None:
+        for dtype in {dtype_of(group.layers[0]) for group in self._groups}:
+            groups = [g for g in self._groups if dtype_of(g.layers[0]) == dtype]
+            sizes = [
+                sum(adapter(layer, part).numel() for layer in group.layers)
+                for group in groups
+                for part in "AB"
+            ]
+            device = adapter(groups[0].layers[0], "A").device
+            parts = iter(torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes))
+            for group in groups:
+                group.a_SI = next(parts).view(-1, adapter(group.layers[0], "A").shape[1])
+                shapes = [adapter(layer, "B").shape for layer in group.layers]
+                of_layers = next(parts).split([shape.numel() for shape in shapes])
+                group.bs_OR = [b.view(s) for b, s in zip(of_layers, shapes, strict=True)]
+
+
+class RowNorms:
+    """The norms of DoRA's rows in one layer, of the adapters' last change."""
+
+    def __init__(self, layer: Any, copies: AdapterCopies) -> None:
+        self._layer, self._copies = layer, copies
+        self._of_version = -1
+        self._squares_O: torch.Tensor | None = None
+        layer.row_norms_O = None
+
+    def update(self) -> None:
+        """Compute them anew if adapters have changed; the base's weight must be whole."""
+        if self._of_version == self._copies.version:
+            return
+        if self._squares_O is None:
+            self._squares_O = row_squares(base_values(self._layer))
+        self._of_version = self._copies.version
+        norms_O = row_norms(self._layer, self._squares_O)
+        if self._layer.row_norms_O is None:
+            self._layer.row_norms_O = norms_O
+        else:
+            self._layer.row_norms_O.copy_(norms_O)
+
+
+def _update(norms: Sequence[RowNorms]) -> None:
+    for of_layer in norms:
+        of_layer.update()
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
