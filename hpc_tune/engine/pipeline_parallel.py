@@ -35,7 +35,9 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.stages import KINDS, Kind, Pass, schedule
 
-LOOKAHEAD = 2  # passes whose receives are posted in advance
+# Passes whose receives are posted in advance. On a GPU a receive is a kernel that waits on several
+# processors of the card until data come, which it does beside the passes that were queued before.
+LOOKAHEAD = {"cpu": 2, "cuda": 0}
 
 
 def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
@@ -157,7 +159,7 @@ class Pipeline:
         self._previous = members[self._rank - 1]
         self._next = members[(self._rank + 1) % self._ranks]
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._collectives = collectives
+        self._collectives, self._lookahead = collectives, LOOKAHEAD[device.type]
 
     def train(
         self,
@@ -176,7 +178,7 @@ class Pipeline:
         last = {p.chunk: p for p in passes if p.kind == "backward"}
         in_flight: dict[tuple[int, int], _InFlight] = {}
         for number, step in enumerate(passes):
-            inputs.post_receives(number + LOOKAHEAD)
+            inputs.post_receives(number + self._lookahead)
             received = inputs.take(number)
             key = step.chunk, step.micro
             if step.kind == "forward":
@@ -209,7 +211,7 @@ class Pipeline:
         inputs = self._inputs(passes, batches)
         losses = []
         for number, step in enumerate(passes):
-            inputs.post_receives(number + LOOKAHEAD)
+            inputs.post_receives(number + self._lookahead)
             out = forward(step.chunk, batches[step.micro], inputs.take(number))
             if self._is_last(step.chunk):
                 losses.append(out)

@@ -16,12 +16,12 @@ Hopper on; elsewhere (on AMD's too, unless ROCM_ALLOW_GROUP_GEMM_CK=1) it asks t
 numbers of rows and multiplies expert by expert.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from hpc_tune.model import varlen_attention
+from hpc_tune.model import newer_attention, varlen_attention
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MULTIPLE
 from hpc_tune.world.architecture import architecture_of
@@ -42,7 +42,8 @@ class Kernels:
     ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
     where there are none. ``mask_reason``: why one of both has a T x T mask, "" if neither has.
     ``lora``: of the adapters' products, None without adapters. ``one_by_one``: why the experts of a
-    mixture are multiplied one after the other, "" if they are not.
+    mixture are multiplied one after the other, "" if they are not. ``flash``: what torch calls in
+    the place of its own kernel of attention, "" for that.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -52,10 +53,12 @@ class Kernels:
     lora: Literal["own"] | None = "own"
     mask_reason: str = ""
     one_by_one: str = ""
+    flash: str = ""
 
     def __str__(self) -> str:
         """Return it in words, as a run's start says it."""
         attention = _ATTENTION[self.attention]
+        attention += f" by {self.flash}" if self.flash else ""
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.mask_reason}" if self.mask_reason else ""
@@ -106,7 +109,7 @@ def kernels_of(
     windows = any(windows_of(config))
     if device is not None and device.type != "cuda":
         return choose(device.type, compiled, windows, mask_reason)
-    why, why_no_window = mask_reason or _why_not_taken(config, dtype), ""
+    why, why_no_window, flash = mask_reason or _why_not_taken(config, dtype), "", ""
     if not why and device is not None:
         architecture = architecture_of(device)
         if architecture is not None and not architecture.has_varlen_attention:
@@ -118,7 +121,10 @@ def kernels_of(
             why = varlen_attention.kernel_fault(*tried)
             if windows and not why:
                 why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
-    return choose("cuda", compiled, windows, why, why_no_window)
+            if not why and architecture is not None and architecture.capability is not None:
+                window = _CHECKED_WINDOW if windows and not why_no_window else None
+                flash = newer_attention.use_newer(*tried, window)
+    return replace(choose("cuda", compiled, windows, why, why_no_window), flash=flash)
 
 
 def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:

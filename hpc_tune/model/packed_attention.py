@@ -152,7 +152,9 @@ def _attend(
         query, key, value = _of_one_size(*map(varlen_attention.cast, inputs))
         if varlen_attention.suits(query, key, value, dropout):
             out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
-            return out_BTHD[..., : value_BKTD.shape[-1]], None
+            values = value_BKTD.shape[-1]
+            # The gradient of a slice is a copy, also where it takes all.
+            return out_BTHD if out_BTHD.shape[-1] == values else out_BTHD[..., :values], None
         attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not batch_context.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
