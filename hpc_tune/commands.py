@@ -18,9 +18,8 @@ from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
-from hpc_tune.config.load import is_tiny
+from hpc_tune.config.load import is_tiny, variables_named
 from hpc_tune.config.paths import in_cache
-from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
@@ -147,39 +146,58 @@ def convert(options: Namespace) -> int:
 
 @command(
     argument("--launch", shlex.split, "launcher of the ranks, such as srun", required=True),
-    argument("--requeue", shlex.split, "command that requeues the job (default: Slurm's own)"),
+    argument(
+        "--requeue", shlex.split, "command that requeues the job (default: the scheduler's own)"
+    ),
     argument("--python", shlex.split, "Python of the ranks", default=shlex.quote(sys.executable)),
     *SETTINGS,
 )
 def supervise(options: Namespace) -> int:
     """In a batch job, start the ranks, restart them after a failure, and requeue the job."""
     from hpc_tune.cluster.nodes import Nodes
+    from hpc_tune.cluster.schedulers import section_of
     from hpc_tune.supervise import Supervisor
 
     config, launch = options.config, [*options.launch, *options.python]
-    nodes = Nodes(launch, os.environ, config.slurm, config.parallel)
+    job = section_of(config.slurm, config.pbs, os.environ)
+    nodes = Nodes(launch, os.environ, job, config.parallel)
     arguments, run = _arguments_for(options), config.run
     return Supervisor(
         launch, arguments, Path(run.dir), options.requeue, run.report, nodes=nodes
     ).run()
 
 
-@command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
+@command(
+    argument("--dry-run", bool, "print the script instead of submitting it"),
+    argument(
+        "--scheduler",
+        ("slurm", "pbs"),
+        "who gets it (default: whose section is given, or who is on this host)",
+    ),
+    *SETTINGS,
+)
 def submit(options: Namespace) -> int:
-    """Write a batch script from the slurm settings and submit it with sbatch."""
-    from hpc_tune.cluster import slurm, submission
+    """Write a batch script from the slurm or pbs settings and submit it with sbatch or qsub."""
+    from hpc_tune.cluster import submission
 
     config = options.config
-    if problems := check_job(config.slurm, config.parallel, config.run.device):
+    job = submission.choose(config.slurm, config.pbs, options.scheduler)
+    if problems := check_job(job, config.parallel, config.run.device):
         raise ConfigError("; ".join(problems))
-    if config.slurm == SlurmConfig():
-        log.warning("no slurm setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour")
-    text = slurm.render(config.slurm, _arguments_for(options), Path.cwd())
+    if not job.is_given:
+        log.warning(
+            "no %s setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour",
+            job.section,
+        )
+    named = variables_named(options.files, options.settings)
+    variables = submission.variables_for(named, os.environ)
+    text = submission.render(job, _arguments_for(options), Path.cwd(), variables)
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    job = submission.submit(text, config.slurm, Path.cwd(), os.environ)
-    print(f"submitted job {job}, run directory {config.run.dir}; squeue -j {job} shows its state")
+    number = submission.submit(text, job, Path.cwd(), os.environ)
+    shows = submission.showing(job, number)
+    print(f"submitted job {number}, run directory {config.run.dir}; {shows} shows its state")
     return EXIT_DONE
 
 
@@ -233,16 +251,18 @@ def show(options: Namespace) -> int:
 
 
 @command(
-    argument("--nodes", int, "number of nodes (default: slurm.nodes)", least=1),
+    argument("--nodes", int, "number of nodes (default: of the slurm or pbs section)", least=1),
     argument(
         "--gpus-per-node",
         int,
-        "GPUs, and so ranks, per node (default: as the slurm section says, or 8)",
+        "GPUs, and so ranks, per node (default: as that section says, or 8)",
         least=1,
     ),
     argument("--cpu", bool, "plan for ranks on CPUs, as --device-memory 0 and run.device=cpu do"),
     argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
-    argument("--host-memory", parse_memory, "memory per node (default: slurm.memory, or 512GiB)"),
+    argument(
+        "--host-memory", parse_memory, "memory per node (default: of that section, or 512GiB)"
+    ),
     argument(
         "--save",
         ("streamed", "gathered"),
@@ -266,7 +286,7 @@ def plan(options: Namespace) -> int:
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
     on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
-    machine, assumed = machine_asked_for(config.slurm, *named_machine, on_cpus)
+    machine, assumed = machine_asked_for(config.job, *named_machine, on_cpus)
     if assumed:
         log.info("assumed, since nothing names it: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":

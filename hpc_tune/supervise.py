@@ -27,7 +27,7 @@ from typing import Literal
 from hpc_tune.cluster.blame import LauncherLines, accused_by
 from hpc_tune.cluster.nodes import Nodes
 from hpc_tune.cluster.own_command import why_it_failed
-from hpc_tune.cluster.schedulers import job_end, job_of
+from hpc_tune.cluster.schedulers import job_end, job_of, leave_before_s
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import (
@@ -56,7 +56,8 @@ MIN_LEFT_S = 120.0  # with less time left, a start is not worth it
 _LINGER_S, _LINGER_FAILED_S = 60.0, 15.0
 # Ranks may outlive a killed launcher, and a shared file system may show files late.
 _SETTLE_S = 5.0
-# That long before the end of the job the ranks are asked to stop, where no scheduler has done it;
+# That long before the end of the job the ranks are asked to stop, where no scheduler has done it
+# and the script says no other time;
 # a run that needs longer to save has stopped by itself.
 _ASK_S = 60.0
 _CLOSE_S = 15.0  # before the end of the job, ranks that still run are killed, to requeue in time
@@ -175,6 +176,7 @@ class Supervisor:
         if job is not None and not self._requeue:
             self._requeue = list(job.scheduler.requeue_command(job.id))
         self._end_s = job_end(environ, ask=True)
+        self._ask_s = leave_before_s(environ, _ASK_S)
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
 
@@ -354,11 +356,12 @@ class Supervisor:
             # A run that begins removes the last outcome.json.
             if ended_s is None and _stamp(self._run_dir) not in (None, before):
                 ended_s = now_s
-            if self._end_s is not None and now_s > self._end_s - _ASK_S and self._asked is None:
-                log.info("the job ends in %.0f s: asking its ranks to stop", _ASK_S)
+            left_s = None if self._end_s is None else self._end_s - now_s
+            if left_s is not None and left_s < self._ask_s and self._asked is None:
+                log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
             lingers = ended_s is not None and now_s - ended_s > self._linger_s()
-            is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S
+            is_over = left_s is not None and left_s < _CLOSE_S
             if lingers or is_over:
                 why = "the job's time limit is reached" if is_over else "its ranks have exited"
                 log.warning("killed %s: %s", self._argv[0], why)

@@ -11,32 +11,32 @@ https://docs.cscs.ch/software/container-engine/edf/
 import shlex
 from pathlib import Path
 
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.errors import ConfigError
 
 _APPTAINER = "apptainer exec"
 _GPUS = {"nvidia": "--nv", "amd": "--rocm"}
 
 
-def with_container(settings: SlurmConfig, folder: Path) -> str:
-    """Return the command that starts the ranks, in a container if the settings name one (pure).
+def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
+    """Return ``launch``, which starts the ranks, in a container if the settings name one (pure).
 
     ``folder``, which the job runs in, is bound too.
 
     Raises:
         ConfigError: if the settings do not go together.
     """
-    image, launch = settings.image, settings.launch
+    image, name = settings.image, settings.section
     binds = [one if ":" in one else f"{one}:{one}" for one in (str(folder), *settings.binds)]
     if not image:
         if settings.binds:
             raise ConfigError(
-                "slurm.binds needs slurm.image; a slurm.container without it has its own --bind"
+                f"{name}.binds needs {name}.image; a {name}.container without it has its own --bind"
             )
         return f"{launch} {settings.container}".strip()
     if wrong := [one for one in binds if "," in one or one.count(":") > 2]:
         raise ConfigError(
-            f"slurm.binds: {', '.join(wrong)}: expected FOLDER, FOLDER:WHERE or FOLDER:WHERE:ro, "
+            f"{name}.binds: {', '.join(wrong)}: expected FOLDER, FOLDER:WHERE or FOLDER:WHERE:ro, "
             "and no comma in it, for which containers have another meaning"
         )
     is_edf, is_pyxis = image.endswith(".toml"), image.endswith(".sqsh") or _is_remote(image)
@@ -47,15 +47,17 @@ def with_container(settings: SlurmConfig, folder: Path) -> str:
         return f"{launch} {command} {shlex.quote(image)}"
     kind = "an EDF file" if is_edf else "an image for Pyxis"
     if not launch.startswith("srun"):
-        raise ConfigError(f"slurm.image={image} is {kind}, for srun; found slurm.launch={launch!r}")
+        raise ConfigError(
+            f"{name}.image={image} is {kind}, for srun; found {name}.launch={launch!r}"
+        )
     if settings.container:
         raise ConfigError(
-            f"slurm.image={image} is {kind}, which srun itself starts; found slurm.container="
+            f"{name}.image={image} is {kind}, which srun itself starts; found {name}.container="
             f"{settings.container!r}, expected none"
         )
     if is_edf:
         if settings.binds:
-            raise ConfigError(f"slurm.binds: the mounts of {image} stand in that file")
+            raise ConfigError(f"{name}.binds: the mounts of {image} stand in that file")
         return f"{launch} {shlex.quote(f'--environment={image}')}"
     options = (
         f"--container-image={image}",

@@ -21,7 +21,7 @@ from hpc_tune.cluster.slurm_guard import Guard
 from hpc_tune.cluster.slurm_nodes import SHARE, SlurmNodes
 from hpc_tune.config.fewer_ranks import fitted
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.log import log
 
 _GONE_S, _GONE_OF_LOST_S = 60.0, 5.0  # until Slurm lists an ended step no more
@@ -51,12 +51,13 @@ class Nodes:
         self,
         launch: Sequence[str],
         environ: Environ,
-        slurm: SlurmConfig | None = None,
+        job: JobConfig | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
         """Take the launcher's command, and the settings of the run."""
-        slurm, self._parallel = slurm or SlurmConfig(), parallel or ParallelConfig()
-        self._launch, self.spares, self._least = list(launch), slurm.spare_nodes, slurm.min_nodes
+        job, self._parallel = job or SlurmConfig(), parallel or ParallelConfig()
+        self._launch, self.spares, self._least = list(launch), job.spare_nodes, job.min_nodes
+        self._section = job.section
         self._steps: set[str] = set()  # the names of those that the launcher makes
         self.left_out: dict[str, str] = {}
         self._num_blind = self._num_rotated = 0
@@ -79,7 +80,8 @@ class Nodes:
         self._lost: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
         if self.spares and not self.can_choose:
-            log.warning("slurm.spare_nodes=%d has no effect: %s", self.spares, self._why_not())
+            name = f"{self._section}.spare_nodes"
+            log.warning("%s=%d has no effect: %s", name, self.spares, self._why_not())
 
     @property
     def can_choose(self) -> bool:
@@ -106,7 +108,7 @@ class Nodes:
         left, of = len(self._usable), len(self._given)
         if not self.can_choose or left >= self._least:
             return None
-        return f"{left} of {of} nodes are left, fewer than slurm.min_nodes={self._least}"
+        return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._least}"
 
     def command(self) -> Command:
         """Return the command of the next start, on as many nodes as it is to have.

@@ -1,8 +1,132 @@
-"""PBS, which sets a job's id and leaves the rest to the job's script.
+"""PBS Pro and OpenPBS: the scheduler, and the batch script that ``submit`` gives it.
 
-The script sets HPC_TUNE_JOB_END and names the command that requeues the job.
+pbs settings -> render (pure) -> submission.py -> qsub
+a script that submits itself again -> PBS: the next job, with what qsub was given for this one
+
+A job learns its end from its script, which asks qstat. MOM runs a copy of the script that qsub has
+read, which the job may read: that is what qsub gets for the next job.
+Source: qsub(1B), pbs_job_attributes(7B) and resmom/start_exec.c of OpenPBS.
 """
 
-from hpc_tune.cluster.protocol import Scheduler
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-PBS = Scheduler(job_id="PBS_JOBID", name="PBS")
+from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
+from hpc_tune.cluster.protocol import Scheduler
+from hpc_tune.config.pbs import PbsConfig
+from hpc_tune.log import log
+
+_SCRIPT = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets
+_ASK_S = 20.0
+_RESOURCES = ("walltime", "select", "place", "filesystems")
+# PBS tells a job its end only where it is asked; a server that does not answer is no reason to
+# fail.
+_END = """\
+walltime=$(qstat -f "$PBS_JOBID" | sed -n 's/^ *Resource_List.walltime = //p') || true
+IFS=: read -r hours minutes seconds <<<"${{walltime:-{walltime}}}"
+export HPC_TUNE_JOB_END=$(($(date +%s) + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))"""
+
+
+def _requeue_command(job_id: str) -> list[str]:
+    """Return what submits the script of this job again, to wait for the end of this one.
+
+    PBS has no command by which a job of a user's own goes back into its queue.
+    """
+    script = os.environ.get(_SCRIPT)
+    if script is None:  # a script of the user's own, which says how by --requeue
+        return []
+    if shutil.which("qsub") is None or not Path(script).is_file():
+        what = f"{script} is no file" if shutil.which("qsub") else "qsub is not on PATH here"
+        log.warning("%s: no next job can be submitted when the time of this one is over", what)
+        return []
+    return ["qsub", "-W", f"depend=afterany:{job_id}", *_asked(_show_job(job_id)), script]
+
+
+def _asked(shown: str) -> Iterator[str]:
+    """Yield what qsub was given for a job, as qstat shows it: of its own command line, too."""
+    shown = shown.replace("\n\t", "")  # long lines are wrapped
+    told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", shown, re.MULTILINE))
+    # Where it was submitted: the queue that a routing queue has chosen may take no jobs.
+    options = {"-q": os.environ.get("PBS_O_QUEUE"), "-A": told.get("Account_Name")}
+    for option, value in options.items():
+        if value:
+            yield from (option, value)
+    for name in _RESOURCES:
+        if value := told.get(f"Resource_List.{name}"):
+            yield from ("-l", f"{name}={value}")
+
+
+def _show_job(job_id: str) -> str:
+    """Return the output of qstat -f, empty if it does not answer."""
+    try:
+        return subprocess.run(
+            ["qstat", "-f", job_id],
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_ASK_S,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+PBS = Scheduler(job_id="PBS_JOBID", name="PBS", requeue_command=_requeue_command)
+
+
+def render(
+    settings: PbsConfig, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
+) -> str:
+    """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
+
+    ``variables`` are set in it: a job of PBS inherits none of the shell's.
+
+    Raises:
+        ConfigError: naming every setting that cannot be written into a script.
+    """
+    directives = _directives(settings, folder)
+    check_settings(settings, [(name, value) for name, _, value in directives], "#PBS")
+    supervise = supervise_line(settings, _launch(settings), arguments, folder)
+    # A login shell: without one there is no `module`, and no qsub on PATH, at many sites.
+    lines = ["#!/bin/bash -l", *(f"#PBS {option}{value}" for _, option, value in directives)]
+    lines += ["#PBS -j oe", "#PBS -r y", *(f"#PBS {option}" for option in settings.options)]
+    lines += environment_lines(settings, folder, variables)
+    limit = round(settings.limit_s)
+    clock = f"{limit // 3600:02d}:{limit // 60 % 60:02d}:{limit % 60:02d}"
+    lines += [f"export {_SCRIPT}=$0 HPC_TUNE_LEAVE_BEFORE={settings.leave_before:.0f}"]
+    lines += [_END.format(walltime=clock)]
+    return "\n".join([*lines, supervise, ""])
+
+
+def _launch(settings: PbsConfig) -> str:
+    each = settings.ranks_per_node
+    return settings.launch or f"mpiexec -n {settings.nodes * each} --ppn {each}"
+
+
+def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]:
+    """Return (field, option of qsub, value) of all that is set."""
+    number = settings.nodes + settings.spare_nodes
+    chunk = _chunk(settings) if settings.chunk is None else settings.chunk
+    output = None if settings.output is None else f"{folder / settings.output}/"
+    directives: list[tuple[str, str, str | None]] = [
+        ("account", "-A ", settings.account),
+        ("queue", "-q ", settings.queue),
+        ("chunk", "-l select=", f"{number}:{chunk}" if chunk else f"{number}"),
+        ("place", "-l place=", settings.place),
+        ("walltime", "-l walltime=", settings.walltime),
+        ("filesystems", "-l filesystems=", settings.filesystems),
+        ("job_name", "-N ", settings.job_name),
+        ("output", "-o ", output),
+    ]
+    return [(name, option, value) for name, option, value in directives if value is not None]
+
+
+def _chunk(settings: PbsConfig) -> str:
+    each = settings.ranks_per_node
+    parts = [f"ncpus={each * settings.cpus_per_task}", f"mpiprocs={each}"]
+    parts += [f"ngpus={settings.gpus_per_node}"] if settings.gpus_per_node else []
+    parts += [f"mem={settings.memory}"] if settings.memory else []
+    return ":".join(parts)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from hpc_tune.cluster import pbs, slurm
 from hpc_tune.cluster.protocol import Environ, JobEnergy, Scheduler
+from hpc_tune.config.pbs import PbsConfig
+from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.log import log
 from hpc_tune.units import format_seconds
 
@@ -17,6 +19,8 @@ SCHEDULERS = (
 )
 # For the script of a scheduler that does not tell when the job ends.
 _END_BY_SCRIPT = "HPC_TUNE_JOB_END"
+# For that of one that sends no signal before it: so many seconds before, the ranks are asked.
+_LEAVE_BY_SCRIPT = "HPC_TUNE_LEAVE_BEFORE"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ def job_end(environ: Environ, ask: bool) -> float | None:
         )
         return None
     return end_s
+
+
+def leave_before_s(environ: Environ, default_s: float) -> float:
+    """Return how long before the end of the job its ranks are asked to stop."""
+    text = environ.get(_LEAVE_BY_SCRIPT, "")
+    return float(text) if text.isdigit() and int(text) else default_s
+
+
+def section_of(of_slurm: SlurmConfig, of_pbs: PbsConfig, environ: Environ) -> JobConfig:
+    """Return the section of the job that this process runs in: ``slurm`` also outside of jobs."""
+    job = job_of(environ)
+    is_of_pbs = job is not None and job.scheduler is pbs.PBS
+    return of_pbs if of_pbs.is_given and (is_of_pbs or not of_slurm.is_given) else of_slurm
 
 
 def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:

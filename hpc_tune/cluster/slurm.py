@@ -7,7 +7,6 @@ slurm settings -> render (pure) -> submission.py
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from hpc_tune.cluster.container import with_container
+from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
 from hpc_tune.cluster.plain import NEEDED
 from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
@@ -29,7 +28,7 @@ from hpc_tune.cluster.protocol import (
 )
 from hpc_tune.cluster.slurm_energy import ask_energy
 from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
-from hpc_tune.errors import ConfigError, WorldError
+from hpc_tune.errors import WorldError
 
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
@@ -38,8 +37,6 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
 _END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
-# A #SBATCH line ends a value at white space, and a comment or a quote changes what follows.
-_WORD = re.compile(r"[\w@%+=:,./\[\]|&*-]+")
 
 
 def is_srun_step(environ: Environ) -> bool:
@@ -238,60 +235,17 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
         ConfigError: naming every setting that cannot be written into a script.
     """
     options = _options(settings)
-    wrong = [f"slurm.{name}={value!r}" for name, _, value in options if not _WORD.fullmatch(value)]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)}: a line of #SBATCH takes letters, digits and "
-            "@ % + = : , . / [ ] | & * - _, no space and no quotes"
-        )
-    if settings.min_nodes > settings.nodes:
-        raise ConfigError(
-            f"slurm.min_nodes={settings.min_nodes} of slurm.nodes={settings.nodes}: expected no "
-            "more than there are"
-        )
-    launch = with_container(settings, folder)
-    _require_words(settings, launch, [*arguments, str(folder)])
+    check_settings(settings, [(name, value) for name, _, value in options], "#SBATCH")
+    supervise = supervise_line(settings, settings.launch, arguments, folder)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
-    lines += [*(f"#SBATCH {option}" for option in settings.options), "set -eo pipefail"]
-    lines.append(f"cd {shlex.quote(str(folder))}")
-    if settings.modules:
-        lines.append(f"module load {shlex.join(settings.modules)}")
-    for file in sourced(settings).values():
-        # Without a slash bash would look for it along PATH first.
-        lines.append(f"source {shlex.quote(file if '/' in file else f'./{file}')}")
+    lines += [f"#SBATCH {option}" for option in settings.options]
+    lines += environment_lines(settings, folder)
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
     lines.append(
         "export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks"
     )
-    words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
-    if settings.container or settings.image:
-        words += ["--python", shlex.quote(settings.container_python)]
-    return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
-
-
-def sourced(settings: SlurmConfig) -> dict[str, str]:
-    """Return the files that the script sources, by the setting that names them."""
-    venv = settings.venv and f"{settings.venv}/bin/activate"
-    files = {"env_file": settings.env_file, "venv": venv}
-    return {name: file for name, file in files.items() if file}
-
-
-def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) -> None:
-    """Refuse what no command line can be made of."""
-    texts = [launch, *settings.modules, settings.env_file or "", settings.venv or "", *others]
-    texts.append(settings.container_python)
-    if any("\0" in text for text in texts):
-        raise ConfigError("a setting has a null character in it, which no script can hold")
-    if any(name.startswith("-") for name in settings.modules):
-        raise ConfigError(f"slurm.modules={settings.modules}: expected names, found an option")
-    try:
-        shlex.split(launch)
-    except ValueError as error:
-        raise ConfigError(
-            f"slurm.launch={settings.launch!r} and slurm.container={settings.container!r} are no "
-            f"words of a command: {error}"
-        ) from None
+    return "\n".join([*lines, supervise, ""])
 
 
 def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:

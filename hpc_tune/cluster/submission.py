@@ -1,16 +1,21 @@
-"""What ``submit`` does besides writing the script: looks at this host, and calls sbatch.
+"""What ``submit`` does besides writing the script: chooses the scheduler, and calls it.
 
-script of slurm.py -> warnings -> the folder of slurm.output -> sbatch -> the job's number
+sections, sbatch or qsub on PATH -> choose -> script of slurm.py or pbs.py
+-> warnings -> the folder of the job's output -> sbatch, qsub -> the job's number
 """
 
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_tune.cluster import pbs, slurm
+from hpc_tune.cluster.batch_script import sourced
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.slurm import sourced
 from hpc_tune.cluster.unused_gpus import VISIBLE
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.pbs import PbsConfig
+from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 
@@ -18,57 +23,159 @@ _LIMIT_S = 60.0
 # What a job sets for its own processes, the GPUs that they see beside it; what a user sets for all.
 _OF_A_JOB = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
 _OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
+# Where hpc_tune looks for models by name: a job of PBS is told where the shell is.
+_OF_THE_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # which each job has
+_OF_THE_HUB = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 
 
-def submit(script: str, settings: SlurmConfig, folder: Path, environ: Environ) -> str:
-    """Submit ``script``, which runs in ``folder``, with sbatch; return the job's id.
+@dataclass(frozen=True)
+class _Command:
+    """How a scheduler is given a script on its standard input, and how it shows a job."""
+
+    words: Sequence[str]
+    shows: str
+
+
+_COMMANDS = {
+    "slurm": _Command(("sbatch", "--parsable"), "squeue -j {}"),
+    "pbs": _Command(("qsub",), "qstat {}"),
+}
+
+
+def choose(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
+    """Return the section of the scheduler that is to have the job.
+
+    It is the one that is ``named``, else the one whose section is given, else the one that this
+    host has. Without any it is Slurm's, for a script that is only to be looked at.
 
     Raises:
-        HpcTuneError: if sbatch is missing or refuses, or slurm.output cannot be written.
+        ConfigError: if both are as good.
+    """
+    sections: dict[str, JobConfig] = {"slurm": of_slurm, "pbs": of_pbs}
+    if named is not None:
+        return sections[named]
+    given = [name for name, section in sections.items() if section.is_given]
+    here = [name for name in sections if shutil.which(_COMMANDS[name].words[0])]
+    if len(given) == 1:
+        return sections[given[0]]
+    if len(here) == 1:
+        return sections[here[0]]
+    if not given and not here:
+        return of_slurm
+    is_said = "has a slurm and a pbs section" if given else "has neither a slurm nor a pbs section"
+    found = "sbatch and qsub" if here else "neither sbatch nor qsub"
+    raise ConfigError(
+        f"this host has {found}, and the configuration {is_said}: say which is meant by "
+        "--scheduler slurm or --scheduler pbs"
+    )
+
+
+def render(
+    settings: JobConfig, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
+) -> str:
+    """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
+
+    Raises:
+        ConfigError: naming every setting that cannot be written into a script.
+    """
+    match settings:
+        case PbsConfig():
+            return pbs.render(settings, arguments, folder, variables)
+        case SlurmConfig():
+            return slurm.render(settings, arguments, folder)
+    raise AssertionError(f"no scheduler has the section {settings.section}")
+
+
+def variables_for(names: Sequence[str], environ: Environ) -> dict[str, str]:
+    """Return what a job lacks of this shell's variables: ``names``, and the hub cache's."""
+    names = [name for name in (*names, *_OF_THE_HUB) if name not in _OF_THE_LOGIN]
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def submit(script: str, settings: JobConfig, folder: Path, environ: Environ) -> str:
+    """Submit ``script``, which runs in ``folder``; return the job's id.
+
+    Raises:
+        HpcTuneError: if the scheduler is missing or refuses, or the job's output has no place.
     """
     for warning in _not_here(settings):
         log.warning(warning)
+    words = _COMMANDS[settings.section].words
+    if settings.section == "pbs":
+        _require_pbs(words[0])
     _make_output_folder(settings, folder)
+    done = _run(words, script, _handed_on(environ))
+    if done.returncode:
+        raise ConfigError(f"{words[0]} refused: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def showing(settings: JobConfig, job: str) -> str:
+    """Return the command that shows a job."""
+    return _COMMANDS[settings.section].shows.format(job)
+
+
+def _run(
+    words: Sequence[str], given: str, environ: Environ | None
+) -> "subprocess.CompletedProcess[str]":
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"],
-            input=script,
+        return subprocess.run(
+            words,
+            input=given,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
             timeout=_LIMIT_S,
-            env=_handed_on(environ),
+            env=environ,
         )
     except FileNotFoundError:
         raise ConfigError(
-            "sbatch is not on PATH: submit from a login node of the cluster, or write the script "
-            "to a file with --dry-run"
+            f"{words[0]} is not on PATH: submit from a login node of the cluster, or write the "
+            "script to a file with --dry-run"
         ) from None
     except subprocess.TimeoutExpired:
-        raise HpcTuneError(f"sbatch did not answer within {_LIMIT_S:.0f} s") from None
-    if done.returncode:
-        raise ConfigError(f"sbatch refused: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+        raise HpcTuneError(f"{words[0]} did not answer within {_LIMIT_S:.0f} s") from None
 
 
-def _not_here(settings: SlurmConfig) -> Iterator[str]:
+def _require_pbs(command: str) -> None:
+    """Refuse the qsub of another scheduler: Torque's, Grid Engine's, or the one that Slurm has.
+
+    Raises:
+        ConfigError: unless it is that of PBS Pro or OpenPBS.
+    """
+    done = _run((command, "--version"), "", None)
+    said = f"{done.stdout}\n{done.stderr}"
+    if "pbs_version" in said:
+        return
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "nothing")
+    raise ConfigError(
+        f"this qsub is not that of PBS Pro or OpenPBS, whose --version says pbs_version: it says "
+        f"{first!r}. Torque and Grid Engine are not supported (their directives differ); take the "
+        "script of --dry-run as a draft. Slurm's own qsub: --scheduler slurm"
+    )
+
+
+def _not_here(settings: JobConfig) -> Iterator[str]:
     """Yield a warning for each file that the script sources and this host does not have."""
     for name, file in sourced(settings).items():
         if not Path(file).is_file():
             yield (
-                f"slurm.{name}={getattr(settings, name)}: there is no {file} on this host; the job "
-                "ends at once on nodes that do not have it either"
+                f"{settings.section}.{name}={getattr(settings, name)}: there is no {file} on this "
+                "host; the job ends at once on nodes that do not have it either"
             )
 
 
-def _make_output_folder(settings: SlurmConfig, folder: Path) -> None:
-    """Make the folder of slurm.output, without which a job ends at once and says nothing."""
-    name = Path(settings.output).parent
+def _make_output_folder(settings: JobConfig, folder: Path) -> None:
+    """Make the folder of the job's output, without which a job ends at once and says nothing."""
+    output = settings.output
+    if output is None:
+        return
+    name = Path(output) if settings.section == "pbs" else Path(output).parent
     if "%" in str(name):
         log.warning(
             "slurm.output=%s: Slurm makes no folders, and the job ends at once without a word "
             "where there is none; use %% in the file's name alone",
-            settings.output,
+            output,
         )
         return
     try:
@@ -76,8 +183,8 @@ def _make_output_folder(settings: SlurmConfig, folder: Path) -> None:
     except (OSError, UnicodeEncodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"slurm.output={settings.output}: its folder cannot be made ({why}); name one that you "
-            "may write to"
+            f"{settings.section}.output={output}: its folder cannot be made ({why}); name one that "
+            "you may write to"
         ) from None
 
 
@@ -85,7 +192,7 @@ def _handed_on(environ: Environ) -> dict[str, str]:
     """Return the variables for a new job: without those of the job that this shell is in.
 
     sbatch would hand them on, and srun in the new job takes them for options, which then
-    contradict the new job's own.
+    contradict the new job's own. qsub hands on none.
     """
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)

@@ -6,7 +6,7 @@ from hpc_tune.config.chat_templates import unknown_templates
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.scheduler import SlurmConfig, time_limit_s
+from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.config.schema import RunConfig, TrainConfig
 from hpc_tune.config.sources import check_names, check_sources
 from hpc_tune.config.tune import TuneConfig
@@ -33,26 +33,27 @@ def check(config: RunConfig) -> list[str]:
         *_optim(config.optim, tune.method),
         *(beside_8bit(parallel) if config.optim.is_8bit else ()),
         *_data(config.data, train),
-        *_slurm(config.slurm),
+        *_time_limit(config.slurm),
+        *_time_limit(config.pbs),
     ]
 
 
-def check_job(slurm: SlurmConfig, parallel: ParallelConfig, device: str) -> list[str]:
+def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str]:
     """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
-    ranks = slurm.nodes * slurm.ranks_per_node
+    ranks = job.nodes * job.ranks_per_node
     if parallel.suits(ranks):
         return []
     needed = parallel.ranks_needed
     asked = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
     verb = "needs" if len(parallel.axes) == 1 else "need"
-    per_node = slurm.ranks_per_node if slurm.ranks_per_node > 1 else min(needed, 8)
-    setting = f"slurm.gpus_per_node={per_node}"
-    if device == "cpu" or (slurm.tasks_per_node and not slurm.gpus_per_node):
-        setting = f"slurm.tasks_per_node={per_node}"
+    per_node = job.ranks_per_node if job.ranks_per_node > 1 else min(needed, 8)
+    setting = f"{job.section}.gpus_per_node={per_node}"
+    if device == "cpu" or (job.tasks_per_node and not job.gpus_per_node):
+        setting = f"{job.section}.tasks_per_node={per_node}"
     return [
-        f"{asked} {verb} {parallel.ranks_in_words}, and the slurm section asks for {ranks} "
-        f"(slurm.nodes={slurm.nodes} of {slurm.ranks_per_node}); for example "
-        f"slurm.nodes={-(-needed // per_node)} {setting}"
+        f"{asked} {verb} {parallel.ranks_in_words}, and the {job.section} section asks for {ranks} "
+        f"({job.section}.nodes={job.nodes} of {job.ranks_per_node}); for example "
+        f"{job.section}.nodes={-(-needed // per_node)} {setting}"
     ]
 
 
@@ -385,11 +386,12 @@ def _held_out(data: DataConfig) -> Iterator[str]:
             )
 
 
-def _slurm(slurm: SlurmConfig) -> Iterator[str]:
-    limit_s = time_limit_s(slurm.time)
-    if limit_s is not None and limit_s <= slurm.leave_before:
+def _time_limit(job: JobConfig) -> Iterator[str]:
+    limit_s, name = job.limit_s, f"{job.section}.{job.time_field}"
+    if limit_s is not None and limit_s <= job.leave_before:
         yield (
-            f"slurm.time={slurm.time} is {format_seconds(limit_s)} to Slurm, and the run stops "
-            f"slurm.leave_before={format_seconds(slurm.leave_before)} before that; write hours as "
-            "HH:MM:SS, or lower slurm.leave_before"
+            f"{name}={getattr(job, job.time_field)} is {format_seconds(limit_s)} to "
+            f"{job.scheduler}, and the run stops {job.section}.leave_before="
+            f"{format_seconds(job.leave_before)} before that; write hours as HH:MM:SS, or lower "
+            f"{job.section}.leave_before"
         )

@@ -52,6 +52,7 @@ _SOURCE_FIELDS = [
     *(f"data.sources.{name}" for name in TrainedSource.model_fields),
     *(f"data.eval_sources.{name}" for name in HeldOutSource.model_fields),
 ]
+_VARIABLE = re.compile(r"\$(?:\{(?:oc\.env:)?(\w+)[,}]|(\w+))")
 _IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
 
 
@@ -100,6 +101,20 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
         raise ConfigError(_list(problems))
     optim = _with_number_for_lr(config.optim, config.tune)
     return config.model_copy(update={"optim": optim})
+
+
+def variables_named(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
+    """Return the variables of the environment that settings name, such as SCRATCH in $SCRATCH/a.
+
+    The settings are those of a configuration that ``load_config`` takes.
+    """
+    tree = OmegaConf.create({})
+    for file in paths:
+        tree.merge_with(_read_yaml(file))
+    for override in overrides:
+        _apply_override(tree, override)
+    text = yaml.safe_dump(_values(tree), allow_unicode=True, width=10**9)
+    return sorted({name for pair in _VARIABLE.findall(text) for name in pair if name})
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:
@@ -190,9 +205,7 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
                 at = in_source
                 near = (at[1] + at[3], _SOURCE_FIELDS) if at else (one, known)
                 hint = _INSTEAD.get(one) or _near(*near)
-                if one.startswith("slurm."):
-                    option = one.removeprefix("slurm.").replace("_", "-")
-                    hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
+                hint += _as_option(one)
                 unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -208,6 +221,15 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)
     return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
+
+
+def _as_option(name: str) -> str:
+    """Return how an option that is no setting is given to the scheduler of its section."""
+    if name.startswith("pbs."):
+        return "; another option of qsub is pbs.options=['-X VALUE'], with its letter"
+    option = name.removeprefix("slurm.").replace("_", "-")
+    is_of_slurm = name.startswith("slurm.")
+    return f"; another option of sbatch is slurm.options=[--{option}=...]" if is_of_slurm else ""
 
 
 def _given_names(name: str, value: Any) -> list[str]:

@@ -15,7 +15,7 @@ from hpc_tune.log import log
 _PATHS = (
     "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
-    "slurm.env_file", "slurm.venv",
+    "slurm.env_file", "slurm.venv", "pbs.env_file", "pbs.venv",
 )  # fmt: skip
 # Where OWNER/NAME, or a model's folder in the hub's cache, stands for a revision's folder.
 _OF_HUB: dict[str, Kind] = {

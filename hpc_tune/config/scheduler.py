@@ -1,15 +1,15 @@
-"""The ``slurm`` section of the configuration: what a job asks a cluster for."""
+"""What a job asks a cluster for: what all schedulers have, and the ``slurm`` section."""
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Seconds, Section
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-_MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
+MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
 _MIN_MEGABYTES = 1000
 
 
@@ -38,7 +38,7 @@ def _time(text: str) -> str:
 
 def _memory(text: str | None) -> str | None:
     """Refuse what sbatch does, and a number that has lost its unit."""
-    match = _MEMORY.fullmatch(text) if text is not None else None
+    match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T behind it, such as 700G")
     if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
@@ -80,17 +80,19 @@ def asks_for_gpus(options: Sequence[str]) -> bool:
     return any(re.match(r"--(gres=gpu|gpus|gpus-per-task)\b|-G", option) for option in options)
 
 
-class SlurmConfig(Section):
-    """What ``submit`` asks Slurm for; a run itself uses none of it."""
+class JobConfig(Section):
+    """What a job has under every scheduler; each has a section of its own."""
+
+    section: ClassVar[str]
+    scheduler: ClassVar[str]
+    time_field: ClassVar[str]  # that of the time limit
 
     account: str | None = Field(None, description="The account that pays. Unset: the user's own.")
-    partition: str | None = Field(None, description="The partition. Unset: the cluster's default.")
-    qos: str | None = Field(None, description="The quality of service. Unset: the default.")
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
     spare_nodes: Annotated[int, Field(ge=0)] = Field(
         0,
         description="Nodes that the job has besides: they wait, and each takes the place of a node "
-        "that is lost or sick. supervise obeys it under other schedulers and launchers too.",
+        "that is lost or sick. supervise obeys it under other launchers too.",
     )
     min_nodes: PositiveInt = Field(
         1,
@@ -106,32 +108,14 @@ class SlurmConfig(Section):
     cpus_per_task: PositiveInt = Field(
         1, description="Cores of each rank; more of them prepare data faster, and train on CPUs."
     )
-    memory: Annotated[str | None, AfterValidator(_memory)] = Field(
-        None,
-        description="Host memory of each node as Slurm writes it, such as 700G; the plan command "
-        "tells how much. Unset: the partition's default, which can be small.",
-    )
-    time: Annotated[str, AfterValidator(_time)] = Field(
-        "01:00:00",
-        description="The time limit of one job as Slurm writes it; the run resumes in the next "
-        "job. Short jobs wait less in the queue and start more often.",
-    )
+    memory: str | None = None
     leave_before: Seconds = Field(
         300.0,
-        description="Seconds before that limit at which the run saves a checkpoint and stops, to "
-        "be queued again. Set more where a save takes minutes.",
+        description="Seconds before the time limit at which the run saves a checkpoint and stops, "
+        "to be queued again. Set more where a save takes minutes.",
     )
-    options: Annotated[list[str], AfterValidator(_options)] = Field(
-        [],
-        description="More options of sbatch, as a site may require: [--constraint=gpu, "
-        "--gres=gpu:4, --licenses=scratch, --reservation=course, --exclusive, "
-        "--mail-type=END]. With --gres=gpu:N, or --gpus, gpus_per_node sets the ranks of each "
-        "node alone. Unset: none.",
-    )
+    output: str | None = None
     job_name: str = Field("hpc_tune", description="The job's name in the queue.")
-    output: str = Field(
-        "%x-%j.out", description="The file for what the job prints; Slurm fills in %x and %j."
-    )
     modules: list[str] = Field([], description="Modules to load, such as [python, openmpi].")
     env_file: str | None = Field(
         None, description="A shell file to source before the run. Unset: none."
@@ -142,14 +126,11 @@ class SlurmConfig(Section):
     container: str = Field(
         "",
         description="The command before python that runs it in a container, such as "
-        "'apptainer exec --nv image.sif'. With slurm.image its first words alone, where they are "
+        "'apptainer exec --nv image.sif'. Where image is set its first words alone, where they are "
         "not 'apptainer exec'. Empty: no container.",
     )
     image: str = Field(
-        "",
-        description="The image that the ranks run in: a .sif or a folder by Apptainer; a .sqsh, "
-        "docker://... or HOST#NAME:TAG by Pyxis; a .toml is an EDF file of CSCS (srun "
-        "--environment). Empty: none.",
+        "", description="The image that the ranks run in: a .sif or a folder, by Apptainer."
     )
     binds: list[str] = Field(
         [],
@@ -164,11 +145,11 @@ class SlurmConfig(Section):
         description="The Python in the container, such as that of an environment over the image's: "
         "/scratch/me/.venv/bin/python.",
     )
-    launch: str = Field(
-        "srun --kill-on-bad-exit=1",
-        description="The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
-        "the site's MPI do not work together.",
-    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the configuration says anything of it."""
+        return self != type(self)()
 
     @property
     def ranks_per_node(self) -> int:
@@ -178,7 +159,59 @@ class SlurmConfig(Section):
     @property
     def memory_bytes(self) -> int | None:
         """The bytes of host memory of each node; None where it is not said, or all of them."""
-        match = _MEMORY.fullmatch(self.memory or "0")
+        match = MEMORY.fullmatch(self.memory or "0")
         if match is None or not int(match[1]):
             return None
         return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]
+
+    @property
+    def limit_s(self) -> float | None:
+        """The seconds of the time limit; None: without one."""
+        raise NotImplementedError
+
+
+class SlurmConfig(JobConfig):
+    """What ``submit`` asks Slurm for; a run itself uses none of it."""
+
+    section: ClassVar[str] = "slurm"
+    scheduler: ClassVar[str] = "Slurm"
+    time_field: ClassVar[str] = "time"
+
+    partition: str | None = Field(None, description="The partition. Unset: the cluster's default.")
+    qos: str | None = Field(None, description="The quality of service. Unset: the default.")
+    memory: Annotated[str | None, AfterValidator(_memory)] = Field(
+        None,
+        description="Host memory of each node as Slurm writes it, such as 700G; the plan command "
+        "tells how much. Unset: the partition's default, which can be small.",
+    )
+    time: Annotated[str, AfterValidator(_time)] = Field(
+        "01:00:00",
+        description="The time limit of one job as Slurm writes it; the run resumes in the next "
+        "job. Short jobs wait less in the queue and start more often.",
+    )
+    options: Annotated[list[str], AfterValidator(_options)] = Field(
+        [],
+        description="More options of sbatch, as a site may require: [--constraint=gpu, "
+        "--gres=gpu:4, --licenses=scratch, --reservation=course, --exclusive, "
+        "--mail-type=END]. With --gres=gpu:N, or --gpus, gpus_per_node sets the ranks of each "
+        "node alone. Unset: none.",
+    )
+    output: str = Field(
+        "%x-%j.out", description="The file for what the job prints; Slurm fills in %x and %j."
+    )
+    image: str = Field(
+        "",
+        description="The image that the ranks run in: a .sif or a folder by Apptainer; a .sqsh, "
+        "docker://... or HOST#NAME:TAG by Pyxis; a .toml is an EDF file of CSCS (srun "
+        "--environment). Empty: none.",
+    )
+    launch: str = Field(
+        "srun --kill-on-bad-exit=1",
+        description="The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
+        "the site's MPI do not work together.",
+    )
+
+    @property
+    def limit_s(self) -> float | None:
+        """The seconds of the time limit; None: without one."""
+        return time_limit_s(self.time)

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field
 from hpc_tune.config.data import DataConfig
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.pbs import PbsConfig
+from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps
 from hpc_tune.config.tune import TuneConfig
 
@@ -304,6 +305,12 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunSettings = RunSettings()
     slurm: SlurmConfig = SlurmConfig()
+    pbs: PbsConfig = PbsConfig()
+
+    @property
+    def job(self) -> JobConfig:
+        """The section of the job: ``pbs`` where it is given alone."""
+        return self.pbs if self.pbs.is_given and not self.slurm.is_given else self.slurm
 
     def changed(self, changes: Mapping[str, Any]) -> "RunConfig":
         """Return the configuration with other values, by whole names such as ``train.seed``."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -60,24 +60,24 @@ class Machine:
 
 
 def machine_asked_for(
-    slurm: SlurmConfig,
+    job: JobConfig,
     nodes: int | None,
     ranks_per_node: int | None,
     device_bytes: int | None,
     host_bytes: int | None,
     on_cpus: bool,
 ) -> tuple[Machine, list[str]]:
-    """Return the machine that arguments name, else the ``slurm`` section if there is one, and in
+    """Return the machine that arguments name, else the section of the job if there is one, and in
     words what neither names and is assumed.
 
     ``on_cpus``: ranks without GPUs, whatever the rest says.
     """
-    assumed, has_section = [], slurm != SlurmConfig()
+    assumed, has_section = [], job.is_given
     if nodes is None:
-        nodes = slurm.nodes
+        nodes = job.nodes
     if ranks_per_node is None and has_section:
-        on_cpus = on_cpus or (slurm.gpus_per_node == 0 and device_bytes is None)
-        ranks_per_node = slurm.ranks_per_node
+        on_cpus = on_cpus or (job.gpus_per_node == 0 and device_bytes is None)
+        ranks_per_node = job.ranks_per_node
     elif ranks_per_node is None:
         ranks_per_node = _USUAL_RANKS
         assumed.append(f"{_USUAL_RANKS} ranks per node (--gpus-per-node)")
@@ -85,7 +85,7 @@ def machine_asked_for(
         device_bytes = USUAL_DEVICE
         assumed.append(f"{format_bytes(USUAL_DEVICE)} per GPU (--device-memory)")
     if host_bytes is None:
-        host_bytes = slurm.memory_bytes
+        host_bytes = job.memory_bytes
     if host_bytes is None:
         host_bytes = USUAL_HOST
         assumed.append(f"{format_bytes(USUAL_HOST)} per node (--host-memory)")

@@ -1,7 +1,7 @@
-"""The script of pbs/ as users submit it, to a stub of PBS (tests/support/pbs.py).
+"""The script of pbs/, and one that ``submit`` writes, in a stub of PBS (tests/support/pbs.py).
 
 Debian has no package of OpenPBS or Torque, so no real scheduler has seen it. What is real: bash
-runs the file of the repository, mpirun starts its ranks, and its own qsub submits the next job.
+runs the script, mpirun starts its ranks, and its own qsub submits the next job.
 """
 
 import contextlib
@@ -88,6 +88,63 @@ def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path)
     assert {job["walltime"] for job in done} == {"00:02:35"}
     assert starts(run_dir)[-1]["reason"] == "STOP file"
     assert starts(run_dir)[-1]["from_step"] >= first["to_step"]
+    assert "Traceback" not in said(folder)
+
+
+JOB = """\
+run: {{dir: $SCRATCH/run, device: cpu}}
+parallel: {{replicate: 2, shard: 2}}
+train: {{max_steps: {steps}}}
+pbs:
+  queue: capacity
+  account: OURS
+  nodes: 1
+  tasks_per_node: 4
+  # It leaves after 100 s; four ranks on two busy cores start in 50 s.
+  walltime: "00:04:10"
+  leave_before: 150
+  filesystems: home:eagle
+  options: [-k doe]
+  venv: {venv}
+  launch: {launch}
+"""
+ASKED = {
+    "q": "capacity", "A": "OURS", "N": "hpc_tune", "j": "oe", "r": "y", "k": "doe",
+    "l select": "1:ncpus=4:mpiprocs=4", "l place": "scatter", "l walltime": "00:04:10",
+    "l filesystems": "home:eagle",
+}  # fmt: skip
+
+
+def test_a_job_of_submit_is_continued_by_one_that_asks_for_the_same_until_it_is_done(
+    queue, tmp_path
+):
+    folder, environment = queue
+    here, run_dir = tmp_path / "here", tmp_path / "scratch" / "run"
+    here.mkdir()
+    its = {"venv": sys.prefix, "launch": launch_by("mpirun")}
+    (here / "job.yaml").write_text(JOB.format(steps=1_000_000, **its))
+    words = [*SETTINGS[1:], "model.path=builtin:tiny", "checkpoint.every_steps=1000000"]
+    argv = [sys.executable, "-m", "hpc_tune", "submit", "--config", "job.yaml", *words]
+    environ = environment | {"SCRATCH": str(tmp_path / "scratch")}
+    done = subprocess.run(argv, env=environ, cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "submitted job 000.stub, " in done.stdout
+    wait(folder, lambda: "asking its ranks to stop" in said(folder))
+    steps = max(rows(run_dir, "loss")) + 40
+    (here / "job.yaml").write_text(JOB.format(steps=steps, **its))  # which the next job reads
+    first, *others = wait(folder)  # one other, or two where all is slow
+    assert [job["exit"] for job in (first, *others)] == [75] * len(others) + [0], said(folder)
+    numbers = [job["number"] for job in (first, *others)]
+    assert first["asked"] == ASKED
+    for before, job in zip(numbers, others, strict=False):
+        assert job["asked"] == {**ASKED, "W depend": f"afterany:{before}"}
+    scripts = {(folder / f"{number}.SC").read_text() for number in numbers}
+    assert len(scripts) == 1, "with its directives, as it was submitted"
+    reasons = [start["reason"] for start in starts(run_dir)]
+    assert reasons == ["SIGUSR1"] * len(others) + ["all steps done"]
+    assert [start["job"] for start in starts(run_dir)] == numbers
+    assert outcome(run_dir)["status"] == "done"
+    assert max(rows(run_dir, "loss")) == steps
     assert "Traceback" not in said(folder)
 
 
