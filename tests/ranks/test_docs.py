@@ -59,7 +59,7 @@ def environment(text):
     return rank_environment(2, {"PATH": path})
 
 
-QUICK = ("coming-from", "extending")
+QUICK = ("coming-from", "extending", "pbs")
 SHORT = ("data", "mixtures", "mixtures-of-experts", "report", "resume", "slurm")
 
 

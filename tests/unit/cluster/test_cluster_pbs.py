@@ -15,6 +15,7 @@ from hpc_tune.cluster.schedulers import leave_before_s, section_of
 from hpc_tune.config.load import load_config
 from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.errors import ConfigError
 
 WHOLE = PbsConfig(
     account="physics",
@@ -142,6 +143,13 @@ def test_bad_input_ends_with_exit_code_2_and_says_what_was_expected(capsys, sett
 def test_an_option_that_contradicts_the_script_is_refused(option, said):
     with pytest.raises(ValidationError, match=said):
         PbsConfig(options=[option])
+
+
+@pytest.mark.parametrize("field", ["account", "queue", "place", "filesystems", "job_name"])
+@pytest.mark.parametrize("text", ["x -u root", "x\n#PBS -u root", "$(id)", "`id`", "x;id", "#"])
+def test_no_setting_can_bring_another_directive_into_the_script(tmp_path, field, text):
+    with pytest.raises(ConfigError, match=f"pbs.{field}="):
+        render(PbsConfig(**{field: text}), [], tmp_path, {})
 
 
 @pytest.fixture(scope="module")

@@ -47,10 +47,10 @@ def variables_in(text):
     return ({*_ASSIGNED.findall(text)} | {*_NAMED.findall(text)}) - {"SCRATCH", "HPC_TUNE_VENV"}
 
 
-def test_each_page_is_in_the_index_and_each_machine_with_slurm_has_a_job():
+def test_each_page_is_in_the_index_and_each_machine_with_gpus_that_run_has_a_job():
     index = (DOCS / "sites.md").read_text()
     assert sorted(re.findall(r"\]\(sites/(\w+)\.md\)", index)) == [page.stem for page in PAGES]
-    assert {page.stem for page in PAGES} - {site for site, _ in JOBS} == {"polaris", "aurora"}
+    assert {page.stem for page in PAGES} - {site for site, _ in JOBS} == {"aurora"}
 
 
 @pytest.mark.parametrize(("site", "name"), JOBS, ids=str)
@@ -59,9 +59,14 @@ def test_a_job_of_a_page_becomes_a_script_with_all_that_it_asks_for(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(JOBS[site, name])
-    asked = yaml.safe_load(JOBS[site, name])["slurm"]
+    sections = yaml.safe_load(JOBS[site, name])
     assert cli.main(["submit", "--config", name, "--dry-run"]) == 0
     script = capsys.readouterr().out
+    assert script.splitlines()[-1].endswith(f"--config {name}")
+    if "pbs" in sections:
+        check_pbs(sections["pbs"], script)
+        return
+    asked = sections["slurm"]
     options = re.findall(r"^#SBATCH (\S+)$", script, re.MULTILINE)
     for field, option in (
         *(("account", "--account"), ("partition", "--partition"), ("qos", "--qos")),
@@ -76,18 +81,31 @@ def test_a_job_of_a_page_becomes_a_script_with_all_that_it_asks_for(
         "modules" in asked
     )
     assert asked.get("container", "srun") in script
-    assert script.splitlines()[-1].endswith(f"--config {name}")
+
+
+def check_pbs(asked, script):
+    """Check that a script for PBS asks for all that a section does."""
+    lines = re.findall(r"^#PBS (.+)$", script, re.MULTILINE)
+    for field, option in (
+        *(("account", "-A "), ("queue", "-q "), ("walltime", "-l walltime=")),
+        ("filesystems", "-l filesystems="),
+    ):
+        assert f"{option}{asked[field]}" in lines
+    nodes, ranks = asked["nodes"], asked["gpus_per_node"]
+    chunk = f"ncpus={ranks * asked['cpus_per_task']}:mpiprocs={ranks}:ngpus={ranks}"
+    assert f"-l select={nodes}:{chunk}" in lines
+    assert f"mpiexec -n {nodes * ranks} --ppn {ranks}" in script
 
 
 @pytest.mark.parametrize(("site", "name"), JOBS, ids=str)
 def test_a_first_job_is_short_and_the_files_it_needs_are_on_its_page(site, name, tmp_path):
     (tmp_path / name).write_text(JOBS[site, name])
     config = load_config(str(tmp_path / name))
-    assert config.slurm.time <= "00:30:00"
-    assert config.slurm.nodes == 2
-    assert config.batch.global_size % (2 * config.slurm.ranks_per_node) == 0
+    assert config.job.limit_s <= 1800
+    assert config.job.nodes == 2
+    assert config.batch.global_size % (2 * config.job.ranks_per_node) == 0
     files = files_of(commands_of(DOCS / "sites" / f"{site}.md"))
-    assert config.slurm.env_file is None or config.slurm.env_file in files
+    assert config.job.env_file is None or config.job.env_file in files
     for script in {*files} - {name}:
         done = subprocess.run(["bash", "-n"], input=files[script], text=True, timeout=20)
         assert done.returncode == 0, script
