@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import setuptools
+
+from tests.support.wheels import wheel_of_setuptools
 
 ROOT = Path(__file__).parents[3]
 INSTALL = ROOT / "tools" / "install.py"
@@ -52,18 +53,6 @@ def wheel(folder: Path, name: str, version: str, needs: str | None) -> None:
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
         file.writestr(f"{base}.py", "")
-
-
-def wheel_of_setuptools(folder: Path) -> None:
-    """Pack the setuptools that is installed here, which builds hpc_tune's own wheel."""
-    version = setuptools.__version__
-    packages = Path(setuptools.__file__).parents[1]
-    with zipfile.ZipFile(folder / f"setuptools-{version}-py3-none-any.whl", "w") as file:
-        for name in ("setuptools", "_distutils_hack", f"setuptools-{version}.dist-info"):
-            for path in (packages / name).rglob("*"):
-                if path.is_file() and path.suffix != ".pyc" and path.name != "RECORD":
-                    file.write(path, path.relative_to(packages))
-        file.writestr(f"setuptools-{version}.dist-info/RECORD", "")
 
 
 def site(folder: Path, known_to_pip: bool) -> Path:
