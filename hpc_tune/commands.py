@@ -12,7 +12,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.constraints import check, check_job
@@ -119,11 +119,14 @@ def train(options: Namespace) -> int:
 )
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
+    from hpc_tune.cluster.submission import schedulers_here
     from hpc_tune.memory.host import find_limit
     from hpc_tune.plan.first_sizes import sizes_for
 
     given = answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
-    print("\n".join(write_config(Path(options.out), given, find_limit().num_bytes, sizes_for)))
+    host_bytes, out = find_limit().num_bytes, Path(options.out)
+    section: Literal["slurm", "pbs"] = "pbs" if schedulers_here() == ["pbs"] else "slurm"
+    print("\n".join(write_config(out, given, host_bytes, sizes_for, section)))
     return EXIT_DONE
 
 

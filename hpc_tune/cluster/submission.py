@@ -42,6 +42,11 @@ _COMMANDS = {
 }
 
 
+def schedulers_here() -> list[str]:
+    """Return the names of the schedulers whose command is on PATH."""
+    return [name for name, command in _COMMANDS.items() if shutil.which(command.words[0])]
+
+
 def choose(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
     """Return the section of the scheduler that is to have the job.
 
@@ -55,7 +60,7 @@ def choose(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobCo
     if named is not None:
         return sections[named]
     given = [name for name, section in sections.items() if section.is_given]
-    here = [name for name in sections if shutil.which(_COMMANDS[name].words[0])]
+    here = schedulers_here()
     if len(given) == 1:
         return sections[given[0]]
     if len(here) == 1:

@@ -8,9 +8,9 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -40,10 +40,11 @@ _ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # minutes a step otherwise
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of the job, and GPUs of each; 0 for ranks on CPUs."""
+    """Nodes of the job, and GPUs of each; 0 for ranks on CPUs. ``section``: of its scheduler."""
 
     nodes: int
     gpus: int
+    section: Literal["slurm", "pbs"] = "slurm"
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,23 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
 
 
 def write_config(
-    out: Path, given: Mapping[str, str], host_bytes: int, sizes_for: SizesFor | None = None
+    out: Path,
+    given: Mapping[str, str],
+    host_bytes: int,
+    sizes_for: SizesFor | None = None,
+    section: Literal["slurm", "pbs"] = "slurm",
 ) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
     ``host_bytes``: the memory of this machine, for ranks on its CPUs. ``sizes_for`` plans a run on
-    nodes with GPUs.
+    nodes with GPUs. ``section``: that of the scheduler which is to have a job of several nodes.
 
     Raises:
         ConfigError: if an answer cannot be used, ``out`` is there, or cannot be written.
     """
     if out.exists():
         raise ConfigError(f"{out} is there already; name another file with --out, or remove it")
-    machine = _machine(given["machine"])
+    machine = replace(_machine(given["machine"]), section=section)
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
     try:
@@ -174,17 +179,25 @@ def _lines(
     yield "run:"
     yield _line(f"dir: {_scalar(f'runs/{name}')}", "on a file system that all nodes share")
     if machine.nodes > 1:
-        yield "slurm:  # for `hpc_tune submit`; add account and partition"
-        yield f"  nodes: {machine.nodes}"
-        yield f"  gpus_per_node: {machine.gpus}"
-        yield _line("cpus_per_task: 8", "cores of each rank")
-        yield _line('time: "04:00:00"', "of one job; the run requeues itself until it is done")
-        if sizes is None:
-            yield "  # memory: of each node, such as 64G; `hpc_tune plan` says how much it takes"
-        else:
-            yield _line(f"memory: {sizes.node_gib}G", "of each node, as planned")
-        if sys.prefix != sys.base_prefix:
-            yield _line(f"venv: {_scalar(sys.prefix)}", "this environment, on a shared folder")
+        yield from _job_lines(machine, sizes)
+
+
+def _job_lines(machine: Machine, sizes: Sizes | None) -> Iterator[str]:
+    is_pbs = machine.section == "pbs"
+    whom = "queue, and filesystems if the site asks" if is_pbs else "partition"
+    yield f"{machine.section}:  # for `hpc_tune submit`; add account and {whom}"
+    yield f"  nodes: {machine.nodes}"
+    yield f"  gpus_per_node: {machine.gpus}"
+    yield _line("cpus_per_task: 8", "cores of each rank")
+    time = "walltime" if is_pbs else "time"
+    yield _line(f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done")
+    unit = "gb" if is_pbs else "G"
+    if sizes is None:
+        yield f"  # memory: of each node, such as 64{unit}; `hpc_tune plan` says how much it takes"
+    else:
+        yield _line(f"memory: {sizes.node_gib}{unit}", "of each node, as planned")
+    if sys.prefix != sys.base_prefix:
+        yield _line(f"venv: {_scalar(sys.prefix)}", "this environment, on a shared folder")
 
 
 def _recompute_line(sizes: Sizes | None) -> str:

@@ -86,6 +86,18 @@ def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
     assert "a GPU needs 70" in (tmp_path / "mine.yaml").read_text()
 
 
+def test_a_host_of_pbs_alone_gets_the_section_of_pbs(tmp_path, monkeypatch):
+    (tmp_path / "qsub").write_text("")
+    (tmp_path / "qsub").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["--model", "builtin:tiny", "--data", "builtin:pydocs", "--method", "lora"]
+    out = tmp_path / "mine.yaml"
+    assert cli.main(["init", *words, "--machine", "2x8", "--out", str(out)]) == 0
+    config = load_config([str(out)], [])
+    assert (config.pbs.nodes, config.pbs.gpus_per_node, config.slurm.is_given) == (2, 8, False)
+    assert config.pbs.memory_bytes is not None
+
+
 @pytest.mark.full
 def test_sizes_of_a_new_run_are_those_of_its_plan(tmp_path):
     out = tmp_path / "mine.yaml"
