@@ -226,7 +226,9 @@ class Supervisor:
                 return EXIT_RESUMABLE
 
     def _decide(self, starts: Sequence[Start]) -> tuple[Next, str]:
-        left_s = None if self._end_s is None else self._end_s - time.time()
+        left_s = None
+        if self._end_s is not None:  # until the ranks would be asked to stop, and a minute
+            left_s = self._end_s - time.time() - (self._ask_s - _ASK_S)
         nodes = self._nodes
         return decide(starts, left_s, bool(self._requeue), nodes.spares, nodes.too_few())
 

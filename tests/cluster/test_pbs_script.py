@@ -72,12 +72,14 @@ def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path)
     folder, _ = queue
     here = clone(tmp_path / "clone")
     # supervise keeps a minute for the end; four ranks on two busy cores start in 50 s.
-    asked = ["-q", "debug", "-A", "OURS", "-l", "select=1:ncpus=4:ngpus=4"]
+    asked = ["-q", "debug", "-A", "OURS", "-l", "select=1:ncpus=4:ngpus=4,filesystems=tegu"]
     run_dir = submit(queue, here, "run", "00:02:35", 1_000_000, asked)
     wait(folder, lambda: len(pbs.jobs(folder)) > 1)
     same = ("queue", "account", "select", "walltime", "variables", "script")
     before, after = ([job[name] for name in same] for job in pbs.jobs(folder)[:2])
     assert before[:3] == ["debug", "OURS", "1:ncpus=4:ngpus=4"]
+    both = [job["asked"]["l filesystems"] for job in pbs.jobs(folder)[:2]]
+    assert both == ["tegu", "tegu"]
     assert after == before, "what the command line said counts for the next job, too"
     first = starts(run_dir)[0]
     assert (first["reason"], first["job"]) == ("SIGUSR1", "000.stub")
