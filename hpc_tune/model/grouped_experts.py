@@ -62,7 +62,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
 def is_decorated(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
-    Experts with a norm behind them are not; transformers before 5.18 has none.
+    Experts with a norm behind them are not; transformers before 5.20 has none.
     """
     has_norm = getattr(part, "has_post_expert_norm", False)
     return vars(part).keys() >= _DECORATED and not has_norm

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hpc_tune import torch_versions
 
+_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
+_LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
 ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
 MIN_STEP, STEPS = 16, 4  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
 
@@ -96,9 +98,7 @@ class SortedRows:
         if _is_grouped(low_SR, weight_ERN, wide_SN):
             out_ERN = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=self.ends_E)
         else:
-            _, out_ERN = torch.ops.transformers.grouped_mm_fallback_backward(
-                low_SR, weight_ERN, self.ends_E, wide_SN
-            )
+            out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, self.ends_E)
         return out_ERN
 
     def sums_by_expert(
@@ -108,6 +108,26 @@ class SortedRows:
         wide = ROW_BYTES // y_SO.dtype.itemsize
         weight_SR = weight_S.view(-1, 1).repeat(1, wide)
         return self.gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[:, 0]
+
+
+@torch.library.impl(_LIBRARY, "sums_of_outer_products", "CompositeExplicitAutograd")
+def sums_of_outer_products(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return ``SortedRows.gradient`` expert by expert; transformers has this since 5.23 alone.
+
+    That also makes the gradient of the rows, which nothing here asks it for.
+    """
+    out_ERN, start = _no_sums(low_SR, wide_SN, ends_E), 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
+        start = end
+    return out_ERN
+
+
+@torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
+def _no_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
 
 
 def padded(num_rows: int) -> int:

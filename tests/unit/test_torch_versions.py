@@ -14,10 +14,6 @@ from hpc_tune.model import sorted_rows
 from hpc_tune.model.sorted_rows import SortedRows
 from hpc_tune.packages import release_of
 
-varlen = pytest.importorskip(
-    "torch.nn.attention.varlen", reason="torch before 2.10 has no varlen_attn"
-)
-
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 
 
@@ -44,6 +40,9 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_operator_below_is_given_what_the_newer_function_gives_it(monkeypatch, before, scale):
     """On fake tensors: forward by torch's own varlen_attn, and both passes by ours."""
+    varlen = pytest.importorskip(
+        "torch.nn.attention.varlen", reason="torch before 2.10 has no varlen_attn"
+    )
     with FakeTensorMode():
         query = torch.zeros(40, 4, 16, dtype=torch.bfloat16, requires_grad=True)
         key, value = (
@@ -80,11 +79,12 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     rows = SortedRows.of(torch.tensor([[0], [1], [1]]), 2, torch.float32)
     x = torch.randn(3 * 8 + 1)[1:].view(3, 8)  # 4 bytes behind a multiple of 16
     weight = torch.randn(2, 8, 8)
-    plain = rows.times(x, weight)
+    plain, gradient = rows.times(x, weight), rows.gradient(x, x, weight)
     monkeypatch.setattr(torch_versions, "GROUPS_ANY_ADDRESS", False)
     assert not sorted_rows._is_grouped(x, weight)
     assert sorted_rows._is_grouped(x.clone(), weight)
     assert torch.allclose(rows.times(x, weight), plain, atol=1e-6)
+    assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
 
 
 def test_whole_numbers_ask_for_no_gradient():
