@@ -21,6 +21,7 @@ from torch import nn
 
 from hpc_tune.model import tiled_attention, varlen_attention
 from hpc_tune.model.scoped import Document, batch_context
+from hpc_tune.model.transformers_versions import keep_capped_scores
 
 NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
@@ -55,6 +56,7 @@ def use_document_attention(model: Any) -> bool:
     """Let a transformers model attend within documents, if its attention can be replaced."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    keep_capped_scores(model)
     _tell_masks_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False

@@ -22,6 +22,7 @@ from hpc_tune.model.experts import CORRECTIONS
 from hpc_tune.model.language import language_config, read_config, stock_class
 from hpc_tune.model.own_functions import use_own_functions_on_cpu
 from hpc_tune.model.shrink import FEWER, OTHER_FACTORS, factors, shrunk_whole
+from hpc_tune.model.transformers_versions import keep_capped_scores
 
 MAX_VALUES = 64_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
@@ -136,6 +137,7 @@ def stock_losses(
             .eval()
         )
         use_own_functions_on_cpu(model)
+        keep_capped_scores(model)
         losses = []
         for tokens_T in documents:
             total = _loss(model, tokens_T)
