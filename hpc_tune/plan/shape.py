@@ -61,10 +61,12 @@ class ModelShape:
 def _blocks_of(config: Any) -> tuple[str, int]:
     """Return how a language model's configuration calls the number of its blocks, and that.
 
-    What is stored counts blocks; ``num_hidden_layers`` may be twice that (LongCat's have two).
+    What is stored counts blocks; ``num_hidden_layers`` may be twice that (LongCat's have two), and
+    is stored too by transformers before 5.18.
     """
     fields = config.to_dict()
-    return next((name, fields[name]) for name in LAYERS if isinstance(fields.get(name), int))
+    names = ("num_layers", *LAYERS)
+    return next((name, fields[name]) for name in names if isinstance(fields.get(name), int))
 
 
 def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:
