@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_tune.packages import release_of
 from hpc_tune.world.comm import Peer
 from hpc_tune.world.flight_recorder import keep_trace
 from hpc_tune.world.step_limit import Place, StepLimit, late_ranks, stalled
@@ -187,6 +188,10 @@ def test_the_trace_of_a_rank_holds_its_collectives(tmp_path):
         folder = keep_trace(tmp_path / "collectives", 5, on_gpu=False)
     finally:
         dist.destroy_process_group()
+    if release_of(torch.__version__) < (2, 10):
+        assert folder is None, "torch 2.9 records none of gloo's collectives"
+        assert not (tmp_path / "collectives").exists()
+        return
     assert folder == str(tmp_path / "collectives")
     trace = pickle.loads((tmp_path / "collectives/nccl_trace_rank_5").read_bytes())
     assert "gloo:all_reduce" in {entry["profiling_name"] for entry in trace["entries"]}
