@@ -1,6 +1,6 @@
 # make demo   installs what it needs and fine-tunes a real model on this machine's cores
 # make test   installs what it needs; style, types, unit tests, and one real run for each promise
-# make test TORCH=2.9.1   the same with another torch, in an environment of its own; TORCH=lowest:
+# make test TORCH=2.9.1   its tests with another torch, in an environment of its own; TORCH=lowest:
 #             with the oldest versions of all that setup.py takes
 # make test-all   the whole matrix of each promise, with what can be installed here of the following
 # make soak   the long proofs, and whatever measures time; their figures belong into benchmarks/
@@ -45,7 +45,8 @@ $(MODEL)/config.json: $(VENV)/.demo
 	python tools/fetch_smollm2.py $(MODEL)
 
 # A test that hangs in C, where pytest-timeout cannot reach it, ends with the stack of each thread.
-test: lint
+# Types are checked with the versions of constraints.txt, which others differ from.
+test: $(if $(TORCH),$(VENV)/.test,lint)
 	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # What cannot be had here is skipped, and pytest says so.

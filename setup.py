@@ -64,6 +64,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
+            "setuptools>=70.1",
             "torchao>=0.10",
             "types-PyYAML>=6",
             "wandb>=0.31",
