@@ -76,7 +76,7 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
 
 
 def _num_bytes(batch: Any) -> int:
-    """Return the bytes of a record batch; pyarrow 20 to 22 cannot count views."""
+    """Return the bytes of a record batch; pyarrow before 24 cannot count views."""
     import pyarrow
 
     try:

@@ -18,6 +18,7 @@ from hpc_tune.checkpoint.export import export_merged
 from hpc_tune.checkpoint.gguf_file import _CUTS, _cut_of, export_gguf
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.builtin import write_tiny
+from tests.support.older_transformers import since
 from tests.unit.checkpoint.test_export import METHODS, close, logits, stock, trained
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -36,6 +37,7 @@ LLAMA_3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
+QWEN_READ = since("5.18", "splits words of Qwen's tokenizers otherwise")
 KINDS = {
     "llama": SHAPE,
     "mistral": SHAPE | {"sliding_window": None, "head_dim": 8},
@@ -86,7 +88,10 @@ def loaded(folder):
     ).eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=QWEN_READ) if kind in ("qwen2", "qwen3") else kind for kind in KINDS],
+)
 def test_transformers_reads_the_file_and_computes_what_the_merged_model_does(tmp_path, kind):
     write_base(tmp_path / "base", kind)
     out, merged = exported(tmp_path)

@@ -418,7 +418,7 @@ def test_typed_control_tokens_are_what_stock_transformers_makes_of_them(typed, m
     encoder = Encoder(tokenizer, 1000, "answers")
     (block,) = encoder.encode([to_example({"messages": messages})])
     if "sanitize_control_tokens" not in inspect.signature(tokenizer.apply_chat_template).parameters:
-        pytest.skip("this transformers does not cut typed control tokens")
+        pytest.skip("transformers before 5.20 does not cut typed control tokens")
     stock = tokenizer.apply_chat_template(messages, sanitize_control_tokens=True)["input_ids"]
     assert block.tokens.tolist() == stock
     assert encoder.counters.control_texts == 1 + str(TYPED[typed]).count("<|im_")

@@ -11,6 +11,7 @@ from pyarrow import ipc
 from hpc_tune.data.files import find
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
+from hpc_tune.packages import release_of
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]}
@@ -70,6 +71,8 @@ def test_any_type_of_column_gives_the_same_rows(kind, form, tmp_path, expected):
     table = table_of(kind)
     file = tmp_path / f"d.{'parquet' if form == 'parquet' else 'arrow'}"
     if form == "parquet":
+        if "list view" in kind and release_of(pa.__version__) < (25, 0):
+            pytest.skip("pyarrow before 25 writes no views of lists into Parquet")
         pq.write_table(table, file)
     else:
         make = ipc.new_file if form == "arrow" else ipc.new_stream

@@ -109,4 +109,4 @@ def test_a_run_collects_between_steps_alone(tmp_path):
         env=dict(os.environ),
         timeout=280,
     )
-    assert done.stdout.split() == ["0", "True", "False", "True"], done.stderr
+    assert done.stdout.split()[-4:] == ["0", "True", "False", "True"], done.stderr

@@ -1,12 +1,13 @@
 """Which NCCL and which plugin are there, from trees of files, and from a library compiled here."""
 
-import ctypes
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from hpc_tune.probe.nccl import in_words, read_nccl, version_of
+from tests.support.ranks import ROOT
 
 MAPS = """\
 55d0-55d1 r--p 00000000 08:01 12  /usr/bin/python3.11
@@ -104,6 +105,16 @@ def test_the_number_of_a_version_in_words(number, version):
     assert in_words(number) == version
 
 
+LOADED = """
+import ctypes, sys
+from hpc_tune.probe.nccl import read_nccl
+
+ctypes.CDLL(sys.argv[1])
+found = read_nccl("2.27.5", False, {})
+print(*found.libraries, found.version, sep="\\n")
+"""
+
+
 def test_a_real_library_is_asked_and_one_without_the_function_is_not(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
@@ -113,6 +124,7 @@ def test_a_real_library_is_asked_and_one_without_the_function_is_not(tmp_path):
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
     assert version_of(str(library)) == "2.28.3"
     assert version_of(str(tmp_path / "none.so")) == ""
-    ctypes.CDLL(str(library))
-    found = read_nccl("2.27.5", False, {})
-    assert (str(library) in found.libraries, found.version) == (True, "2.28.3")
+    # In a process of its own: a torch for GPUs has loaded its own NCCL into this one.
+    words = [sys.executable, "-c", LOADED, str(library)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.splitlines() == [str(library), "2.28.3"], done.stderr

@@ -82,13 +82,8 @@ def texts_of(figure):
     for axes in figure.axes:
         texts += [axes.xaxis.label, axes.yaxis.label, axes.xaxis.offsetText, axes.yaxis.offsetText]
         for axis, (least, most) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-            ticks = (
-                [*axis.get_major_ticks()]
-                if axis.get_tick_params()["labelbottom" if axis is axes.xaxis else "labelleft"]
-                else []
-            )
             low, high = sorted((least, most))
-            texts += [t.label1 for t in ticks if low <= t.get_loc() <= high]
+            texts += [t.label1 for t in axis.get_major_ticks() if low <= t.get_loc() <= high]
     for text in texts:
         if text.get_text().strip() and text.get_visible():
             yield text.get_text(), text.get_window_extent(canvas.get_renderer())

@@ -11,6 +11,7 @@ from hpc_tune.model.language import read_config
 from hpc_tune.train.model import _say_of_model, _watched
 from hpc_tune.train.startup.proof import Proof, try_out
 from tests.support.mixtures import write_mixture
+from tests.support.older_transformers import since
 
 LEARNS = TuneConfig(router_aux_loss=0.01, router_z_loss=0.001)
 BOTH = "tune.router_aux_loss=0.01 and tune.router_z_loss=0.001: "
@@ -55,7 +56,13 @@ def test_losses_of_routers_that_cannot_be_watched_are_refused(
     assert (f"not counted: {said}" in caplog.text) == (base == "mixture")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        pytest.param("granitemoe", marks=since("5.18", "fails with a loss of its routers")),
+    ],
+)
 def test_a_loss_that_config_json_asks_transformers_for_is_not_learned_and_said(
     tmp_path, caplog, family
 ):

@@ -1,0 +1,31 @@
+"""What an older transformers lacks: tests that need it are skipped, and say since when it is."""
+
+import pytest
+import transformers
+
+from hpc_tune.packages import release_of
+
+RELEASE = release_of(transformers.__version__)
+# The first version with a family, of those that setup.py takes.
+SINCE = {
+    "nemotron_h_omni": "5.18",
+    "bailing_hybrid": "5.20",
+    "muse_spark": "5.20",
+    "unlimited_ocr": "5.20",
+    "mistral_large4": "5.22",
+    "dots3_note": "5.23",
+    "inkling2": "5.23",
+}
+
+
+def since(version: str, lacks: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs this version; ``lacks`` is what older ones do."""
+    reason = f"transformers before {version} {lacks}"
+    return pytest.mark.skipif(release_of(version) > RELEASE, reason=reason)
+
+
+def skip_without(family: str) -> None:
+    """Skip the test where transformers does not know the family yet."""
+    version = SINCE.get(family)
+    if version and release_of(version) > RELEASE:
+        pytest.skip(f"transformers before {version} has no {family}")
