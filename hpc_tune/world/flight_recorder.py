@@ -1,6 +1,6 @@
 """torch's flight recorder: the last 2,000 collectives of a rank, for ``torchfrtrace``."""
 
-import pickle
+import json
 from pathlib import Path
 
 FOLDER = "collectives"
@@ -14,15 +14,17 @@ def keep_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
     """
     from torch._C import _distributed_c10d
 
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
+    name = "_dump_nccl_trace" if on_gpu else "_dump_fr_trace"
+    dump = getattr(_distributed_c10d, name, None)
     if dump is None:
         return None
+    as_json = getattr(_distributed_c10d, f"{name}_json")
     try:
-        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
-        if not pickle.loads(trace).get("entries"):
+        if not json.loads(as_json()).get("entries"):
             return None
+        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
-    except (RuntimeError, OSError):  # the run ends with an error anyway, whose words matter more
+    except (RuntimeError, OSError, ValueError):  # the run ends anyway by an error, which is told
         return None
     return str(folder)
