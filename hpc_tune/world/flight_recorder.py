@@ -9,8 +9,8 @@ FOLDER = "collectives"
 def keep_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
     """Write what this rank's collectives were; return the folder, None if nothing was recorded.
 
-    The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and 2.9 records
-    none of gloo's collectives.
+    The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and 2.9 and
+    2.10 record none of gloo's collectives.
     """
     from torch._C import _distributed_c10d
 
