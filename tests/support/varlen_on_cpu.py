@@ -1,6 +1,7 @@
 """torch's variable-length attention on a CPU, where it has no kernel: by document, in fp32.
 
 The operator is torch's own: a GPU's run has the same arguments, checks, autograd formula and fakes.
+Before torch 2.11 it is the one below varlen_attn, which takes no window yet.
 ``CALLS`` holds what each call was given.
 """
 
@@ -8,18 +9,25 @@ import functools
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.9 has no varlen_attn")
+from hpc_tune.packages import release_of
 
+HAS_WINDOWS = release_of(torch.__version__) >= (2, 11)
 CALLS: list[dict[str, Any]] = []
+_BELOW = torch.library.Library("aten", "IMPL")
 
 
 @functools.cache
 def use_cpu_kernels() -> None:
     """Give this process's operator its kernels; once."""
+    if not HAS_WINDOWS:
+        _BELOW.impl("_flash_attention_forward", _forward_below, "CPU")
+        _BELOW.impl("_flash_attention_backward", _backward_below, "CPU")
+        return
+    from torch.nn.attention import varlen
+
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
 
@@ -118,3 +126,18 @@ def _backward(
             heads = part.unflatten(0, (whole.shape[1], -1)).sum(1)
             whole[start:stop] = heads.transpose(0, 1).to(whole.dtype)
     return tuple(grads)
+
+
+def _forward_below(*given: Any, scale: float | None = None, **window: Any) -> tuple[Any, ...]:
+    *inputs, _, is_causal, _ = given
+    found = _forward(*inputs, is_causal, scale, _window(**window))
+    return *found, torch.empty((), dtype=torch.uint64), torch.empty(0)
+
+
+def _backward_below(*given: Any, scale: float | None = None, **window: Any) -> tuple[Any, ...]:
+    *inputs, _, is_causal, rng_state, _ = given
+    return _backward(*inputs, is_causal, rng_state, scale, _window(**window))
+
+
+def _window(window_size_left: int, window_size_right: int, **_: Any) -> list[int]:
+    return [window_size_left, window_size_right]

@@ -27,12 +27,11 @@ from hpc_tune.model.varlen_attention import (
     window_mark,
     window_of,
 )
-from tests.support.varlen_on_cpu import CALLS, use_cpu_kernels
+from tests.support.varlen_on_cpu import CALLS, HAS_WINDOWS, use_cpu_kernels
 
-varlen = pytest.importorskip(
-    "torch.nn.attention.varlen", reason="torch before 2.10 has no varlen_attn"
+BY_NAME = pytest.mark.skipif(
+    not HAS_WINDOWS, reason="torch before 2.11 has no varlen_attn that takes windows"
 )
-
 CPU = torch.device("cpu")
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
@@ -329,9 +328,12 @@ WRONG = {
 }
 
 
+@BY_NAME
 @pytest.mark.parametrize("how", WRONG)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeypatch, told):
+    from torch.nn.attention import varlen
+
     kernel = varlen.varlen_attn
 
     @functools.wraps(kernel)
@@ -348,7 +350,10 @@ def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeyp
     assert why in told[0]
 
 
+@BY_NAME
 def test_a_kernel_that_fails_is_told_of(monkeypatch, told):
+    from torch.nn.attention import varlen
+
     def fails(*_, enable_gqa=False, **__):
         raise RuntimeError("USE_FLASH_ATTENTION was not enabled for build.\nmore")
 
@@ -359,7 +364,10 @@ def test_a_kernel_that_fails_is_told_of(monkeypatch, told):
     assert len(told) == 1
 
 
+@BY_NAME
 def test_gradients_that_are_no_numbers_are_wrong(monkeypatch, told):
+    from torch.nn.attention import varlen
+
     kernel = varlen.varlen_attn
 
     @functools.wraps(kernel)

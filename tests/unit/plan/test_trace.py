@@ -4,7 +4,6 @@ A fake process group is the process's only one, so every trace has an interprete
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -219,10 +218,6 @@ for settings in json.loads(sys.argv[2]):
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch.nn.attention.varlen") is None,
-    reason="torch 2.9 has no varlen_attn, whose kernel can be one for CPUs",
-)
 def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
     """The same step with all arithmetic done: every kernel gives what its fake said."""
     small_llama(tmp_path)

@@ -62,7 +62,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 
 @pytest.mark.skipif(
     not hasattr(torch._C, "_accelerator_getAllocatorSettings"),
-    reason="torch 2.9 does not tell how its allocator is set",
+    reason="torch 2.9 and 2.10 do not tell how their allocator is set",
 )
 def test_torch_that_is_imported_already_reads_it_still():
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
