@@ -88,6 +88,14 @@ def required() -> dict[str, str]:
     return {_plain(m[1]): m[2].strip() for m in matches if m and "extra" not in (m[3] or "")}
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; packages that it is in are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def _why_missing(module: str) -> str:
     """Return what to do about a module that is not there; a whole environment may lack."""
     package = _PACKAGES.get(module, _plain(module))

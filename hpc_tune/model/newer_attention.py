@@ -7,7 +7,6 @@ torch's own is, and taken back if it differs.
 """
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -15,20 +14,20 @@ import torch
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 from hpc_tune.model import varlen_attention
+from hpc_tune.packages import is_installed
+from hpc_tune.world.architecture import NEWER_ATTENTION, architecture_of
 
-# By the major compute capability, the best first.
-NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}
-_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
 
 
-def installed(major: int) -> list[str]:
-    """Return which of them are there for a GPU of a compute capability, the best first."""
+def installed(device: torch.device) -> list[str]:
+    """Return which of them are there for a GPU, the best first."""
     from torch.nn import attention
 
-    if not hasattr(attention, "activate_flash_attention_impl"):
+    architecture = architecture_of(device)
+    if architecture is None or not hasattr(attention, "activate_flash_attention_impl"):
         return []
-    return [name for name in NEWER.get(major, ()) if _is_installed(_MODULES[name])]
+    return [name for name in architecture.newer_attention if is_installed(NEWER_ATTENTION[name][0])]
 
 
 @functools.cache
@@ -44,7 +43,7 @@ def use_newer(
 
     flash: Any = attention
     most = varlen_attention.MAX_EPS * torch.finfo(dtype).eps
-    for name in installed(torch.cuda.get_device_capability(device)[0]):
+    for name in installed(device):
         try:
             flash.activate_flash_attention_impl(name)
             gaps = [
@@ -63,10 +62,3 @@ def use_newer(
         flash.restore_flash_attention_impl(_raise_warn=False)
         log.warning("%s is installed and not used: %s", NAMES[name], why)
     return ""
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # of a package that it is in
-        return False

@@ -11,12 +11,13 @@ from typing import Any
 
 from hpc_tune.cluster.unused_gpus import Unused
 from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.packages import hidden_torch
+from hpc_tune.packages import hidden_torch, is_installed
 from hpc_tune.probe import software
 from hpc_tune.probe.nccl import Nccl, read_nccl
 from hpc_tune.probe.products import Products
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
+from hpc_tune.world.architecture import NEWER_ATTENTION, architecture_of
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import address_of, unused_by
 from hpc_tune.world.numa import SYS, numa_of, pci_path
@@ -45,7 +46,8 @@ class RankFacts:
     ``library`` and ``folders``. ``clock_s``: its clock, in seconds of the epoch, when all ranks had
     reached the same place. ``unused``: why it makes no use of GPUs, where there may be some;
     ``hidden``: of a torch that another one hides. ``device_place``: the PCI address of its
-    GPU. ``products``: how fast it multiplies matrices, if that was measured.
+    GPU. ``products``: how fast it multiplies matrices, if that was measured. ``lacks_attention``:
+    the package of a newer attention that its GPU could use, where none is installed.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class RankFacts:
     hidden: str | None = None
     device_place: str = ""
     products: Products | None = None
+    lacks_attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def facts_of(
         unused=None if on_gpu or device_wanted != "auto" else unused_by(world.hostname),
         hidden=hidden_torch(),
         device_place=place,
+        lacks_attention=_lacking_attention(comm),
     )
 
 
@@ -182,6 +186,14 @@ def _device(comm: Comm) -> tuple[str, str, int, str]:
 
     gpu: Any = torch.cuda.get_device_properties(comm.device)
     return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, address_of(gpu)
+
+
+def _lacking_attention(comm: Comm) -> str:
+    architecture = architecture_of(comm.device)
+    known = architecture.newer_attention if architecture else ()
+    if not known or any(is_installed(NEWER_ATTENTION[name][0]) for name in known):
+        return ""
+    return NEWER_ATTENTION[known[0]][1]
 
 
 def _library() -> Nccl:

@@ -46,6 +46,7 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_versions(ranks),
         *_devices(ranks),
         *_products(ranks),
+        *_attention(ranks),
         *_cards(ranks),
         *_cores(ranks),
         *_limits(ranks),
@@ -99,6 +100,20 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding(
                 "warning", f"{first.hostname}: of {most} {gpus[0].link}s {_some(weak)} that are up"
             )
+
+
+def _attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield what would make attention faster."""
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for rank in ranks:
+        if rank.lacks_attention:
+            hosts[rank.lacks_attention].append(rank.hostname)
+    for package, on in hosts.items():
+        yield Finding(
+            "warning",
+            f"{_some(set(on))}: attention is torch's own; {package}, built for this torch, "
+            "takes about half of its time and is used where it is installed. Runs do not need it",
+        )
 
 
 def _products(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -30,6 +30,11 @@ _WITH_FP16 = (*_WITH_BF16, "gfx900", "gfx906", "gfx10")
 _WITH_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 _WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 _WITH_GROUPS = ("gfx90a", "gfx942", "gfx950")
+# FlashAttention 3 and 4, which torch calls in the place of its own kernel: module and package.
+NEWER_ATTENTION = {
+    "FA3": ("flash_attn_interface", "flash-attn-3"),
+    "FA4": ("flash_attn.cute.interface", "flash-attn-4"),
+}
 _ALLOWS_GROUPS = "ROCM_ALLOW_GROUP_GEMM_CK"
 
 
@@ -74,6 +79,13 @@ class Architecture:
     def has_varlen_attention(self) -> bool:
         """Whether torch's variable-length kernel is made for it."""
         return self._is((8, 0), _WITH_ATTENTION)
+
+    @property
+    def newer_attention(self) -> tuple[str, ...]:
+        """Which of ``NEWER_ATTENTION`` are made for it, the best first; none on AMD's."""
+        if self.capability is None:
+            return ()
+        return {9: ("FA3", "FA4"), 10: ("FA4",)}.get(self.capability[0], ())
 
     @property
     def has_float8(self) -> bool:

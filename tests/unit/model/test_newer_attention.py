@@ -20,7 +20,7 @@ def asked(monkeypatch):
     calls = []
     newer_attention.use_newer.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(newer_attention, "_is_installed", lambda module: True)
+    monkeypatch.setattr(newer_attention, "is_installed", lambda module: True)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", calls.append, raising=False)
     restore = lambda **_: calls.append("torch's own")  # noqa: E731
     monkeypatch.setattr(attention, "restore_flash_attention_impl", restore, raising=False)
@@ -73,7 +73,7 @@ def test_a_window_is_tried_too(asked, monkeypatch):
 @pytest.mark.parametrize(("capability", "found"), [((8, 0), []), ((10, 0), ["FA4"])])
 def test_each_is_for_some_gpus(asked, monkeypatch, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert newer_attention.installed(capability[0]) == found
+    assert newer_attention.installed(GPU) == found
 
 
 def test_an_older_torch_has_none(asked, monkeypatch):

@@ -95,6 +95,11 @@ PLANTED = {
         "warning",
         "deepspeed differs: 0.19 on n1; none on n0, n1",
     ),
+    "no newer attention": (
+        [(r, {"lacks_attention": "flash-attn-3"}) for r in range(4)],
+        "warning",
+        "n0, n1: attention is torch's own; flash-attn-3, built for this torch, takes about half",
+    ),
     "nothing to compile with": (
         [(2, {"compiled": Compiled((), ("ninja", "nvcc"))})],
         "warning",
