@@ -234,10 +234,12 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
     assert done.returncode == 0, done.stderr
     pairs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(pairs) == len(settings)
-    for fake, real in pairs:
-        # The tiles of attention in fp32 come and go in another order, which a heap depends on.
+    for words, (fake, real) in zip(settings, pairs, strict=True):
+        # The tiles of attention in fp32 come and go in another order, which a heap depends on:
+        # found with five versions of torch and transformers, up to 2.7%.
+        near = 0.03 if "model.dtype=fp32" in words else 0
         for name in ("heap_peak_bytes", "heap_evaluation_bytes"):
-            assert fake.pop(name) == pytest.approx(real.pop(name), rel=0.02)
+            assert fake.pop(name) == pytest.approx(real.pop(name), rel=near)
         parts = [{name: peak for name, (peak, _) in r.pop("parts").items()} for r in (fake, real)]
         assert parts[0] == parts[1]
         assert fake == real
