@@ -70,9 +70,17 @@ class Shapes:
         return self._plans.submit(planned_bytes, settings, 1, total)
 
     def measure(
-        self, name: str, settings: list[str], num_steps: int, planned: "Future[int | None]"
+        self,
+        name: str,
+        settings: list[str],
+        num_steps: int,
+        planned: "Future[int | None]",
+        counted: float | None = None,
     ) -> dict[str, Any] | None:
-        """Do the steps, tell what was found and return it; None if they failed."""
+        """Do the steps, tell what was found and return it; None if they failed.
+
+        ``counted``: tokens/s by tools/gpu_cost.py, to be told beside what is measured.
+        """
         device = self.comm.device
         gc.collect()  # an engine is in cycles
         if self._task.on_gpu:
@@ -88,6 +96,9 @@ class Shapes:
             return None
         all_s = time.monotonic() - began_s
         found = self._found(told, all_s) | _beside(told["device_bytes"], self._wait(planned))
+        if counted is not None:
+            off = counted / found["tokens_per_s"] - 1
+            found |= {"counted_tokens_per_s": counted, "counted_off": off}
         self._task.tell(name, **found)
         return found
 

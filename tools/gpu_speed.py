@@ -1,4 +1,10 @@
-"""A part of tools/gpu_check.py: LoRA of Llama 3 8B at 4,096 tokens, random weights, one row."""
+"""A part of tools/gpu_check.py: LoRA of Llama 3 8B at 4,096 tokens, random weights, one row.
+
+Beside what is measured stands what tools/gpu_cost.py counted for this card, if it did.
+"""
+
+import json
+from pathlib import Path
 
 import torch
 from gpu_shapes import Shapes, config_of
@@ -9,6 +15,7 @@ from hpc_tune.errors import ConfigError
 
 SHAPE = "shape:llama3-8b"
 COMPILED = ("train.compile=true",)
+COUNTED = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
 VARIANTS = {
     "bf16": (),
     "bf16, compiled": COMPILED,
@@ -27,9 +34,23 @@ def main() -> None:
         else:
             possible[name] = shapes.settings(model, seq_len, *more)
     plans = {name: shapes.plan(settings) for name, settings in possible.items()}
+    counted = _counted(torch.cuda.get_device_name()) if task.on_gpu else {}
     for name, settings in possible.items():
-        shapes.measure(name, settings, num_steps, plans[name])
+        shapes.measure(name, settings, num_steps, plans[name], counted.get(name))
     shapes.close()
+
+
+def _counted(card: str) -> dict[str, float]:
+    """Return the tokens/s that were counted for a card, by the name of the variant."""
+    file = next((f for f in COUNTED.glob("cost-*.json") if f.stem[5:].upper() in card), None)
+    if file is None:
+        return {}
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    cases = {
+        name: "8B lora" + name.removeprefix("bf16").replace("float8", ", float8")
+        for name in VARIANTS
+    }
+    return {n: 1e6 / rows[case]["total_us"] for n, case in cases.items() if case in rows}
 
 
 def _why_not(task: Task, more: tuple[str, ...]) -> str:

@@ -132,6 +132,7 @@ class NativeEngine:
             if not self.repeats_steps:
                 raise
             ran_out = error.with_traceback(None)  # its frames hold the tensors of the pass
+            self._adapters.forget_results()
         # Other ranks wait for these.
         self._reduce_gradients()
         sums = torch.cat([sums, self._watch.sums])

@@ -29,7 +29,8 @@ class AdapterCopies:
     """
 
     def __init__(self) -> None:
-        self._groups: list[LoraGroup] = []
+        self._all: list[LoraGroup] = []
+        self._groups: list[LoraGroup] = []  # those that are copied
         self._version, self._copied = 0, -1
 
     @property
@@ -42,9 +43,10 @@ class AdapterCopies:
 
         Adapters in the dtype of products are taken as they are.
         """
-        self._groups += (
-            g for g in groups if dtype_of(g.layers[0]) != adapter(g.layers[0], "A").dtype
-        )
+        self._all += groups
+        self._groups = [
+            g for g in self._all if dtype_of(g.layers[0]) != adapter(g.layers[0], "A").dtype
+        ]
         for block in blocks:
             layers = [part for part in block.modules() if hasattr(part, "lora_group")]
             if norms := [RowNorms(layer, self) for layer in layers if is_dora(layer)]:
@@ -54,6 +56,11 @@ class AdapterCopies:
     def changed(self) -> None:
         """Say that adapters have other values now."""
         self._version += 1
+
+    def forget_results(self) -> None:
+        """Let go of what a pass that was broken off has left."""
+        for group in self._all:
+            group.forget()
 
     @torch.no_grad()
     def refresh(self) -> None:

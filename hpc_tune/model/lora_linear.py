@@ -47,6 +47,7 @@ class LoraGroup:
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the product of layer ``number``; the first call for an input computes all."""
         if self._unshared > _MAX_UNSHARED:
+            self.forget()
             return _products(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
             return _products(self.layers, x, self)[0]
@@ -57,6 +58,10 @@ class LoraGroup:
         if not self._waiting:
             self._input = None
         return out_NO
+
+    def forget(self) -> None:
+        """Let go of results that nobody has asked for, as after a pass that was broken off."""
+        self._input, self._waiting = None, {}
 
 
 def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) -> list[LoraGroup]:
