@@ -33,6 +33,7 @@ _FILES = {
     "lora_linear.py": "adapters",
     "grouped_experts.py": "experts' rows",
     "sorted_rows.py": "experts' rows",
+    "grouped_products.py": "experts' rows",
     "expert_parallel.py": "experts' rows",
     "quantize.py": "dequantisation",
     "fp8_base.py": "dequantisation",

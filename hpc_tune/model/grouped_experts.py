@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hpc_tune.model.sorted_rows import ROW_BYTES, SortedRows
+from hpc_tune.model.grouped_products import ROW_BYTES
+from hpc_tune.model.sorted_rows import SortedRows
 
 _WRAPPERS = "wrappers_of_stacks"
 _DECORATED = {"has_gate", "has_bias", "is_transposed"}

@@ -1,4 +1,4 @@
-"""Tokens sorted by the experts that they go to, and products grouped by expert.
+"""Tokens sorted by the experts that they go to.
 
 On a CPU a product in 16 bits has a kernel for each number of rows, which takes as long to make as
 five products: there an expert's rows are padded to one of few numbers.
@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hpc_tune import torch_versions
+from hpc_tune.model import grouped_products
+from hpc_tune.model.grouped_products import ROW_BYTES
 
-_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
-_LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
-ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
 MIN_STEP, STEPS = 16, 4  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
 
 
@@ -80,12 +78,7 @@ class SortedRows:
 
     def times(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
         """Return each row times the matrix of its expert."""
-        out_SO: torch.Tensor
-        if _is_grouped(x_SI, weight_EIO):
-            out_SO = torch_versions.grouped_mm(x_SI, weight_EIO, offs=self.ends_E)
-        else:
-            out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, self.ends_E)
-        return out_SO
+        return grouped_products.times(x_SI, weight_EIO, self.ends_E)
 
     def gradient(
         self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
@@ -94,12 +87,7 @@ class SortedRows:
 
         The narrow side first: the other way round takes up to five times as long on a CPU.
         """
-        out_ERN: torch.Tensor
-        if _is_grouped(low_SR, weight_ERN, wide_SN):
-            out_ERN = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=self.ends_E)
-        else:
-            out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, self.ends_E)
-        return out_ERN
+        return grouped_products.gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
 
     def sums_by_expert(
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
@@ -108,26 +96,6 @@ class SortedRows:
         wide = ROW_BYTES // y_SO.dtype.itemsize
         weight_SR = weight_S.view(-1, 1).repeat(1, wide)
         return self.gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[:, 0]
-
-
-@torch.library.impl(_LIBRARY, "sums_of_outer_products", "CompositeExplicitAutograd")
-def sums_of_outer_products(
-    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
-) -> torch.Tensor:
-    """Return ``SortedRows.gradient`` expert by expert; transformers has this since 5.23 alone.
-
-    That also makes the gradient of the rows, which nothing here asks it for.
-    """
-    out_ERN, start = _no_sums(low_SR, wide_SN, ends_E), 0
-    for expert, end in enumerate(ends_E.tolist()):
-        torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
-        start = end
-    return out_ERN
-
-
-@torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
-def _no_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
 
 
 def padded(num_rows: int) -> int:
@@ -160,14 +128,3 @@ def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
         tensor.device.type == "cpu" and dtype.itemsize == 2 and not isinstance(tensor, FakeTensor)
     )
-
-
-def _is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
-    is_traced = isinstance(x, FakeTensor)
-    is_bound = x.device.type == "cpu" and not torch_versions.GROUPS_ANY_ADDRESS and not is_traced
-    if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
-        return False
-    dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
-    each = ROW_BYTES // x.dtype.itemsize
-    return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])

@@ -13,6 +13,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import OF_ALL, log
+from hpc_tune.model import grouped_products
 from hpc_tune.model.adapters import ALL_LINEAR
 from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
@@ -59,7 +60,10 @@ class Model:
         why = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
         found = kernels_of(built.config, built.dtype, train.compile, device, why)
-        slow = why_one_by_one(built.dtype, device) if is_mixture(built.module) else ""
+        slow = ""
+        if is_mixture(built.module) and device.type == "cuda":
+            slow = grouped_products.kernel_fault(device, built.dtype)
+            slow = slow or why_one_by_one(built.dtype, device)
         return replace(found, lora=None if tune.method == "full" else "own", one_by_one=slow)
 
     def require_readable_masks(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune import torch_versions
-from hpc_tune.model import sorted_rows
+from hpc_tune.model import grouped_products
 from hpc_tune.model.sorted_rows import SortedRows
 from hpc_tune.packages import release_of
 
@@ -82,8 +82,8 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     weight = torch.randn(2, 8, 8)
     plain, gradient = rows.times(x, weight), rows.gradient(x, x, weight)
     monkeypatch.setattr(torch_versions, "GROUPS_ANY_ADDRESS", False)
-    assert not sorted_rows._is_grouped(x, weight)
-    assert sorted_rows._is_grouped(x.clone(), weight)
+    assert not grouped_products.is_grouped(x, weight)
+    assert grouped_products.is_grouped(x.clone(), weight)
     assert torch.allclose(rows.times(x, weight), plain, atol=1e-6)
     assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
 

@@ -1,0 +1,168 @@
+"""Products grouped by expert: torch's kernel, or expert by expert where it has none or is wrong.
+
+    rows of an expert after one another -> times: each row by its expert's matrix
+                                        -> gradient: each expert's sum of outer products
+
+On a GPU the kernel may leave what was in memory before as the gradient of an expert without rows
+(https://github.com/pytorch/pytorch/issues/172439 on Blackwell, 174314 on MI300), which is not a
+number at times (193633). Such gradients are filled with zeros, without a question to the device.
+A wrong kernel would train a wrong model without an error: it is compared once with a loop.
+
+Shapes: S rows, E experts, I and O features in and out of a product, R and N the two sides of a
+gradient.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hpc_tune import torch_versions
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+
+_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
+_LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
+ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
+# Of a norm: rounding results to the dtype makes 0.3 eps, a single row at another expert 30.
+MAX_EPS = 4
+# The rows of experts: the first, two in the middle and the last have none, others one, less than a
+# tile of the kernel (16 to 128), and more.
+CHECKED = (0, 1, 40, 0, 0, 130, 17, 0)
+_WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
+
+
+def times(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return each row times the matrix of its expert, whose rows end at ``ends_E``."""
+    out_SO: torch.Tensor
+    if is_grouped(x_SI, weight_EIO) and not _is_refused(x_SI):
+        out_SO = torch_versions.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+    else:
+        out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, ends_E)
+    return out_SO
+
+
+def gradient(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return, for each expert, the sum of its rows' outer products, in the shape of a weight."""
+    out_ERN: torch.Tensor
+    if is_grouped(low_SR, weight_ERN, wide_SN) and not _is_refused(low_SR):
+        out_ERN = _gradient_by_kernel(low_SR, wide_SN, ends_E)
+    else:
+        out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, ends_E)
+    return out_ERN
+
+
+@torch.library.impl(_LIBRARY, "sums_of_outer_products", "CompositeExplicitAutograd")
+def sums_of_outer_products(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return ``gradient`` expert by expert; transformers has this since 5.23 alone.
+
+    That also makes the gradient of the rows, which nothing here asks it for.
+    """
+    out_ERN, start = _no_sums(low_SR, wide_SN, ends_E), 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
+        start = end
+    return out_ERN
+
+
+@torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
+def _no_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
+
+
+def is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
+    is_traced = isinstance(x, FakeTensor)
+    is_bound = x.device.type == "cpu" and not torch_versions.GROUPS_ANY_ADDRESS and not is_traced
+    if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
+        return False
+    dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
+    each = ROW_BYTES // x.dtype.itemsize
+    return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])
+
+
+@functools.cache
+def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the kernel must not be used in ``dtype`` on this device, also as a warning."""
+    most = MAX_EPS * torch.finfo(dtype).eps
+    try:
+        gaps = gaps_to_loop(device, dtype)
+    except (RuntimeError, TypeError, ValueError) as error:  # or another interface
+        why = f"torch's grouped product fails here ({first_line(error)})"
+    else:
+        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
+        if not wrong:
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        why = (
+            f"torch's grouped product is wrong here: it differs from a loop over experts in "
+            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
+        )
+    log.warning("experts are multiplied one after the other: %s", why)
+    return why
+
+
+def gaps_to_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return how far the kernel is from a loop over experts in fp64, as shares of the norms.
+
+    Memory that it may leave as it was holds no numbers.
+    """
+    generator, counts = torch.Generator().manual_seed(0), CHECKED
+    ends_E = torch.tensor(counts).cumsum(0).int().to(device)
+    rows, experts = sum(counts), len(counts)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x_SI, grad_SR = drawn(rows, _WIDE), drawn(rows, _NARROW)
+    down_EIR, up_ERI = drawn(experts, _WIDE, _NARROW), drawn(experts, _NARROW, _WIDE)
+
+    def result(out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]) -> torch.Tensor:
+        no_numbers = torch.full(out_shape, torch.nan, dtype=dtype, device=device)
+        del no_numbers  # a result of that size is put where it was
+        return product()
+
+    narrow, up_EIR = (rows, _NARROW), up_ERI.transpose(1, 2)
+    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = [
+            result(narrow, lambda: torch_versions.grouped_mm(x_SI, down_EIR, offs=ends_E)),
+            result(narrow, lambda: torch_versions.grouped_mm(x_SI, up_EIR, offs=ends_E)),
+            result(up_ERI.shape, lambda: _gradient_by_kernel(grad_SR, x_SI, ends_E)),
+        ]
+        x_by_E, grad_by_E = x_SI.double().split(counts), grad_SR.double().split(counts)
+        wanted = [
+            torch.cat([x @ w for x, w in zip(x_by_E, down_EIR.double(), strict=True)]),
+            torch.cat([x @ w for x, w in zip(x_by_E, up_EIR.double(), strict=True)]),
+            torch.stack([grad.t() @ x for grad, x in zip(grad_by_E, x_by_E, strict=True)]),
+        ]
+    names = ("its result", "that by transposed weights", "the gradient of weights")
+    return {
+        name: float((one.double() - true).norm() / true.norm())
+        for name, one, true in zip(names, found, wanted, strict=True)
+    }
+
+
+def _gradient_by_kernel(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
+    if _may_leave_memory(low_SR):
+        is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+        out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not a product: 0 x nan is nan
+    return out_ERN
+
+
+def _may_leave_memory(x: torch.Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+def _is_refused(x: torch.Tensor) -> bool:
+    """Whether the kernel was tried on the device of ``x`` and must not be used there."""
+    is_real = x.device.type == "cuda" and not isinstance(x, FakeTensor)
+    return is_real and bool(kernel_fault(x.device, x.dtype))

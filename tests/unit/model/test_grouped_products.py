@@ -1,0 +1,168 @@
+"""Products grouped by expert, where torch's kernel leaves memory as it was, or is wrong.
+
+A CPU stands for the GPU: its kernel is right, and wrapped by what others do.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpc_tune import torch_versions
+from hpc_tune.log import log
+from hpc_tune.model import grouped_products
+from hpc_tune.model.grouped_products import CHECKED, gaps_to_loop, kernel_fault
+from hpc_tune.train.model import Model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch):
+    texts = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: texts.append(text % values))
+    kernel_fault.cache_clear()
+    yield texts
+    kernel_fault.cache_clear()
+
+
+def leaves_memory(product, garbage):
+    """Return a product of which gradients of experts without rows are what memory had."""
+
+    def kernel(x, weight, offs):
+        out = product(x, weight, offs=offs)
+        if weight.dim() == 2:
+            out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = garbage
+        return out
+
+    return kernel
+
+
+def sorted_rows(*counts):
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor(counts).cumsum(0).int()
+    low, wide = (torch.randn(sum(counts), size, generator=generator) for size in (8, 16))
+    return low, wide, torch.zeros(len(counts), 8, 16), ends
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 3.0])
+def test_an_expert_without_rows_has_a_gradient_of_zero_whatever_memory_had(garbage, monkeypatch):
+    low, wide, weight, ends = sorted_rows(0, 3, 0, 0, 5, 0)
+    wanted = grouped_products.gradient(low, wide, weight, ends)
+    kernel = leaves_memory(torch_versions.grouped_mm, garbage)
+    monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
+    monkeypatch.setattr(grouped_products, "_may_leave_memory", lambda x: True)
+    found = grouped_products.gradient(low, wide, weight, ends)
+    assert torch.equal(found, wanted)
+    assert [bool(grad.any()) for grad in found] == [False, True, False, False, True, False]
+
+
+def test_the_trial_has_experts_without_rows_at_both_ends_and_in_between():
+    assert CHECKED[0] == CHECKED[-1] == 0
+    assert 0 in CHECKED[2:-2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_a_cpu_passes(dtype, told):
+    assert kernel_fault(CPU, dtype) == ""
+    assert not told
+
+
+def test_memory_that_is_filled_afterwards_is_no_fault(monkeypatch):
+    kernel = leaves_memory(torch_versions.grouped_mm, torch.nan)
+    monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
+    assert "the gradient of weights by nan" in kernel_fault(CPU, torch.bfloat16)
+    kernel_fault.cache_clear()
+    monkeypatch.setattr(grouped_products, "_may_leave_memory", lambda x: True)
+    assert kernel_fault(CPU, torch.bfloat16) == ""
+
+
+def one_row_off(product):
+    def kernel(x, weight, offs):
+        counts = torch.diff(offs, prepend=offs.new_zeros(1))
+        return product(x, weight, offs=offs - (counts == 40).int())
+
+    return kernel
+
+
+def unwritten_result(product):
+    def kernel(x, weight, offs):
+        out = product(x, weight, offs=offs)
+        if weight.dim() == 3:
+            out[-1] = torch.nan
+        return out
+
+    return kernel
+
+
+def refuses(product):
+    def kernel(x, weight, offs):
+        raise RuntimeError("grouped gemm is not supported here\nmore")
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (one_row_off, "it differs from a loop over experts in its result by"),
+        (unwritten_result, "in its result by nan, that by transposed weights by nan of the norm"),
+        (refuses, "torch's grouped product fails here (grouped gemm is not supported here)"),
+    ],
+)
+def test_a_wrong_kernel_is_told_of_once_and_experts_are_multiplied_one_by_one(
+    wrong, words, monkeypatch, told
+):
+    low, wide, weight, ends = sorted_rows(0, 40, 5, 0)
+    by_kernel = [
+        grouped_products.times(low, weight.normal_(), ends),
+        grouped_products.gradient(low, wide, weight, ends),
+    ]
+    monkeypatch.setattr(torch_versions, "grouped_mm", wrong(torch_versions.grouped_mm))
+    monkeypatch.setattr(
+        grouped_products, "_is_refused", lambda x: bool(kernel_fault(CPU, torch.float32))
+    )
+    by_loop = [
+        grouped_products.times(low, weight, ends),
+        grouped_products.gradient(low, wide, weight, ends),
+    ]
+    for one, other in zip(by_loop, by_kernel, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert len(told) == 1
+    assert words in told[0]
+    assert told[0].startswith("experts are multiplied one after the other: ")
+
+
+def test_the_trial_is_left_out_of_what_a_dispatch_mode_sees():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+        gaps = gaps_to_loop(CPU, torch.float32)
+    assert counter.get_total_flops() == 0
+    assert max(gaps.values()) < 1e-6
+
+
+def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypatch):
+    tried = []
+    monkeypatch.setattr("hpc_tune.train.model.is_mixture", lambda module: True)
+    monkeypatch.setattr("hpc_tune.train.model.kernels_of", lambda *_: _kernels("varlen"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(
+        grouped_products, "kernel_fault", lambda *of: tried.append(of) or "it is wrong"
+    )
+    module = SimpleNamespace(within_documents=True, needs_mask=False)
+    config = SimpleNamespace(model_type="mixtral")
+    built = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
+    settings = SimpleNamespace(
+        tune=SimpleNamespace(method="lora"), train=SimpleNamespace(compile=False)
+    )
+    model = Model(built, None, settings)
+    assert str(model.kernels(GPU)).endswith("experts one by one: it is wrong")
+    assert tried == [(GPU, torch.bfloat16)]
+    assert model.kernels(CPU).one_by_one == ""
+
+
+def _kernels(attention):
+    from hpc_tune.model.kernels import Kernels
+
+    return Kernels(attention, None, "F.rms_norm", "own")
