@@ -111,13 +111,22 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(comm)
-    if world.num_nodes > 1:
+    if is_watched(world, device):
         watch = HostWatch(comm, address, settings.host_timeout, lost)
         comm = replace(comm, watch=watch)
     if world.rank == 0:
         _log_world(comm, all_facts)
         _log_warnings([warning])
     return comm
+
+
+def is_watched(world: World, device: "torch.device") -> bool:
+    """Whether the ranks need connections by which they hear of the end of another.
+
+    Within a node gloo hears of it by itself; a GPU waits for a rank that is gone until run.timeout,
+    unless the launcher ends the others, which srun, ssh and flux do not by default.
+    """
+    return world.num_nodes > 1 or (world.size > 1 and device.type != "cpu")
 
 
 def _log_world(comm: Comm, all_facts: list[dict[str, Any]]) -> None:

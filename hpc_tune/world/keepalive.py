@@ -8,6 +8,8 @@ for a rank that computes, waits for a disk or is suspended. So this is quick, an
 slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as for a
 slow rank, and mpirun's own daemons for minutes.
 
+On one node of GPUs there are no hosts to lose, but a GPU does not hear of a rank that has ended.
+
 A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor can
 name them, also where none is on their host. A rank that has reported why the world ends says so,
 with its exit code, before it leaves: its end is then no news, and the others leave with that code.
@@ -46,7 +48,7 @@ _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
 
 class HostWatch:
-    """Watches the hosts of a world of several nodes, until ``close``."""
+    """Watches the hosts and ranks of a world, until ``close``."""
 
     def __init__(self, comm: Comm, address: str, limit_s: float, lost: Lost) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
@@ -70,7 +72,7 @@ class HostWatch:
         self._rest: dict[int, bytes] = {}  # of messages, by rank
         listener: socket.socket | None = None
         if comm.is_rank_0:
-            listener = _listen(address, comm.world.size)
+            listener = _listen(address, comm.world.size, {peer.node for peer in comm.roster} == {0})
             comm.store.set(_KEY, json.dumps([address, listener.getsockname()[1]]))
         else:
             self._ranks[self._connect()] = 0
@@ -135,7 +137,7 @@ class HostWatch:
                 selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
             num_told = 0
             while not self._closed.is_set():
-                for key, _ in selector.select(self._seconds_left()):
+                for key, _ in selector.select(self._seconds_to_look()):
                     ready: socket.socket = key.data
                     if ready is listener:
                         if (new_peer := self._accept_peer(listener)) is not None:
@@ -235,6 +237,12 @@ class HostWatch:
         ends_s = [at_s + self._limit_of(rank) for rank, at_s in self._ended.items()]
         return max(0.0, min(ends_s) - now_s) if ends_s else None
 
+    def _seconds_to_look(self) -> float | None:
+        """Return when to look again: a process closes its connections before it is known to end."""
+        left_s = self._seconds_left()
+        is_near = any(self._is_near(rank) for rank in self._ended)
+        return min(left_s, liveness.HOST_SETTLE_S) if left_s is not None and is_near else left_s
+
     def _limit_of(self, rank: int) -> float:
         """Return how long those who can name the end of a rank better have for it."""
         comm, peer = self._comm, self._comm.roster[rank]
@@ -274,14 +282,14 @@ class HostWatch:
         self._lost(self._now, error)
 
 
-def _listen(address: str, backlog: int) -> socket.socket:
+def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.socket:
     """Listen on ``address``.
 
-    torchrun's may be one that this host does not have, or its loopback; then listen on all
-    interfaces, as torchrun's own store does.
+    torchrun's may be one that this host does not have, or, of several nodes, its loopback; then
+    listen on all interfaces, as torchrun's own store does.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
     own = {known.ip for known in local_addresses()}
     ip = str(sockaddr[0])
-    host = ip if ip in own and not ip.startswith("127.") else ""
+    host = ip if ip in own and (is_one_node or not ip.startswith("127.")) else ""
     return socket.create_server((host, 0), family=family, backlog=backlog)

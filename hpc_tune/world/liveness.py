@@ -1,8 +1,9 @@
 """Who watches what in a run, by which sign, for how long, and what it then does.
 
-HostWatch in world/keepalive.py, on each rank of several nodes: the other hosts and their ranks
+HostWatch in world/keepalive.py, on each rank of several nodes or of GPUs: the others, their hosts
     sign    kernels answer TCP probes on the rank's one connection with rank 0; a rank closes it
-    late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s
+    late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s;
+            at once where its process is seen to be gone
     then    rank 0 tells the ranks of all hosts, and each ends the world
 HangWatch in world/hang.py, on each rank: its own main thread, in work that it does alone
     sign    CPU time and bytes read, its own and its children's; looked at every second

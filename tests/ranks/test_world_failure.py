@@ -1,8 +1,10 @@
 """How a world ends when a rank fails, dies, hangs, or loses its launcher."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.world.processes import is_alive
+from tests.ranks import test_world_launch
 from tests.support.ranks import HANG_S, find_mpirun, mpirun, python, rank_environment, started
 
 # The environment variable CAUSE says what rank 2 (of 4) or rank 1 (of 2) does.
@@ -56,7 +59,7 @@ def environment(n, cause, victim, **more):
 
 
 def pids_of(process, n):
-    """Return the pids that the ranks print, by rank."""
+    """Return the pids that ``n`` ranks print, by rank."""
     found = {}
     while len(found) < n:
         line = process.stdout.readline()
@@ -152,3 +155,41 @@ def test_ranks_behind_a_shell_script_leave_too(tmp_path):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert left == []
+
+
+# A rank that waits for its GPU: nothing tells its main thread that another one is gone.
+WAITING = """
+import os, sys, time
+import torch
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.world import bootstrap as start
+
+take, groups = start._take_device, start.init_groups
+cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+start._take_device = lambda *of: (gpu, *take(*of)[1:])
+start.init_groups = lambda world, device, *more: groups(world, cpu, *more)
+comm = start.bootstrap(RunSettings(device="cpu"))
+comm.begin("training step 7")
+sys.stdout.write(f"rank {comm.world.rank} is pid {os.getpid()}\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_of_one_node_that_wait_for_their_gpus_hear_of_a_killed_one(victim):
+    """Without a launcher that ends them, as under srun."""
+    command = [*python(), "-c", WAITING]
+    with contextlib.ExitStack() as all_:
+        jobs = [
+            all_.enter_context(started(command, rank_environment(2, own)))
+            for own in test_world_launch.slurm_step(2)
+        ]
+        pids = [pids_of(job, 1)[rank] for rank, job in enumerate(jobs)]
+        os.kill(pids[victim], signal.SIGKILL)
+        began_s = time.monotonic()
+        _, stderr = jobs[1 - victim].communicate(timeout=HANG_S)
+        assert time.monotonic() - began_s < 300  # of the sleep of 600; run.timeout is 1,800
+    host = socket.gethostname()
+    gone = f"rank {victim} (pid {pids[victim]} on host {host}) is gone while training step 7"
+    assert gone in stderr
+    assert jobs[1 - victim].returncode == 1

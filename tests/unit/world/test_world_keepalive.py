@@ -167,6 +167,8 @@ def test_a_stranger_is_sent_away_and_changes_nothing(world):
 
 
 def test_it_listens_on_one_interface_unless_the_address_is_no_own_one():
+    with keepalive._listen("127.0.0.1", 1, is_one_node=True) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
     with keepalive._listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
     own = [a.ip for a in keepalive.local_addresses() if not a.ip.startswith("127.") and "." in a.ip]
