@@ -245,6 +245,13 @@ class RunSettings(Section):
         "named, and the backends' own limit (NCCL aborts the process) is a minute later. Half an "
         "hour is longer than slow file systems take; less of it ends a job that hangs sooner.",
     )
+    start_timeout: Seconds | Literal["auto"] = Field(
+        "auto",
+        description="Seconds that each part of the start may take before the job ends: that all "
+        "ranks are there, that they have met and that their devices are connected; auto: 300, and "
+        "0.2 per rank. What the ranks import between the first two is not counted, since thousands "
+        "of them read it for minutes from a parallel file system; run.timeout ends that.",
+    )
     host_timeout: Seconds = Field(
         20.0,
         ge=4.0,

@@ -54,6 +54,14 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
 
+_START_HINT = (
+    "check for ranks that failed to start, or for a network that the nodes do not share; "
+    "run.start_timeout=SECONDS waits longer"
+)
+_CONNECT_HINT = (
+    "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface it "
+    "takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
+)
 _SETTLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
 
@@ -61,7 +69,7 @@ _GLOO_THREAD = "pt_gloo_runloop"
 def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: bool = True) -> Comm:
     """Form the world and return this rank's part in it; collective over all ranks.
 
-    ``lost`` ends the world when another host is down or cut off, which a thread finds out.
+    ``lost`` ends the world when another host is down or cut off, which a thread finds out;
     ``refuses_unused``: whether ranks are refused that see none of the GPUs granted to them.
 
     Raises:
@@ -70,35 +78,36 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
     end_world_on_uncaught(None)
     open_files.require_least(files := open_files.raise_limit())
     launcher, claim = launcher_of(os.environ)
-    launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
-    if launched and claim.launcher != UNKNOWN:  # that one may end before its ranks, as ssh does
+    if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
         watch_launcher(who)
-    hint = "check for ranks that failed to start, or for a network that the nodes do not share"
-    with time_limit("all ranks to start", liveness.START_LIMIT_S, hint, who):
+    limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)
+    with time_limit("all ranks to start", limit_s, _START_HINT, who):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form without them
             _log_warnings([open_files.shortage(files, world.size)])
-        channel = _open_channel(world, mpi_comm, launcher, claim)
+        channel = _open_channel(world, mpi_comm, launcher, claim, settings)
         world = _with_nodes(world, channel)
         cores = _allowed_cores(world, channel)
         share, threads, note = _take_cores(world, cores, settings)
-        import torch
-
+    limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
+    _import_torch(channel, max(limit_s, settings.timeout), who)
+    with time_limit("all ranks to meet", limit_s, _START_HINT, who):
         store, address, nonce, met = _rendezvous(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
-        device, warning, near = _take_device(world, exchange, settings, launched, refuses_unused)
+        device, warning, near = _take_device(world, exchange, settings, claim, refuses_unused)
         exchange.close()
         if near:
             share, threads, _ = _take_cores(world, cores, settings, near)
-        torch.set_num_threads(threads)
-        cpu_group = init_groups(world, device, store, settings.timeout)
-        facts: dict[str, Any] = {
-            "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
-            "cores": (share.num_cores, threads, share.shared_by),
-            "notes": [share.warning, note, met],
-            "pids": _pid_namespace(),
-        }
+    _use_threads(threads)
+    cpu_group = init_groups(world, device, store, settings.timeout, limit_s)
+    facts: dict[str, Any] = {
+        "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
+        "cores": (share.num_cores, threads, share.shared_by),
+        "notes": [share.warning, note, met],
+        "pids": _pid_namespace(),
+    }
+    with time_limit("all ranks to tell of themselves", limit_s, _START_HINT, who):
         all_facts = all_gather(facts, cpu_group)
     comm = Comm(
         world=world,
@@ -108,15 +117,14 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         store=store,
         nonce=nonce,
         threads=threads,
+        start_s=limit_s,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(comm)
     if is_watched(world, device):
-        watch = HostWatch(comm, address, settings.host_timeout, lost)
-        comm = replace(comm, watch=watch)
-    if world.rank == 0:
-        _log_world(comm, all_facts)
-        _log_warnings([warning])
+        comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
+    if comm.is_rank_0:
+        _log_world(comm, all_facts, warning)
     return comm
 
 
@@ -129,12 +137,13 @@ def is_watched(world: World, device: "torch.device") -> bool:
     return world.num_nodes > 1 or (world.size > 1 and device.type != "cpu")
 
 
-def _log_world(comm: Comm, all_facts: list[dict[str, Any]]) -> None:
+def _log_world(comm: Comm, all_facts: list[dict[str, Any]], warning: str | None) -> None:
     from hpc_tune.torch_versions import untested
 
     place = affinity.describe([f["cores"] for f in all_facts], comm.world.num_nodes)
     log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
     _log_warnings([untested(), *(note for f in all_facts for note in f["notes"])])
+    _log_warnings([warning])
 
 
 def _log_warnings(texts: list[str | None]) -> None:
@@ -183,7 +192,28 @@ def _state_if(name: str, task: Path) -> str | None:
     return rest.split()[0] if thread == name else None
 
 
-def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim) -> Channel | None:
+def _import_torch(channel: Channel | None, limit_s: float, who: str) -> None:
+    """Import it on all ranks, which takes minutes where thousands read it from one file system.
+
+    The start of the others is counted from then on; with a store, which needs torch, that of each.
+    """
+    hint = "the file system with the Python packages is slow, or does not answer on some node"
+    with time_limit("all ranks to import torch", limit_s, hint, who):
+        import torch  # noqa: F401
+
+        if channel is not None:
+            channel.all_gather(None)
+
+
+def _use_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _open_channel(
+    world: World, mpi_comm: Any, launcher: Launcher, claim: Claim, settings: RunSettings
+) -> Channel | None:
     """Return the ranks' channel before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
         return MpiChannel(mpi_comm)
@@ -194,9 +224,8 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
     if launcher.meeting_point is None:
         raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
-    return StarChannel(
-        world, point.addresses, point.token, liveness.START_LIMIT_S * 0.8, point.ports
-    )
+    limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
+    return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
 
 
 def _with_nodes(world: World, channel: Channel | None) -> World:
@@ -246,7 +275,7 @@ def _take_device(
     world: World,
     exchange: Channel,
     settings: RunSettings,
-    launched: bool,
+    claim: Claim,
     refuses_unused: bool = True,
 ) -> "tuple[torch.device, str | None, list[affinity.Near | None]]":
     """Return this rank's device, a warning if any, and where the GPUs of the node's ranks are.
@@ -260,7 +289,7 @@ def _take_device(
         wanted = "cpu"
     device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
-    warning = check_devices(reports, launched)
+    warning = check_devices(reports, claim.launcher != "single")
     nodes = nodes_of_gpus(seen) if device.type == "cuda" else []
     near = [None if n is None else affinity.Near(n, cpus_of(SYS, n)) for n in nodes]
     return device, warning, near if any(near) else []
@@ -272,7 +301,7 @@ def _rendezvous(
     """Return the store that all ranks share, where rank 0 is reached, a nonce, and a warning."""
     import torch.distributed as dist
 
-    limit = timedelta(seconds=liveness.START_LIMIT_S)
+    limit = timedelta(seconds=liveness.start_limit_s(settings.start_timeout, world.size))
     if channel is None:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
         if world.rank == 0:
@@ -319,14 +348,25 @@ def _set_interface(world: World, address: str, interface: str | None) -> None:
 
 
 def init_groups(
-    world: World, device: "torch.device", store: "Store", timeout_s: float
+    world: World, device: "torch.device", store: "Store", timeout_s: float, start_s: float
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic.
 
     The default group is used once: that connects all GPUs, before anything else asks for a part of
-    them, and shows a network that does not work for NCCL. Its collectives end later than
-    ``step_limit`` ends the world, which knows who is missing.
+    them, and shows a network that does not work for NCCL. All of it may take ``start_s``. Its
+    collectives end later than ``step_limit`` ends the world, which knows who is missing.
     """
+    who = f"rank {world.rank} on {world.hostname}"
+    hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
+    with time_limit("the devices of all ranks to connect", start_s, hint, who):
+        group = _new_groups(world, device, store, timeout_s)
+        _connect(world, device)
+    return group
+
+
+def _new_groups(
+    world: World, device: "torch.device", store: "Store", timeout_s: float
+) -> "ProcessGroup":
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -344,7 +384,7 @@ def init_groups(
             # Makes NCCL's communicators with their groups, not at their first use.
             device_id=device if device.type == "cuda" else None,
         )
-        group = dist.new_group(
+        return dist.new_group(
             backend="gloo", timeout=timedelta(seconds=max(timeout_s, liveness.CONTROL_TIMEOUT_S))
         )
     except (RuntimeError, ValueError) as error:
@@ -353,8 +393,6 @@ def init_groups(
             f"interface {os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the "
             "network that connects the nodes with run.interface=NAME"
         ) from error
-    _connect(world, device)
-    return group
 
 
 def _connect(world: World, device: "torch.device") -> None:
@@ -362,18 +400,15 @@ def _connect(world: World, device: "torch.device") -> None:
     import torch
     import torch.distributed as dist
 
-    who = f"rank {world.rank} on {world.hostname}"
-    hint = (
-        "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface "
-        "it takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
-    )
-    with time_limit("the devices of all ranks to connect", liveness.START_LIMIT_S, hint, who):
-        try:
-            word = torch.zeros(1, device=device)
-            dist.all_reduce(word)
-            word.tolist()  # on a device an error shows only where its result is read
-        except RuntimeError as error:
-            raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
+    try:
+        word = torch.zeros(1, device=device)
+        dist.all_reduce(word)
+        word.tolist()  # on a device an error shows only where its result is read
+    except RuntimeError as error:
+        who = f"rank {world.rank} on {world.hostname}"
+        raise WorldError(
+            f"{who} on {device} could not connect: {error}. {_CONNECT_HINT}"
+        ) from error
 
 
 def _pid_namespace() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hpc_tune.errors import DiskError, HpcTuneError, RemoteError
+from hpc_tune.world import liveness
 from hpc_tune.world.discover import World
 from hpc_tune.world.failure import time_limit
 from hpc_tune.world.hang import HangWatch
@@ -102,6 +103,7 @@ class Comm:
     threads: int
     sees_local_pids: bool
     watch: Watch | None = None
+    start_s: float = liveness.START_LIMIT_S
     num_regroups: int = 0
     store_rank: int = 0
     hang: HangWatch | None = None

@@ -3,7 +3,6 @@
 HostWatch in world/keepalive.py, on each rank of several nodes or of GPUs: the others, their hosts
     sign    kernels answer TCP probes on the rank's one connection with rank 0; a rank closes it
     late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s;
-            at once where its process is seen to be gone
     then    rank 0 tells the ranks of all hosts, and each ends the world
 HangWatch in world/hang.py, on each rank: its own main thread, in work that it does alone
     sign    CPU time and bytes read, its own and its children's; looked at every second
@@ -27,7 +26,7 @@ watch_launcher in world/failure.py, on each rank: its parent and the launcher
     then    ends this rank
 time_limit in world/failure.py, on each rank: one wait, such as for all ranks to start
     sign    the end of the wait
-    late    300 s for the start and for the end of the world
+    late    300 s for the end of the world; run.start_timeout for each part of its start
     then    says who waited for what, and ends the world
 RunLock in rundir/owner.py, on rank 0: live.json of its own run directory, and of another job's
     sign    it touches the file every 10 s; the file names it; the folder has its name
@@ -45,6 +44,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from hpc_tune.errors import EXIT_FAILED
 
@@ -81,7 +81,8 @@ STOP_MARGIN_S = STOP_GRACE_S + 2.0  # of the time limit
 LAUNCHER_LOOK_EVERY_S = 1.0
 
 # time_limit
-START_LIMIT_S = 300.0
+START_LIMIT_S = 300.0  # what a probe waits for all ranks; a start that of run.start_timeout
+START_LIMIT_PER_RANK_S = 0.2  # NCCL connects thousands of ranks in 10 to 60 s
 END_LIMIT_S = 300.0
 CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
 
@@ -180,6 +181,13 @@ def when_still(
         return True
 
     return look
+
+
+def start_limit_s(start_timeout: float | Literal["auto"], num_ranks: int) -> float:
+    """Return the seconds that each part of the start of a world may take."""
+    if start_timeout != "auto":
+        return start_timeout
+    return START_LIMIT_S + START_LIMIT_PER_RANK_S * num_ranks
 
 
 def after(seconds: float, act: Callable[[], object]) -> threading.Timer:

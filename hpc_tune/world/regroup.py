@@ -58,7 +58,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     )
     num = comm.num_regroups + 1
     store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
-    group = init_groups(world, comm.device, store, timeout_s)
+    group = init_groups(world, comm.device, store, timeout_s, comm.start_s)
     comm = dataclasses.replace(
         comm,
         world=world,

@@ -101,6 +101,7 @@ FREE = {
     "run.threads",
     "run.interface",
     "run.host_timeout",
+    "run.start_timeout",
     "run.timeout",
     # how long it is: compared as total_steps
     "train.max_steps",

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from hpc_tune.world import liveness
 from hpc_tune.world.liveness import Watcher, when_still
+from tests.support.ranks import HANG_S, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3] / "hpc_tune"
 # Besides the table, a thread may sample again and again: what memory is used.
@@ -33,7 +35,7 @@ LIMITS = {
     "RollCall": [],
     "StartupWatchdog": ["STOP_LOOK_EVERY_S", "STOP_GRACE_S"],
     "watch_launcher": [],
-    "time_limit": ["START_LIMIT_S", "END_LIMIT_S"],
+    "time_limit": ["END_LIMIT_S"],
     "RunLock": ["TOUCH_EVERY_S", "SILENT_S"],
     "HeartbeatFile": ["HEARTBEAT_EVERY_S", "QUIET_S", "ALIVE_S"],
 }
@@ -155,3 +157,44 @@ def test_nothing_is_done_after_it_is_closed_and_closing_waits_for_what_is_done()
     watcher.unless_over(lambda: done.append("late"))
     assert done == ["acted", "closed"]
     assert watcher.wait(0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_ranks", "seconds"),
+    [("auto", 1, 300.2), ("auto", 256, 351.2), ("auto", 4096, 1119.2), (60.0, 4096, 60.0)],
+)
+def test_a_start_of_many_ranks_may_take_longer(setting, num_ranks, seconds):
+    assert liveness.start_limit_s(setting, num_ranks) == pytest.approx(seconds)
+
+
+# Prints what is waited for, for how long, and whether torch is imported meanwhile.
+STARTING = """
+import contextlib, sys
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.world import bootstrap as start
+
+waits = []
+
+@contextlib.contextmanager
+def noted(what, seconds, hint, who):
+    before = "torch" in sys.modules
+    yield
+    imports = "torch" in sys.modules and not before
+    waits.append((what, seconds, imports, "run.start_timeout" in hint))
+
+start.time_limit = noted
+start.bootstrap(RunSettings(device="cpu", start_timeout=77.0, timeout=100.0))
+print(waits)
+"""
+
+
+def test_a_start_counts_no_time_in_which_torch_is_imported():
+    done = run_ranks([sys.executable, "-c", STARTING], rank_environment(1), HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout.splitlines()[-1]) == [
+        ("all ranks to start", 77.0, False, True),
+        ("all ranks to import torch", 100.0, True, False),
+        ("all ranks to meet", 77.0, False, True),
+        ("the devices of all ranks to connect", 77.0, False, True),
+        ("all ranks to tell of themselves", 77.0, False, True),
+    ]
