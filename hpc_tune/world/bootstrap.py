@@ -38,6 +38,7 @@ from hpc_tune.world.device import (
 )
 from hpc_tune.world.discover import World, discover
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.hidden_gpus import hidden_neighbours
 from hpc_tune.world.json_channel import (
     Channel,
     MpiChannel,
@@ -100,7 +101,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         if near:
             share, threads, _ = _take_cores(world, cores, settings, near)
     _use_threads(threads)
-    cpu_group = init_groups(world, device, store, settings.timeout, limit_s)
+    cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
     facts: dict[str, Any] = {
         "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
         "cores": (share.num_cores, threads, share.shared_by),
@@ -289,7 +290,7 @@ def _take_device(
         wanted = "cpu"
     device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
-    warning = check_devices(reports, claim.launcher != "single")
+    warning = check_devices(reports, claim.launcher != "single") or hidden_neighbours(reports)
     nodes = nodes_of_gpus(seen) if device.type == "cuda" else []
     near = [None if n is None else affinity.Near(n, cpus_of(SYS, n)) for n in nodes]
     return device, warning, near if any(near) else []
@@ -348,19 +349,26 @@ def _set_interface(world: World, address: str, interface: str | None) -> None:
 
 
 def init_groups(
-    world: World, device: "torch.device", store: "Store", timeout_s: float, start_s: float
+    world: World,
+    device: "torch.device",
+    store: "Store",
+    timeout_s: float,
+    start_s: float,
+    warning: str | None = None,
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic.
 
     The default group is used once: that connects all GPUs, before anything else asks for a part of
-    them, and shows a network that does not work for NCCL. All of it may take ``start_s``. Its
-    collectives end later than ``step_limit`` ends the world, which knows who is missing.
+    them, and shows a network that does not work for NCCL. All of it may take ``start_s``;
+    ``warning`` of devices may be why it fails. Its collectives end later than ``step_limit`` ends
+    the world, which knows who is missing.
     """
     who = f"rank {world.rank} on {world.hostname}"
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
+    hint = hint if warning is None else f"{warning}. Or {hint}"
     with time_limit("the devices of all ranks to connect", start_s, hint, who):
         group = _new_groups(world, device, store, timeout_s)
-        _connect(world, device)
+        _connect(world, device, hint)
     return group
 
 
@@ -395,7 +403,7 @@ def _new_groups(
         ) from error
 
 
-def _connect(world: World, device: "torch.device") -> None:
+def _connect(world: World, device: "torch.device", hint: str) -> None:
     """Send something over the default group. Collective."""
     import torch
     import torch.distributed as dist
@@ -406,9 +414,7 @@ def _connect(world: World, device: "torch.device") -> None:
         word.tolist()  # on a device an error shows only where its result is read
     except RuntimeError as error:
         who = f"rank {world.rank} on {world.hostname}"
-        raise WorldError(
-            f"{who} on {device} could not connect: {error}. {_CONNECT_HINT}"
-        ) from error
+        raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
 
 
 def _pid_namespace() -> str:

@@ -20,6 +20,7 @@ from hpc_tune.cluster.unused_gpus import (
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
+from hpc_tune.world.hidden_gpus import reachable_gpus
 from hpc_tune.world.json_channel import Channel
 from hpc_tune.world.numa import SYS, numa_of, pci_path
 
@@ -44,7 +45,7 @@ class DeviceReport:
     """What one rank reports to the others: the names of its device and of all visible ones.
 
     ``error`` says why it has no device, if it requested one; ``unused`` of what GPUs it makes no
-    use, if it did not.
+    use, if it did not. ``reachable``: how many of NVIDIA's it may open, 0 if that is unknown.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class DeviceReport:
     visible: tuple[str, ...] = ()
     error: str | None = None
     unused: str | None = None
+    reachable: int = 0
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "DeviceReport":
@@ -179,7 +181,8 @@ def pick_device(
         return cpu, DeviceReport(*rank, "cuda", visible=own.names, error=error)
     device = torch.device("cuda", own.names.index(chosen[world.rank]))
     torch.cuda.set_device(device)
-    return device, DeviceReport(*rank, "cuda", uuid=chosen[world.rank], visible=own.names)
+    uuid, reachable = chosen[world.rank], reachable_gpus()
+    return device, DeviceReport(*rank, "cuda", uuid, own.names, reachable=reachable)
 
 
 def unused_by(host: str) -> Unused | None:
