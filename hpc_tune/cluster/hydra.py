@@ -1,7 +1,24 @@
 """Hydra, the mpirun of MPICH, Intel MPI and MVAPICH."""
 
+from collections.abc import MutableMapping
+
 from hpc_tune.cluster.protocol import LIBMPI_OF_MPICH, Claim, Environ, Launcher, read_claim
 from hpc_tune.cluster.slurm import is_srun_step
+
+# Sites set it by a module; mpi4py is linked without the library that Cray MPICH asks for then, and
+# MPI_Init aborts ("GPU_SUPPORT_ENABLED is requested, but GTL library is not linked").
+GPU_AWARE = "MPICH_GPU_SUPPORT_ENABLED"
+
+
+def keep_from_gpus(environ: MutableMapping[str, str]) -> str | None:
+    """Let Cray MPICH leave GPUs alone, which only NCCL sends from here; return what is to be said.
+
+    Beside NCCL it can also wait for ever. MPI must not be imported yet.
+    """
+    if environ.get(GPU_AWARE, "0") == "0":
+        return None
+    was, environ[GPU_AWARE] = environ[GPU_AWARE], "0"
+    return f"{GPU_AWARE}=0 instead of {was}: MPI is given nothing from GPUs here"
 
 
 def _claim(environ: Environ) -> Claim | None:

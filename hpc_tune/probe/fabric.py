@@ -34,10 +34,9 @@ _SLINGSHOT = (
 )
 _SLINGSHOT_AMD = (Expected("FI_CXI_RDZV_PROTO", "alt_read"),)
 _LL128_SINCE = (2, 27)  # NCCL's tuning chooses it over Slingshot from there on
-_GPU_AWARE_MPI = "MPICH_GPU_SUPPORT_ENABLED"
 NAMES = (
     *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
-    *("NCCL_PROTO", _GPU_AWARE_MPI),
+    "NCCL_PROTO",
 )
 
 
@@ -75,9 +74,6 @@ def harmful(
                 "NCCL_PROTO=^LL128",
             )
         )
-    if settings.get(_GPU_AWARE_MPI) == "1":
-        text = f"{_GPU_AWARE_MPI}=1: a GPU-aware MPI beside {library} can wait for ever; export "
-        found.append((False, f"{text}{_GPU_AWARE_MPI}=0"))
     if settings.get("FI_MR_CACHE_MONITOR") == "memhooks":
         found.append(
             (

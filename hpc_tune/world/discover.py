@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster import openmpi
+from hpc_tune.cluster import hydra, openmpi
 from hpc_tune.cluster.launchers import LAUNCHERS, launcher_of
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
+from hpc_tune.log import log
 from hpc_tune.world.nodes import host_key, nodes_of, place_of
 
 
@@ -56,6 +57,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     if claim.launcher == UNKNOWN:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN), None
+    if (changed := hydra.keep_from_gpus(os.environ)) is not None:
+        log.info("%s", changed)
     if not claim.speaks_mpi:
         return _world_of_claim(launcher, claim, environ), None
     os.environ.setdefault(*openmpi.YIELD_WHEN_IDLE)

@@ -227,7 +227,6 @@ OF_SITES = {
     "FI_CXI_RX_MATCH_MODE": "hybrid",
     "FI_CXI_RDZV_PROTO": "alt_read",
     "FI_MR_CACHE_MONITOR": "userfaultfd",
-    "MPICH_GPU_SUPPORT_ENABLED": "0",
 }
 AS_SITES = with_settings(LOADED, **OF_SITES)
 
@@ -365,9 +364,7 @@ def test_variables_that_are_not_as_sites_set_them_are_one_line_to_copy():
     assert text.endswith("export FI_CXI_RDZV_PROTO=alt_read")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("MPICH_GPU_SUPPORT_ENABLED", "1"), ("FI_MR_CACHE_MONITOR", "memhooks")]
-)
+@pytest.mark.parametrize(("name", "value"), [("FI_MR_CACHE_MONITOR", "memhooks")])
 def test_variables_that_make_runs_hang_are_named(name, value):
     texts = [text for _, text in on_slingshot(LOADED, **{name: value})]
     assert any(text.startswith(f"n0, n1: {name}={value}") for text in texts)

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,30 @@ def test_missing_variables_are_named():
     environ = {k: v for k, v in TORCHRUN.items() if not k.startswith("GROUP_RANK")}
     with pytest.raises(WorldError, match="torchrun did not set node; found only"):
         discover(environ)
+
+
+# An mpi4py that looks, as MPI_Init of Cray MPICH does, whether it shall send from GPUs.
+CRAY_MPI = """
+import os
+seen = os.environ.get("MPICH_GPU_SUPPORT_ENABLED")
+raise ImportError(f"seen: {seen}")
+"""
+
+
+@pytest.mark.parametrize(("was", "says"), [("1", True), ("0", False), (None, False)])
+def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
+    (tmp_path / "mpi4py.py").write_text(CRAY_MPI)
+    program = "from hpc_tune import log; log.configure(0)\n"
+    program += "from hpc_tune.world.discover import discover; discover()"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MPICH")}
+    environ |= HYDRA | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environ |= {} if was is None else {"MPICH_GPU_SUPPORT_ENABLED": was}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120
+    )
+    seen = None if was is None else "0"
+    assert f"mpi4py cannot be loaded (seen: {seen})" in done.stderr
+    assert ("MPICH_GPU_SUPPORT_ENABLED=0 instead of 1: MPI is given" in done.stderr) == says
 
 
 @pytest.mark.parametrize(
