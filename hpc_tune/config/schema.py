@@ -242,8 +242,9 @@ class RunSettings(Section):
         1800.0,
         description="Seconds after which a collective that a rank does not join ends the job, and "
         "so does a rank that neither reads nor computes while the others wait for it. The rank is "
-        "named, and the backends' own limit (NCCL aborts the process) is a minute later. Half an "
-        "hour is longer than slow file systems take; less of it ends a job that hangs sooner.",
+        "named, and the backends' own limit is a minute later. A job that is suspended goes on "
+        "afterwards. Half an hour is longer than slow file systems take; less of it ends a job "
+        "that hangs sooner.",
     )
     start_timeout: Seconds | Literal["auto"] = Field(
         "auto",

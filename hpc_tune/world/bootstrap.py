@@ -47,6 +47,7 @@ from hpc_tune.world.json_channel import (
     StoreChannel,
 )
 from hpc_tune.world.keepalive import HostWatch, Lost
+from hpc_tune.world.nccl_errors import NcclWatch, leave_errors_to_us
 from hpc_tune.world.nodes import host_key, nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, rendezvous
@@ -122,10 +123,17 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(comm)
-    if is_watched(world, device):
-        comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
+    comm = _with_watches(comm, address, settings, lost)
     if comm.is_rank_0:
         _log_world(comm, all_facts, warning)
+    return comm
+
+
+def _with_watches(comm: Comm, address: str, settings: RunSettings, lost: Lost) -> Comm:
+    if is_watched(comm.world, comm.device):
+        comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
+    if comm.device.type == "cuda" and comm.world.size > 1:
+        comm = replace(comm, nccl=NcclWatch(comm, settings.timeout, lost))
     return comm
 
 
@@ -162,8 +170,8 @@ def shutdown(comm: Comm) -> None:
         "all ranks to finish", liveness.END_LIMIT_S, "check what the other ranks still do", who
     ):
         dist.barrier(group=comm.cpu_group)
-        if comm.watch is not None:
-            comm.watch.close()
+        for watch in filter(None, (comm.watch, comm.nccl)):
+            watch.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
         wait_for_idle_gloo()
@@ -382,6 +390,8 @@ def _new_groups(
     # Otherwise later groups, of a mesh or a library, would have a timeout of half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
+    if device.type == "cuda":
+        leave_errors_to_us(os.environ)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -80,6 +80,13 @@ class Peer:
     pid: int
 
 
+class Closes(Protocol):
+    """What looks at something until the world ends."""
+
+    def close(self) -> None:
+        """Look no more."""
+
+
 @dataclass(frozen=True)
 class Comm:
     """A bootstrapped world and its collectives.
@@ -103,6 +110,7 @@ class Comm:
     threads: int
     sees_local_pids: bool
     watch: Watch | None = None
+    nccl: Closes | None = None
     start_s: float = liveness.START_LIMIT_S
     num_regroups: int = 0
     store_rank: int = 0

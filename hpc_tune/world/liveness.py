@@ -12,6 +12,10 @@ StepLimit in world/step_limit.py, on each rank: its own main thread, from step t
     sign    the line of code and the CPU time change; looked at every 5 s
     late    neither for run.timeout; torch's own limit is 60 s later
     then    asks all ranks where they are, and ends the world with the name of who has not come
+NcclWatch in world/nccl_errors.py, on each rank of GPUs: the errors of NCCL
+    sign    what torch keeps of each group; looked at every 1 s
+    late    an error, or a collective that is 60 s later than run.timeout, for 12 s
+    then    ends the world, unless HostWatch has with the name of who is gone
 RollCall in world/roll_call.py, on rank 0: all ranks; on the others: rank 0, which has the store
     sign    a thread of the rank answers a number in the store, or the store answers at all
     late    no answer for twice run.timeout
@@ -71,6 +75,11 @@ HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
 # StepLimit and RollCall
 LOOK_EVERY_S, NUM_LOOKS = 5.0, 20
 STEP_MARGIN_S = 60.0  # torch ends a collective later, since it does not know who is missing
+
+# NcclWatch
+NCCL_LOOK_EVERY_S = 1.0
+NAMED_WITHIN_S = 12.0  # more than GONE_LIMIT_S
+SUSPENDED_S = 30.0  # without a look: no thread of a busy rank is that late
 
 # StartupWatchdog
 STOP_LOOK_EVERY_S = 0.2

@@ -4,7 +4,7 @@
     one that stood still asks all through the store where they are -> names who has not come
     each rank            another thread answers, and keeps what its collectives did last
 
-torch ends a collective of NCCL that takes too long by aborting the process from C++, without a
+torch's limit on a collective of NCCL (``nccl_errors``) counts while a job is suspended, and has no
 word about the rank that is missing. So the groups' own limit is ``STEP_MARGIN_S`` later.
 """
 

@@ -32,6 +32,7 @@ LIMITS = {
     "HostWatch": ["GONE_LIMIT_S"],
     "HangWatch": [],
     "StepLimit": ["LOOK_EVERY_S", "STEP_MARGIN_S"],
+    "NcclWatch": ["NCCL_LOOK_EVERY_S", "STEP_MARGIN_S", "NAMED_WITHIN_S"],
     "RollCall": [],
     "StartupWatchdog": ["STOP_LOOK_EVERY_S", "STOP_GRACE_S"],
     "watch_launcher": [],

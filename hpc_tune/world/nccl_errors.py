@@ -1,0 +1,103 @@
+"""NCCL's errors, which are looked at here, since torch would abort the process.
+
+    torch's watchdog sees an error or a late collective -> the group has it, and nothing ends
+    NcclWatch looks at all groups -> waits for HostWatch to name who is gone -> ends the world
+
+torch's own handling aborts from C++ without a word of who is gone, and its limits count by a clock
+that goes on while a job is suspended: such a job would be ended when it is resumed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+from hpc_tune.errors import HpcTuneError, WorldError
+from hpc_tune.world import liveness
+from hpc_tune.world.comm import Comm
+
+# 0: the watchdog keeps an error for get_error; no thread ends a process whose watchdog is late.
+_OWN_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_OLDER_NAME = "NCCL_ASYNC_ERROR_HANDLING"
+
+Errors = Callable[[], Iterable[str]]
+
+
+def leave_errors_to_us(environ: MutableMapping[str, str]) -> None:
+    """Keep torch from ending the process, if it can tell of errors and the user has set nothing.
+
+    Before groups are made.
+    """
+    from torch._C import _distributed_c10d
+
+    backend = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
+    is_set = any(name in environ for name in (*_OWN_HANDLING, _OLDER_NAME))
+    if hasattr(backend, "get_error") and not is_set:
+        environ.update(_OWN_HANDLING)
+
+
+def errors_of_groups() -> list[str]:
+    """Return the names of torch's ErrorType for all groups of this process that have an error."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    found = []
+    for group in [*distributed_c10d._world.pg_map]:
+        try:
+            backend: Any = group._get_backend(torch.device("cuda"))
+            found.append(str(backend.get_error().name))
+        except (AttributeError, RuntimeError):  # a group of the host, or one that is being ended
+            continue
+    return [name for name in found if name != "SUCCESS"]
+
+
+class NcclWatch:
+    """Looks at the errors of all groups until ``close``; ``lost`` ends the world, in a thread."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        timeout_s: float,
+        lost: Callable[[Comm, HpcTuneError], None],
+        errors: Errors = errors_of_groups,
+        every_s: float = liveness.NCCL_LOOK_EVERY_S,
+    ) -> None:
+        """Begin to look; ``timeout_s`` is run.timeout."""
+        self._comm, self._timeout_s, self._lost, self._errors = comm, timeout_s, lost, errors
+        self._looked_s, self._was_suspended = time.monotonic(), False
+        self._watcher = liveness.Watcher("nccl-watch", every_s, self._look)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Look no more, at the end of the world."""
+        self._watcher.close()
+
+    def _look(self) -> bool:
+        now_s = time.monotonic()
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
+        names = {*self._errors()}
+        if self._was_suspended:  # step_limit counts no time in which the job was suspended
+            names.discard("TIMEOUT")
+        if not names:
+            return False
+        # Whoever hears of a rank's end says more, and ends the world in this time.
+        if not self._watcher.wait(liveness.NAMED_WITHIN_S):
+            self._watcher.unless_over(lambda: self._end(names))
+        return True
+
+    def _end(self, names: set[str]) -> None:
+        liveness.must_leave_soon()
+        who = f"rank {self._comm.world.rank} on {self._comm.world.hostname}"
+        if names == {"TIMEOUT"}:
+            text = (
+                f"{who}: a collective of NCCL while {self._comm.doing[0]} was not over "
+                f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
+                "no rank is known to have ended"
+            )
+        else:
+            text = (
+                f"{who}: NCCL has lost its connection to another rank while "
+                f"{self._comm.doing[0]}, and no rank is known to have ended: look at the network "
+                "and its cards on both nodes, which NCCL_DEBUG=WARN names"
+            )
+        self._lost(self._comm, WorldError(text))
