@@ -1,7 +1,8 @@
 """Host memory as the kernel counts it against this job.
 
 The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
-leaf says max and the limit is on an ancestor), else the scheduler's, else the machine's RAM. What
+leaf says max and the limit is on an ancestor), else the scheduler's, else the machine's RAM without
+that of its GPUs. What
 counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's own for
 the job where that is accounted separately; page cache is reclaimed before anything is killed and
 does not count.
@@ -20,7 +21,9 @@ from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
 from hpc_tune.errors import require_descriptors
+from hpc_tune.memory.device_nodes import files_of_devices, total_and_free
 from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.world.numa import SYS
 
 RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
@@ -80,14 +83,18 @@ def find_limit(
     environ: Mapping[str, str] = os.environ,
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
+    devices: Path = SYS,
 ) -> HostLimit:
     """Return the tightest limit on host memory of this process.
+
+    ``devices`` is where the kernel shows NUMA nodes, of which some are memory of GPUs.
 
     Of equal ones the outermost: a Slurm job has the limit of its steps, and more processes.
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
-    limits.append(HostLimit(_meminfo(proc)["MemTotal"], MACHINE))
+    of_gpus, _ = total_and_free(files_of_devices(proc, devices))
+    limits.append(HostLimit(_meminfo(proc)["MemTotal"] - of_gpus, MACHINE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < tightest.num_bytes:
         return HostLimit(configured, CONFIGURED, tightest.cgroup)
@@ -107,7 +114,11 @@ class Usage:
     """
 
     def __init__(
-        self, limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()
+        self,
+        limit: HostLimit,
+        proc: Path = Path("/proc"),
+        pids: Sequence[int] = (),
+        devices: Path = SYS,
     ) -> None:
         """Open the files of ``limit``, or of the machine where it has no cgroup.
 
@@ -123,6 +134,7 @@ class Usage:
         others: tuple[str, ...] = ()
         if limit.cgroup is None:
             self._total = _meminfo(proc)["MemTotal"]
+            self._of_gpus = files_of_devices(proc, devices)
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
@@ -155,7 +167,8 @@ class Usage:
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         stat = _sum_of(self._keys, text)
         if self._group is None:
-            return self._total - 1024 * stat
+            total, free = total_and_free(self._of_gpus)
+            return self._total - total - (1024 * stat - free)
         # The ranks' own usage is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
         if stat != self._last_sum:
@@ -203,9 +216,11 @@ class Usage:
                 file.close()
 
 
-def used_bytes(limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()) -> int:
+def used_bytes(
+    limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = (), devices: Path = SYS
+) -> int:
     """Return the bytes in use that count against ``limit``; see ``Usage``."""
-    with closing(Usage(limit, proc, pids)) as usage:
+    with closing(Usage(limit, proc, pids, devices)) as usage:
         return usage.used_bytes()
 
 

@@ -67,6 +67,28 @@ def test_without_cgroups_it_is_the_machines_memory(machine):
     assert machine.find().num_bytes == RAM
 
 
+def of_gh200(machine, nodes):
+    """Show NUMA nodes: (CPUs, GiB, of them free)."""
+    devices = machine.proc.parent / "sys"
+    for i, (cpus, total, free) in enumerate(nodes):
+        node = devices / "devices" / "system" / "node" / f"node{i}"
+        machine.file(node / "cpulist", f"{cpus}\n")
+        text = f"Node {i} MemTotal:  {total * GIB >> 10} kB\n"
+        machine.file(node / "meminfo", text + f"Node {i} MemFree:  {free * GIB >> 10} kB\n")
+    return devices
+
+
+@pytest.mark.parametrize(("has_driver", "ram", "used"), [(True, 416, 102), (False, 512, 112)])
+def test_memory_of_gpus_that_the_kernel_counts_is_not_the_hosts(machine, has_driver, ram, used):
+    """Of 512 GiB 96 are the GPU's, in which 10 are used, of 112 that are in use in all."""
+    devices = of_gh200(machine, [("0-71", 416, 300), ("", 96, 86), ("", 0, 0)])
+    if has_driver:
+        machine.file(machine.proc / "driver" / "nvidia" / "version", "NVRM version")
+    limit = find_limit(None, {}, machine.proc, machine.cgroups, devices)
+    assert limit == HostLimit(ram * GIB, "the machine's RAM")
+    assert used_bytes(limit, machine.proc, devices=devices) == used * GIB
+
+
 def test_a_v2_group_limits_the_process_that_is_in_it(machine):
     machine.member_of("0::/user.slice/job")
     group = machine.group("user.slice/job", str(64 * GIB))
