@@ -233,10 +233,13 @@ class RunSettings(Section):
         description="CPU threads per rank. auto: the rank's share of the cores it may run on; with "
         "more, ranks compete for cores.",
     )
-    interface: str | None = Field(
+    interface: Annotated[
+        str | None, BeforeValidator(lambda v: ",".join(map(str, v)) if isinstance(v, list) else v)
+    ] = Field(
         None,
         description="The network interface to prefer for rendezvous and CPU collectives, such as "
-        "ib0. Unset: the one that leads to rank 0's host; set it where that is slow.",
+        "ib0, or several, as [hsn0, hsn1]: of these the first, and all for NCCL, where it sends by "
+        "TCP. Unset: the one that leads to rank 0's host; set it where that is slow.",
     )
     timeout: Seconds = Field(
         1800.0,

@@ -10,7 +10,7 @@ With NCCL's protocol LL128 messages arrive wrong without an error
     Sigma2   https://documentation.sigma2.no/hpc_machines/olivia/nccl.html
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -33,11 +33,33 @@ _SLINGSHOT = (
     Expected("FI_CXI_DISABLE_HOST_REGISTER", "1"),
 )
 _SLINGSHOT_AMD = (Expected("FI_CXI_RDZV_PROTO", "alt_read"),)
+NEED_PLUGIN = ("Slingshot", "EFA")
 _LL128_SINCE = (2, 27)  # NCCL's tuning chooses it over Slingshot from there on
 NAMES = (
     *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
     "NCCL_PROTO",
 )
+
+
+def sends_by_tcp(kinds: Sequence[str], library: str, plugin: str, socket_names: str) -> str | None:
+    """Return a warning where NCCL sends by TCP, on nodes whose cards need a plugin (pure).
+
+    ``kinds`` of the node's cards; ``plugin`` is the one that is loaded, after the first
+    communicator; ``socket_names`` is NCCL_SOCKET_IFNAME.
+    """
+    kind = next((kind for kind in kinds if kind in NEED_PLUGIN), None)
+    if kind is None or plugin:
+        return None
+    names = socket_names.removeprefix("=").split(",")
+    over = ", ".join(filter(None, names)) or "any interface"
+    text = (
+        f"{library} sends by TCP between the nodes, over {over}: "
+        f"{kind} needs its network plugin (aws-ofi-nccl), and none is loaded. Load the site's "
+        "module before the ranks start, and bind it into a container (doctor says more)"
+    )
+    if len(names) == 1 and kinds.count(kind) > 1:
+        text += f". Until then name all {kinds.count(kind)} interfaces: run.interface=[hsn0, hsn1]"
+    return text
 
 
 def unlike_sites(kind: str, library: str, settings: Mapping[str, str]) -> list[Expected]:

@@ -117,7 +117,7 @@ def facts_of(
     name, uuid, device_bytes, place = _device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
     taken = tuple(sorted(os.sched_getaffinity(0)))
-    library = _library() if on_gpu else None
+    library = library_of_torch() if on_gpu else None
     return RankFacts(
         rank=world.rank,
         node=world.node,
@@ -196,7 +196,8 @@ def _lacking_attention(comm: Comm) -> str:
     return NEWER_ATTENTION[known[0]][1]
 
 
-def _library() -> Nccl:
+def library_of_torch() -> Nccl:
+    """Return which NCCL or RCCL this process has loaded."""
     import torch
 
     try:

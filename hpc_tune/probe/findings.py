@@ -9,6 +9,7 @@ from typing import Literal
 
 from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
 from hpc_tune.probe import fabric
+from hpc_tune.probe.fabric import NEED_PLUGIN
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
@@ -409,7 +410,7 @@ def _without_plugin(ranks: Sequence[RankFacts]) -> str:
         for rank in ranks
         if rank.topology and rank.library and not rank.library.plugin
         for card in rank.topology.cards[:1]
-        if card.kind in ("Slingshot", "EFA")
+        if card.kind in NEED_PLUGIN
     ]
     if not lacking:
         return ""

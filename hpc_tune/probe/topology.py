@@ -79,7 +79,7 @@ def read_topology(folder: Path = SYS) -> Topology:
     """
     told = _of_amd(folder) or _ask_driver(folder)
     devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
-    cards = tuple(_cards(folder, devices))
+    cards = tuple(cards_of(folder, devices))
     return replace(told, cards=cards, ethernet=_ethernet(folder))
 
 
@@ -190,7 +190,8 @@ def _path(nvml: Any, gpu: Any, other: Any) -> str:
     return "?"
 
 
-def _cards(folder: Path, gpus: Sequence[Path]) -> Iterator[Card]:
+def cards_of(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[Card]:
+    """Yield the cards of fast networks; ``gpus`` are the devices that they may be near to."""
     for group in _CARDS:
         for card in _names_in(folder / "class" / group):
             device = (card / "device").resolve()

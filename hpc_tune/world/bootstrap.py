@@ -7,6 +7,7 @@ torch is imported here and not before: MPI comes first, and the threads that tor
 the rank's cores.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -50,7 +51,7 @@ from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nccl_errors import NcclWatch, leave_errors_to_us
 from hpc_tune.world.nodes import host_key, nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
-from hpc_tune.world.rendezvous import interface_towards, local_addresses, rendezvous
+from hpc_tune.world.rendezvous import interface_towards, local_addresses, named, rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -339,21 +340,19 @@ def _rendezvous(
 def _set_interface(world: World, address: str, interface: str | None) -> None:
     """Point gloo and NCCL to the interface that leads to the others, unless the user did."""
     names = {a.interface for a in local_addresses()}
-    name: str | None
-    if interface in names:
-        name = interface
-    elif world.num_nodes == 1 and "lo" in names:
-        name = "lo"
-    else:
-        try:
-            name = interface_towards(str(socket.getaddrinfo(address, None)[0][4][0]))
-        except OSError:
-            name = None
-    if name is None:
+    chosen = [name for name in named(interface) if name in names]
+    if not chosen and world.num_nodes == 1 and "lo" in names:
+        chosen = ["lo"]
+    elif not chosen:
+        with contextlib.suppress(OSError):
+            towards = interface_towards(str(socket.getaddrinfo(address, None)[0][4][0]))
+            chosen = [towards] if towards is not None else []
+    if not chosen:
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen[0])
     if world.num_nodes > 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = means no prefix match
+        # = means no prefix match. By TCP it uses all that are named, over a plugin none.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(chosen)}")
 
 
 def init_groups(

@@ -82,7 +82,7 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Meeting
     if chosen is None:
         raise WorldError(_unreachable(endpoints, reports))
     warning = None
-    if interface and endpoints[chosen]["interface"] != interface:
+    if interface and endpoints[chosen]["interface"] not in named(interface):
         warning = (
             f"run.interface={interface} was not reached from every node; using "
             f"{endpoints[chosen]['interface']} ({endpoints[chosen]['ip']})"
@@ -99,20 +99,27 @@ def choose(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
     return None
 
 
+def named(interface: str | None) -> list[str]:
+    """Return the names of run.interface, which may be several."""
+    return [name.strip() for name in (interface or "").split(",") if name.strip()]
+
+
 def candidates(
     addresses: Sequence[Address], num_nodes: int, interface: str | None
 ) -> list[Address]:
     """Return the addresses worth trying, best first (pure).
 
-    The named interface first; then on one node loopback, on several the names of fast fabrics, the
+    Named interfaces first; then on one node loopback, on several the names of fast fabrics, the
     rest, and bridges of containers last. Loopback (all of 127/8, Debian's 127.0.1.1 too) and
     link-local ones cannot be used across nodes.
     """
 
+    wanted = named(interface)
+
     def grade(address: Address) -> tuple[int, int]:
         ip = ipaddress.ip_address(address.ip)
-        if address.interface == interface:
-            kind = 0
+        if address.interface in wanted:
+            kind = wanted.index(address.interface) - len(wanted)
         elif ip.is_loopback:
             kind = 1
         elif address.interface.startswith(FAST_NAMES):
@@ -154,7 +161,7 @@ def interface_towards(ip: str) -> str | None:
 def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], list[socket.socket]]:
     addresses = local_addresses()
     names = sorted({address.interface for address in addresses})
-    if interface and interface not in names:
+    if interface and not {*named(interface)} & {*names}:
         known = ", ".join(names)
         return {
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "

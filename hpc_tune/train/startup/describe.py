@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
 from hpc_tune.model.tf32 import multiplies_in_tf32
 from hpc_tune.plan.resolve import Resolved
+from hpc_tune.probe import fabric
+from hpc_tune.probe.facts import library_of_torch
 from hpc_tune.probe.software import git_commit, versions
+from hpc_tune.probe.topology import cards_of
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
@@ -38,6 +42,7 @@ from hpc_tune.world.allocator import VARIABLES
 from hpc_tune.world.architecture import Architecture, architecture_of
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
+from hpc_tune.world.numa import SYS
 
 _FEW_STEPS = 5  # updates in an epoch
 _QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)
@@ -95,6 +100,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     )
     for warning in (
         *slow_bf16(comm.device, model.built.dtype),
+        *slow_network(comm, os.environ),
         *idle_ranks(rows, resolved.layout),
         *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
         *lost_best(config.train, config.checkpoint),
@@ -218,6 +224,15 @@ def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:
     """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
     found = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
     return f"; {found[0]}" if device.type == "cuda" and found else ""
+
+
+def slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[str]:
+    """Return a warning where NCCL sends by TCP although rank 0's node has a faster network."""
+    if comm.device.type != "cuda" or comm.world.num_nodes == 1:
+        return []
+    kinds, library = [card.kind for card in cards_of(folder)], library_of_torch()
+    names = environ.get("NCCL_SOCKET_IFNAME", "")
+    return [*filter(None, [fabric.sends_by_tcp(kinds, library.name, library.plugin, names)])]
 
 
 def _world(comm: Comm) -> str:

@@ -718,3 +718,11 @@ def test_a_path_that_the_locale_cannot_spell_is_told_and_a_name_is_taken(write, 
     with pytest.raises(ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': names of files are in ascii"):
         load_config([write("run: {dir: größe}")], [])
     assert load_config([write("run: {name: größe}")], []).run.name == "größe"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [("ib0", "ib0"), ("[hsn0, hsn1]", "hsn0,hsn1"), ("hsn0,hsn1", "hsn0,hsn1"), ("null", None)],
+)
+def test_the_network_may_be_several_interfaces(said, found):
+    assert load_config(None, [f"run.interface={said}"]).run.interface == found

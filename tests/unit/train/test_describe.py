@@ -18,6 +18,7 @@ from hpc_tune.step.size import ModelSize, Weights
 from hpc_tune.train.data import Data
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import Opened
+from hpc_tune.train.startup import describe
 from hpc_tune.train.startup.describe import (
     _batch,
     _counts,
@@ -259,3 +260,30 @@ def model_of(kind, within, compiled, seq_len=64):
 )
 def test_the_allocator_of_a_gpu_is_told_of(device, environ, said):
     assert allocator_of(torch.device(device), environ) == said
+
+
+@pytest.mark.parametrize(
+    ("cards", "plugin", "nodes", "device", "names", "said"),
+    [
+        (4, "", 2, "cuda", "=hsn0", ["over hsn0: Slingshot needs", "name all 4 interfaces: run.i"]),
+        (4, "", 2, "cuda", "=hsn0,hsn1,hsn2,hsn3", ["by TCP between the nodes, over hsn0, hsn1"]),
+        (4, "librccl-net.so", 2, "cuda", "=hsn0", []),
+        (0, "", 2, "cuda", "=eth0", []),
+        (4, "", 1, "cuda", "", []),
+        (4, "", 2, "cpu", "=hsn0", []),
+    ],
+)
+def test_a_run_tells_that_nccl_sends_by_tcp_beside_a_faster_network(
+    cards, plugin, nodes, device, names, said, tmp_path, monkeypatch
+):
+    for number in range(cards):
+        (tmp_path / "class" / "cxi" / f"cxi{number}" / "device").mkdir(parents=True)
+    library = SimpleNamespace(name="NCCL", plugin=plugin)
+    monkeypatch.setattr(describe, "library_of_torch", lambda: library)
+    comm = SimpleNamespace(
+        device=torch.device(device), world=SimpleNamespace(num_nodes=nodes, size=8)
+    )
+    found = describe.slow_network(comm, {"NCCL_SOCKET_IFNAME": names}, tmp_path)
+    assert len(found) == bool(said)
+    assert all(words in text for text in found for words in said)
+    assert not found or ("run.interface" in found[0]) == (len(said) == 2)

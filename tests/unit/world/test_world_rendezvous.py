@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import os
 import socket
 import subprocess
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world import json_channel, rendezvous
+from hpc_tune.world import bootstrap, json_channel, rendezvous
 from hpc_tune.world.affinity import runs_of
 from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import StarChannel, candidate_ports
@@ -75,6 +76,32 @@ def test_across_nodes_fast_names_come_first_and_loopback_never():
 def test_the_named_interface_comes_first():
     ips = [a.ip for a in candidates(ADDRESSES, 2, "eth0")]
     assert ips == ["10.0.0.1", "fd00::2", "10.9.0.1", "10.8.0.1", "172.17.0.1"]
+
+
+def test_of_several_named_interfaces_the_first_comes_first():
+    ips = [a.ip for a in candidates(ADDRESSES, 2, "docker0, eth0")]
+    assert ips == ["172.17.0.1", "10.0.0.1", "fd00::2", "10.9.0.1", "10.8.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("interface", "num_nodes", "gloo", "nccl"),
+    [
+        ("hsn1,hsn0, hsn7", 2, "hsn1", "=hsn1,hsn0"),
+        ("hsn0", 2, "hsn0", "=hsn0"),
+        (None, 2, "eth0", "=eth0"),
+        ("hsn7", 2, "eth0", "=eth0"),
+        (None, 1, "lo", None),
+    ],
+)
+def test_nccl_is_given_all_interfaces_that_are_named(interface, num_nodes, gloo, nccl, monkeypatch):
+    there = [Address(name, "10.0.0.1") for name in ("lo", "eth0", "hsn0", "hsn1")]
+    monkeypatch.setattr(bootstrap, "local_addresses", lambda: there)
+    monkeypatch.setattr(bootstrap, "interface_towards", lambda ip: "eth0")
+    monkeypatch.setattr(os, "environ", {})
+    world = dataclasses.replace(world_of(0, 2), num_nodes=num_nodes)
+    bootstrap._set_interface(world, "127.0.0.1", interface)
+    wanted = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
+    assert os.environ == {name: value for name, value in wanted.items() if value}
 
 
 def test_on_one_node_loopback_comes_first():
