@@ -1,11 +1,15 @@
-"""How torch's CUDA allocator is set up: it reads that from the environment at its first use."""
+"""How torch's CUDA allocator is set up: by the environment, before torch is imported.
+
+It reads that at its first use, or parts of it when it is loaded, by its version and for AMD.
+"""
 
 import ctypes
-from collections.abc import Callable, MutableMapping
-from typing import Literal
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Literal
 
 # In the order in which torch reads them: one alone counts.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_GROWS = "expandable_segments:True"
 _MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
 
 
@@ -40,4 +44,28 @@ def expand_segments(
     if wanted == "cpu" or any(name in environ for name in VARIABLES):
         return
     if can_map():
-        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        environ["PYTORCH_ALLOC_CONF"] = _GROWS
+
+
+def read_settings() -> Mapping[str, Any]:
+    """Return what the allocator of this rank's GPU has read; nothing where torch does not tell."""
+    import torch
+
+    try:
+        found = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    except (AttributeError, RuntimeError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def not_read(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
+    """Return a warning where segments shall grow and torch's ``settings`` say otherwise (pure)."""
+    wanted = next((environ[name] for name in VARIABLES if name in environ), "")
+    told = settings.get("expandable_segments")
+    if _GROWS not in wanted or told is None or str(told).lower() in ("true", "1"):
+        return None
+    return (
+        f"torch has not read {_GROWS} of the environment, so memory of GPUs is lost to gaps: torch "
+        "was imported before the ranks set it. Export PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "in the job"
+    )

@@ -27,6 +27,7 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity, liveness, open_files
+from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
@@ -94,6 +95,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         cores = _allowed_cores(world, channel)
         share, threads, note = _take_cores(world, cores, settings)
     limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
+    expand_segments(os.environ, settings.device)
     _import_torch(channel, max(limit_s, settings.timeout), who)
     with time_limit("all ranks to meet", limit_s, _START_HINT, who):
         store, address, nonce, met = _rendezvous(world, channel, settings)

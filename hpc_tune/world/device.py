@@ -18,7 +18,6 @@ from hpc_tune.cluster.unused_gpus import (
     why_no_start,
 )
 from hpc_tune.errors import WorldError, first_line
-from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
 from hpc_tune.world.hidden_gpus import reachable_gpus
 from hpc_tune.world.json_channel import Channel
@@ -68,7 +67,6 @@ def visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> 
     """Return the GPUs that this rank sees; ``folder`` is where the kernel shows its devices."""
     import torch
 
-    expand_segments(os.environ, wanted)
     if wanted == "cpu" or not torch.cuda.is_available():
         return Gpus()
     try:

@@ -38,7 +38,7 @@ from hpc_tune.train.model import Model
 from hpc_tune.train.sources import Opened
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
-from hpc_tune.world.allocator import VARIABLES
+from hpc_tune.world.allocator import VARIABLES, not_read, read_settings
 from hpc_tune.world.architecture import Architecture, architecture_of
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
@@ -100,7 +100,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     )
     for warning in (
         *slow_bf16(comm.device, model.built.dtype),
-        *slow_network(comm, os.environ),
+        *of_gpus(comm, os.environ),
         *idle_ranks(rows, resolved.layout),
         *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
         *lost_best(config.train, config.checkpoint),
@@ -224,6 +224,13 @@ def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:
     """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
     found = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
     return f"; {found[0]}" if device.type == "cuda" and found else ""
+
+
+def of_gpus(comm: Comm, environ: Environ) -> list[str]:
+    """Return warnings of how GPUs send, and of an allocator that has not read the environment."""
+    if comm.device.type != "cuda":
+        return []
+    return [*slow_network(comm, environ), *filter(None, [not_read(environ, read_settings())])]
 
 
 def slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[str]:

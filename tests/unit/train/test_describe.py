@@ -287,3 +287,15 @@ def test_a_run_tells_that_nccl_sends_by_tcp_beside_a_faster_network(
     assert len(found) == bool(said)
     assert all(words in text for text in found for words in said)
     assert not found or ("run.interface" in found[0]) == (len(said) == 2)
+
+
+def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
+    monkeypatch.setattr(describe, "read_settings", lambda: {"expandable_segments": False})
+    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for device, num in (("cuda", 1), ("cpu", 0)):
+        comm = SimpleNamespace(
+            device=torch.device(device), world=SimpleNamespace(num_nodes=1, size=8)
+        )
+        found = describe.of_gpus(comm, environ)
+        assert len(found) == num
+        assert all("torch has not read expandable_segments:True" in text for text in found)

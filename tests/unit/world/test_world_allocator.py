@@ -5,8 +5,12 @@ import sys
 import pytest
 import torch
 
-from hpc_tune.world.allocator import can_map_memory, expand_segments
-from hpc_tune.world.device import visible_gpus
+from hpc_tune.world.allocator import (
+    can_map_memory,
+    expand_segments,
+    not_read,
+    read_settings,
+)
 
 SET = "expandable_segments:True"
 
@@ -31,14 +35,53 @@ def test_segments_expand_on_gpus_that_map_memory_unless_the_user_said_otherwise(
     assert environ == found
 
 
-def test_they_do_before_torch_is_asked_for_a_device(monkeypatch):
-    order = []
-    monkeypatch.setattr(
-        "hpc_tune.world.device.expand_segments", lambda *_: order.append("segments")
+# Prints whether torch was there when the allocator was set up, and what it has read then.
+STARTS = """
+import sys
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.world import bootstrap as start
+
+expand, seen = start.expand_segments, []
+
+def watched(environ, wanted):
+    seen.append("torch" in sys.modules)
+    expand(environ, "cuda", lambda: True)
+
+start.expand_segments = watched
+start.bootstrap(RunSettings(device="cpu"))
+import torch
+print(seen, torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+def test_they_do_before_torch_is_imported():
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS], capture_output=True, text=True, env=kept, timeout=240
     )
-    monkeypatch.setattr("torch.cuda.is_available", lambda: order.append("device") or False)
-    visible_gpus("auto")
-    assert order == ["segments", "device"]
+    assert done.stdout.strip() == f"[False] {SET}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "is_told"),
+    [
+        ({"PYTORCH_ALLOC_CONF": SET}, {"expandable_segments": True}, False),
+        ({"PYTORCH_ALLOC_CONF": SET}, {"expandable_segments": False}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{SET}"}, {"expandable_segments": False}, True),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"expandable_segments": False}, False),
+        ({}, {"expandable_segments": False}, False),
+        ({"PYTORCH_ALLOC_CONF": SET}, {}, False),
+    ],
+)
+def test_what_torch_has_not_read_is_told_of(environ, settings, is_told, monkeypatch):
+    snapshot = {"segments": [], "allocator_settings": settings}
+    monkeypatch.setattr("torch.cuda.memory._snapshot", lambda: snapshot)
+    assert bool(not_read(environ, read_settings())) == is_told
+
+
+def test_a_torch_that_does_not_tell_what_it_has_read_is_believed(monkeypatch):
+    monkeypatch.delattr("torch.cuda.memory._snapshot")
+    assert read_settings() == {}
 
 
 def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
