@@ -160,9 +160,12 @@ def _check_room(size: ModelSize, room: int) -> None:
 def _slowest_s(work: Callable[[], object], comm: Comm) -> float:
     """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
 
-    Often enough that the ranks, who may share processors, have had the same of them.
+    Often enough that the ranks, who may share processors, have had the same of them. A GPU's first
+    call loads kernels for seconds, and tells nothing of the next.
     """
     comm.barrier("all ranks to begin")
+    if comm.device.type == "cuda":
+        _time_of(work, comm.device)
     [once_s] = comm.max([_time_of(work, comm.device)])
     repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
     times = []
