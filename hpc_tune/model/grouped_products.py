@@ -6,13 +6,16 @@
 On a GPU the kernel may leave what was in memory before as the gradient of an expert without rows
 (https://github.com/pytorch/pytorch/issues/172439 on Blackwell, 174314 on MI300), which is not a
 number at times (193633). Such gradients are filled with zeros, without a question to the device.
-A wrong kernel would train a wrong model without an error: it is compared once with a loop.
+A wrong kernel would train a wrong model without an error: it is compared once with a loop. It
+counts values in 32 bits, and reads elsewhere where there are more
+(https://github.com/pytorch/torchtitan/issues/1932): such products are cut between rows.
 
 Shapes: S rows, E experts, I and O features in and out of a product, R and N the two sides of a
 gradient.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -26,6 +29,7 @@ from hpc_tune.log import log
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
 ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
+MOST_VALUES = (1 << 31) - 1
 # Of a norm: rounding results to the dtype makes 0.3 eps, a single row at another expert 30.
 MAX_EPS = 4
 # The rows of experts: the first, two in the middle and the last have none, others one, less than a
@@ -38,7 +42,7 @@ def times(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) ->
     """Return each row times the matrix of its expert, whose rows end at ``ends_E``."""
     out_SO: torch.Tensor
     if is_grouped(x_SI, weight_EIO) and not _is_refused(x_SI):
-        out_SO = torch_versions.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+        out_SO = _times_by_kernel(x_SI, weight_EIO, ends_E)
     else:
         out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, ends_E)
     return out_SO
@@ -148,7 +152,36 @@ def gaps_to_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+def _times_by_kernel(
+    x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    pieces = _pieces(x_SI, max(weight_EIO.shape[1:]))
+    if len(pieces) == 1:
+        out_SO: torch.Tensor = torch_versions.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+        return out_SO
+    out_SO = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
+    for begin, end in pieces:
+        within_E = _ends_within(ends_E, begin, end)
+        out_SO[begin:end] = torch_versions.grouped_mm(x_SI[begin:end], weight_EIO, offs=within_E)
+    return out_SO
+
+
 def _gradient_by_kernel(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    pieces = _pieces(low_SR, max(low_SR.shape[1], wide_SN.shape[1]))
+    if len(pieces) == 1:
+        return _gradient_of_piece(low_SR, wide_SN, ends_E)
+    out_ERN: torch.Tensor | None = None
+    for begin, end in pieces:
+        within_E = _ends_within(ends_E, begin, end)
+        piece_ERN = _gradient_of_piece(low_SR[begin:end], wide_SN[begin:end], within_E)
+        out_ERN = piece_ERN if out_ERN is None else out_ERN.add_(piece_ERN)
+    assert out_ERN is not None
+    return out_ERN
+
+
+def _gradient_of_piece(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
@@ -156,6 +189,22 @@ def _gradient_by_kernel(
         is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
         out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not a product: 0 x nan is nan
     return out_ERN
+
+
+def _pieces(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
+    """Return where rows of up to ``width`` values begin and end, of which the kernel takes each."""
+    rows = len(x)
+    most = max(1, _most_values(x) // width)
+    return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
+
+
+def _ends_within(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return where the experts' rows end, counted from ``begin`` on."""
+    return (ends_E - begin).clamp_(0, end - begin)
+
+
+def _most_values(x: torch.Tensor) -> int:
+    return sys.maxsize if x.device.type == "cpu" else MOST_VALUES
 
 
 def _may_leave_memory(x: torch.Tensor) -> bool:

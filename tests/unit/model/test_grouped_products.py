@@ -166,3 +166,49 @@ def _kernels(attention):
     from hpc_tune.model.kernels import Kernels
 
     return Kernels(attention, None, "F.rms_norm", "own")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 100])
+@pytest.mark.parametrize("counts", [(3, 0, 20, 0, 5, 9), (0, 40, 0), (37,)])
+def test_a_product_with_too_many_values_for_the_kernel_is_cut_between_rows(
+    rows, counts, monkeypatch
+):
+    low, wide, weight, ends = sorted_rows(*counts)
+    weight.normal_()
+    wanted = [
+        grouped_products.times(wide, weight.transpose(1, 2), ends),
+        grouped_products.gradient(low, wide, weight, ends),
+    ]
+    most, product, seen = rows * 16 + 15, torch_versions.grouped_mm, []
+
+    def kernel(x, other, offs):
+        assert x.numel() <= most
+        assert other.dim() == 3 or other.numel() <= most
+        assert int(offs[-1]) == max(x.shape[0] if other.dim() == 3 else other.shape[0], 0)
+        out = product(x, other, offs=offs)
+        assert other.dim() == 2 or out.numel() <= most
+        seen.append(offs)
+        return out
+
+    monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
+    monkeypatch.setattr(grouped_products, "_most_values", lambda x: most)
+    found = [
+        grouped_products.times(wide, weight.transpose(1, 2), ends),
+        grouped_products.gradient(low, wide, weight, ends),
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert len(seen) == 2 * -(-sum(counts) // rows)
+
+
+def test_what_the_kernel_of_a_gpu_counts_has_32_bits():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        for rows, pieces in ((524_287, 1), (524_288, 2), (8 * 65_536 * 2, 3)):
+            x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda")
+            found = grouped_products._pieces(x, 4096)
+            assert len(found) == pieces
+            assert max(end - begin for begin, end in found) * 4096 < 2**31
+        on_cpu = torch.empty(524_288, 4096, dtype=torch.bfloat16)
+        assert grouped_products._pieces(on_cpu, 4096) == [(0, 524_288)]
