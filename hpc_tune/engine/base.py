@@ -56,8 +56,9 @@ class StepResult:
     ``loss`` is the mean over the step's terms (``Batch.num_terms``) on all ranks, and ``sums`` are
     those of the objective over them. ``grad_norm`` is the L2 norm before
     clipping. ``comm_s`` is this rank's time in collectives, waiting for other ranks included; of
-    those that overlap with a backward pass, what is left at its end. ``sent_bytes`` are the bytes
-    it sent by kind of collective. ``routers``: what those of a mixture did in the step.
+    those that overlap with compute, what is left to wait for when their results are needed.
+    ``sent_bytes`` are the bytes it sent by kind of collective. ``routers``: what those of a mixture
+    did in the step.
     """
 
     loss: float

@@ -22,9 +22,8 @@ Group = dist.ProcessGroup | None
 class CountedCollectives:
     """Does the collectives of one rank and keeps count. ``None`` as a group means the world.
 
-    Seconds are those in which this rank waits for messages on a CPU, and those in which messages
-    are under way on a GPU, whether or not compute hides them; but for ``begin_all_reduce``, of
-    which only what is left to wait for counts.
+    Seconds are those in which this rank, or the stream of its GPU that computes, waits for
+    messages; what compute hides is none of them. See ``waits.py`` for those of FSDP2.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,8 +95,14 @@ class CountedCollectives:
 
     @contextmanager
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
-        """Count bytes, and the time until the block has done its work or has given it out."""
+        """Count bytes, and the time of the block, on a GPU of what the current stream does."""
         self.count(kind, num_bytes)
+        with self.waiting():
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block, in which there are messages and nothing else."""
         if not self._counts:
             yield
             return
@@ -106,15 +111,39 @@ class CountedCollectives:
             yield
             self._seconds += time.perf_counter() - start_s
             return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
         start.record()
         yield
-        end.record()
-        self._events.append((start, end))
+        self._events.append((start, self._now()))
+
+    @contextmanager
+    def beside(self, kind: str, num_bytes: int) -> Iterator[None]:
+        """Count bytes that a GPU sends beside its computing stream; on a CPU the time, too."""
+        if not self._cuda:
+            with self.counted(kind, num_bytes):
+                yield
+            return
+        self.count(kind, num_bytes)
+        yield
+
+    def done(self) -> Any:
+        """Return the event that the current stream of a GPU has come here, None if none counts."""
+        return self._now() if self._cuda and self._counts else None
+
+    def wait_for(self, done: Any) -> None:
+        """Count the time until ``done``, of another stream, from where the current one is."""
+        if done is not None and self._counts:
+            self._events.append((self._now(), done))
+
+    def _now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> tuple[dict[str, int], float]:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
-        seconds = self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
+        waited_ms = sum(max(0.0, a.elapsed_time(b)) for a, b in self._events)  # it may be done
+        seconds = self._seconds + waited_ms / 1e3
         taken = dict(self._bytes), seconds
         self._bytes.clear()
         self._events.clear()
@@ -134,6 +163,15 @@ class _FsdpCollective:
 class FsdpAllGather(_FsdpCollective):
     """FSDP2's all-gather, counted: see ``FSDPModule.set_custom_all_gather``."""
 
+    def __init__(self, collectives: CountedCollectives) -> None:
+        super().__init__(collectives)
+        self._done: Any = None
+
+    def take_done(self) -> Any:
+        """Return the event of a GPU that the last gather is over, once; else None."""
+        done, self._done = self._done, None
+        return done
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -143,8 +181,10 @@ class FsdpAllGather(_FsdpCollective):
     ) -> Any:
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
-        with self._collectives.counted("all_gather", sent):
-            return torch_versions.all_gather(output_tensor, input_tensor, group, async_op)
+        with self._collectives.beside("all_gather", sent):
+            work = torch_versions.all_gather(output_tensor, input_tensor, group, async_op)
+        self._done = self._collectives.done()
+        return work
 
 
 class FsdpReduceScatter(_FsdpCollective):
@@ -160,5 +200,5 @@ class FsdpReduceScatter(_FsdpCollective):
     ) -> Any:
         """Add up the gradients of one unit and leave each rank its shard."""
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
-        with self._collectives.counted("reduce_scatter", sent):
+        with self._collectives.beside("reduce_scatter", sent):
             return torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)

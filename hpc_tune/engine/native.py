@@ -46,6 +46,7 @@ from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages, tied_group
 from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
+from hpc_tune.engine.waits import time_waits
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.adapter_copies import AdapterCopies
@@ -426,6 +427,7 @@ def _load_stage(
         compile_blocks(blocks)
     if settings.plan.uses_fsdp:
         shard(stage, blocks, mesh, settings.plan, device, collectives)
+        time_waits(stage.module, collectives)
     offloads = parallel.offload_params == "cpu"
     allocate(stage.module, device, torch.device("cpu") if offloads else None)
     load_weights(stage, settings.reserve)

@@ -8,6 +8,7 @@ and where optimizer state lay before, while and after it was moved. One rank of 
 the process group is torch's fake one.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -163,7 +164,8 @@ def run(engine, store, world, rank, watch):
         watch.begin()
         if store.form == "labels":
             differences(engine, [batch.mismatched for batch in batches])
-        train_step(engine, batches, 100, 1e-3)
+        with timed(engine, watch) as noted["timed"]:
+            train_step(engine, batches, 100, 1e-3)
         note(what)
 
     step("step")
@@ -182,6 +184,24 @@ def run(engine, store, world, rank, watch):
     else:
         step("another step")
     return noted
+
+
+@contextlib.contextmanager
+def timed(engine, watch):
+    """Yield what fills with the kinds of what a step times: from and to which streams."""
+    found, collectives = set(), engine._collectives
+    take = collectives.take
+
+    def noting():
+        kind = {True: "compute", False: "beside"}
+        for pair in collectives._events:
+            found.add(" to ".join(kind[event.stream is watch.default] for event in pair))
+        kinds[:] = sorted(found)
+        return take()
+
+    kinds, collectives.take = [], noting
+    yield kinds
+    collectives.take = take
 
 
 def state_of(engine, watch):

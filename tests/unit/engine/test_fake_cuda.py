@@ -92,6 +92,7 @@ def test_where_weights_are_updated_on_the_host_fsdp_and_the_clipping_wait_too(no
         ours = [place for place in noted[OFFLOADED][phase]["waits"] if "engine/" in place]
         assert ours == [
             "a tensor is copied to the host in engine/native.py _clip",
+            "an event is waited for in engine/waits.py timed_finalize",  # FSDP2's own wait
             "values are read in engine/native.py update",
         ]
 
@@ -139,3 +140,11 @@ def test_a_save_copies_each_tensor_from_where_it_lies(noted, case):
     assert saved in ({}, {kind: [home] for kind in kinds}), "{}: another rank writes them"
     if (moved := noted[case].get("save while moved")) is not None:
         assert moved == (saved and {"weights": ["cuda"], "exp_avg": ["cpu"], "exp_avg_sq": ["cpu"]})
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_a_step_times_begins_where_the_computing_stream_waits(noted, case):
+    kinds = noted[case]["timed"]
+    assert {kind.partition(" to ")[0] for kind in kinds} <= {"compute"}
+    is_gathered = LAYOUTS[case[0]].get("shard", 1) > 1
+    assert ("compute to beside" in kinds) == is_gathered

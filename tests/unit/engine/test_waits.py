@@ -1,0 +1,115 @@
+"""Which messages of FSDP2 a GPU waits for: streams whose clocks go by what they do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpc_tune import torch_versions
+from hpc_tune.engine.counted_collectives import (
+    CountedCollectives,
+    FsdpAllGather,
+    FsdpReduceScatter,
+)
+from hpc_tune.engine.waits import time_group
+
+
+class Gpu:
+    """Its streams, each with the second at which it has done what it was given."""
+
+    def __init__(self):
+        self.now_s = {"compute": 0.0, "gather": 0.0, "scatter": 0.0}
+        self.current = "compute"
+
+    def works(self, seconds):
+        self.now_s[self.current] += seconds
+
+    def waits(self, other):
+        self.now_s[self.current] = max(self.now_s[self.current], self.now_s[other])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_s = made.now_s[made.current]
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at_s - self.at_s)
+
+    def sends(*_):
+        made.works(2.0)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch_versions, "all_gather", sends)
+    monkeypatch.setattr(torch_versions, "reduce_scatter", sends)
+    return made
+
+
+class Unit:
+    """What FSDP2 does for a unit, as far as streams see it."""
+
+    def __init__(self, gpu, collectives):
+        self._gpu, self._all_gather_result = gpu, None
+        self._all_gather_comm = FsdpAllGather(collectives)
+        self._reduce = FsdpReduceScatter(collectives)
+        time_group(self, collectives)
+
+    def gather(self):
+        self._gpu.current = "gather"
+        self._all_gather_comm(torch.zeros(8), torch.zeros(4), SimpleNamespace(size=lambda: 2))
+        self._gpu.current, self._all_gather_result = "compute", "there"
+
+    def wait_for_unshard(self):
+        if self._all_gather_result:
+            self._gpu.waits("gather")
+            self._gpu.works(0.25)  # the copy out, which is no message
+            self._all_gather_result = None
+
+    def scatter(self):
+        self._gpu.current = "scatter"
+        self._gpu.waits("compute")
+        self._reduce(torch.zeros(4), torch.zeros(8), SimpleNamespace(size=lambda: 2), None)
+        self._gpu.current = "compute"
+
+    def finalize_backward(self):
+        self._gpu.waits("scatter")
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "waited_s"), [(5.0, 0.0), (2.0, 0.0), (1.5, 0.5), (0.0, 2.0)]
+)
+def test_a_gather_takes_the_time_that_compute_does_not_hide(gpu, compute_s, waited_s):
+    collectives = CountedCollectives(torch.device("cuda"))
+    unit = Unit(gpu, collectives)
+    unit.gather()
+    gpu.works(compute_s)
+    unit.wait_for_unshard()
+    unit.wait_for_unshard()  # it is there
+    gpu.works(3.0)
+    unit.scatter()
+    gpu.works(compute_s)
+    unit.finalize_backward()
+    sent, comm_s = collectives.take()
+    assert comm_s == pytest.approx(2 * waited_s)
+    assert sent == {"all_gather": 16, "reduce_scatter": 16}
+
+
+def test_outside_of_a_step_nothing_is_timed(gpu):
+    collectives = CountedCollectives(torch.device("cuda"))
+    unit = Unit(gpu, collectives)
+    with collectives.uncounted():
+        unit.gather()
+        unit.wait_for_unshard()
+        unit.finalize_backward()
+    assert collectives._events == []
+    unit.gather()
+    with collectives.uncounted():
+        unit.wait_for_unshard()
+    unit.wait_for_unshard()
+    assert collectives.take()[1] == 0.0
