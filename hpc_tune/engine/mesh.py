@@ -21,8 +21,8 @@ class Mesh:
     ``init_device_mesh`` calls torch for those of all others too: 12,288 times on 4,096 ranks.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Make the groups from the default process group."""
+    def __init__(self, layout: Layout, device: torch.device, uses_fsdp: bool) -> None:
+        """Make the groups from the default process group; ``step/groups.py`` counts them."""
         self.layout, self.coordinates = layout, layout.coordinates(dist.get_rank())
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.tensor = self.group("tensor")
@@ -30,10 +30,10 @@ class Mesh:
         self.group("replicate", "shard", "tensor")
         self.group("expert")
         self.group("replicate", "expert_shard")
-        # Weights that are offloaded are FSDP's also where nothing is sharded.
-        self._shards = self._meshes_of("shard", device)
-        self._shards_of_experts = self._shards
-        if layout.expert > 1:
+        self._shards: tuple[DeviceMesh, DeviceMesh] | None = None
+        if uses_fsdp:  # of one rank where nothing is sharded: weights that are offloaded
+            self._shards = self._shards_of_experts = self._meshes_of("shard", device)
+        if uses_fsdp and layout.expert > 1:
             self._shards_of_experts = self._meshes_of("expert_shard", device)
 
     def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
@@ -41,6 +41,7 @@ class Mesh:
 
         ``of_experts``: that of experts which are dealt.
         """
+        assert self._shards is not None, "no weights are sharded"
         alone, replicated = self._shards_of_experts if of_experts else self._shards
         return replicated if with_replicas else alone
 
@@ -53,6 +54,11 @@ class Mesh:
         ranks = torch.tensor(self._ranks(*names)).view(replicate, -1)
         groups = [self._group_of(name) for name in names]
         return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of several ranks, in the order in which all ranks have made theirs."""
+        made = [group for group in self._made.values() if group.size() > 1]
+        return [world_group(), *made] if self.layout.size > 1 else []
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""

@@ -31,6 +31,7 @@ from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.expert_parallel import deal_experts, send_tokens
+from hpc_tune.engine.first_messages import send_large_messages
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
@@ -78,12 +79,15 @@ class NativeEngine:
         layout, parallel = plan.layout, plan.parallel
         self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
-        self._mesh = Mesh(layout, device)
+        self._mesh = Mesh(layout, device, plan.uses_fsdp)
         trains_tied = built.tune.method == "full" and built.tied is not None
         self._tied_group = tied_group(layout) if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
+        if device.type == "cuda":
+            groups, experts = self._mesh.all_groups(), self._mesh.group("expert")
+            send_large_messages(groups, experts, edges, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0

@@ -35,8 +35,12 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 
-# On a device: context, NCCL's buffers, the libraries' workspaces. Not measured, on the safe side.
+# On a device: context and the libraries' workspaces. Not measured, on the safe side.
 GPU_CONTEXT_BYTES = 1536 << 20
+# NCCL's buffers of a group; of NVLS once, where eight GPUs of a node may have it (Hopper and later,
+# https://github.com/NVIDIA/nccl/issues/864, 1410). From others' logs.
+GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
+_NVLS_RANKS, _NVLS_DEVICE = 8, 79 << 30
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
 Save = Literal["streamed", "gathered"]
 
@@ -90,6 +94,7 @@ class MemorySettings:
     ``save="gathered"`` is what a tool would do that brings all trained values and their optimizer
     state together on one rank. ``form``: what waits in the loader. ``has_reference``: the
     log-probabilities of all answers are computed first, and 8 bytes of each pair stay.
+    ``num_groups`` of several ranks send (``step/groups.py``).
     """
 
     parallel: ParallelConfig
@@ -100,6 +105,7 @@ class MemorySettings:
     save: Save = "streamed"
     form: Form = "answers"
     has_reference: bool = False
+    num_groups: int = 0
 
     @property
     def is_sharded(self) -> bool:
@@ -111,6 +117,14 @@ class MemorySettings:
 def process_bytes(machine: Machine) -> int:
     """Return what a rank's process takes of the memory that it computes with."""
     return 0 if machine.device_bytes else RANK_BYTES
+
+
+def context_bytes(machine: Machine, num_groups: int) -> int:
+    """Return what a rank's device holds beside tensors: the context, and NCCL for its groups."""
+    device_bytes = machine.device_bytes or 0
+    has_nvls = machine.ranks_per_node >= _NVLS_RANKS and device_bytes >= _NVLS_DEVICE
+    nvls = NVLS_BYTES if has_nvls and num_groups else 0
+    return GPU_CONTEXT_BYTES + num_groups * GROUP_BYTES + nvls
 
 
 def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine) -> int:
@@ -145,7 +159,7 @@ def memory_by_phase(
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
         if on_cpu:
             return Phase(name, 0, process + on_device + on_host, first)
-        device = int(on_device * (1 + GPU_SLACK)) + GPU_CONTEXT_BYTES
+        device = int(on_device * (1 + GPU_SLACK)) + context_bytes(machine, settings.num_groups)
         return Phase(name, device, process + step.offloaded + on_host, first)
 
     phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]

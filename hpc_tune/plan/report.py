@@ -36,7 +36,9 @@ from hpc_tune.plan.quick_trace import of_few_blocks, of_few_tokens, of_worst_ran
 from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_step
+from hpc_tune.step.groups import num_groups
 from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import MOMENTS, SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
 
@@ -102,6 +104,7 @@ def make_plan(
             save,
             tune.form,
             tune.has_reference,
+            num_groups(resolved.layout, uses_fsdp(resolved.layout.shard, resolved.parallel)),
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)

@@ -58,7 +58,7 @@ def sends_by_tcp(kinds: Sequence[str], library: str, plugin: str, socket_names: 
         "module before the ranks start, and bind it into a container (doctor says more)"
     )
     if len(names) == 1 and kinds.count(kind) > 1:
-        text += f". Until then name all {kinds.count(kind)} interfaces: run.interface=[hsn0, hsn1]"
+        text += f". Until then name all {kinds.count(kind)} interfaces: run.interface=hsn0,hsn1"
     return text
 
 

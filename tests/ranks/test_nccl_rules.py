@@ -253,3 +253,54 @@ def test_tokens_are_sent_to_experts_and_back_on_four_ranks(
     [ended] = launch_runs(4, [{"overrides": overrides}], tmp_path, program=PROGRAM)
     assert ended.code == 0, ended.output
     assert len(losses(tmp_path / "experts")) == 3
+
+
+# What is counted: the bytes of each kind of collective by group, as NCCL's would be.
+LARGE = """
+from hpc_tune.engine.first_messages import send_large_messages
+from hpc_tune.engine.mesh import Mesh
+from hpc_tune.engine.pipeline_parallel import connect_stages
+from hpc_tune.step.layout import Layout
+from tests.support import nccl_rules
+
+most, collective = {}, nccl_rules.RuledGroup.collective
+
+def counting(group, name, *args, **kwargs):
+    flat = lambda part: [part] if torch.is_tensor(part) else [t for p in part for t in flat(p)] \\
+        if isinstance(part, (list, tuple)) else []
+    kinds = most.setdefault(tuple(group._ranks), {})
+    kinds[name] = max(kinds.get(name, 0), max(t.nbytes for t in flat(args)))
+    return collective(group, name, *args, **kwargs)
+
+made, new_group = set(), dist.new_group
+def noting(ranks=None, **options):
+    made.add(tuple(ranks))
+    return new_group(ranks, **options)
+
+dist.new_group = noting
+nccl_rules.RuledGroup.collective = counting
+layout = Layout(%s)
+mesh = Mesh(layout, comm.device, layout.shard > 1)
+assert all(len(ranks) > 1 for ranks in made), made
+groups = {tuple(range(size)), *made}
+edges = connect_stages(layout, False, comm.device) if layout.pipeline > 1 else {}
+words, message = [], nccl_rules.RuledGroup._message
+nccl_rules.RuledGroup._message = lambda group, kind, tensors, *more: words.append(
+    (kind, tensors[0].nbytes)
+) or message(group, kind, tensors, *more)
+most.clear()
+send_large_messages(mesh.all_groups(), mesh.group("expert"), edges, comm.device, 1 << 24)
+assert sorted(words) == [(kind, 1 << 24) for kind in ("recv", "send")][: len(edges)], words
+assert most.keys() == groups, (most, groups)
+for ranks, kinds in most.items():
+    assert len(kinds) >= 3, kinds  # all-reduce, all-gather, reduce-scatter
+    assert all(num > 0.7 * (1 << 24) for num in kinds.values()), kinds
+"""
+
+
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["4, 1", "2, 2", "1, 4, expert=2", "2, 1, 1, 2", "2, 1, 2"])
+def test_every_group_sends_large_messages_and_none_is_of_one_rank(layout, mode):
+    extra = {MODE: mode, LIMIT: "60"}
+    done = mpirun(4, ["-c", START + LARGE % layout + END], timeout=240, env=extra)
+    assert done.returncode == 0, done.stderr

@@ -30,13 +30,16 @@ from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.engine import native
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
+from hpc_tune.engine.first_messages import send_large_messages
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.plan.trace import _fake_world
+from hpc_tune.step.groups import num_groups
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.reference import differences
@@ -125,13 +128,27 @@ def main() -> None:
         if "mixture" in layout:
             shape, tune = mixture, TuneConfig(method=method, targets=["q_proj", "experts"])
         built = build(shape, DTYPES[dtype], tune, 0, weights=False)
+        native.send_large_messages, first = noting_groups()
         with _fake_world(rank, world.size), fake_cuda() as watch:
             plan = StepPlan.of(built, world, parallel)
             optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
             settings = EngineSettings(plan, DEVICE, optim)
             store = stores[tune.objective]
-            noted = run(NativeEngine(built, settings), store, world, rank, watch)
+            engine = NativeEngine(built, settings)
+            groups = num_groups(world, plan.uses_fsdp)
+            noted = {"first": first, "groups": groups, **run(engine, store, world, rank, watch)}
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
+
+
+def noting_groups():
+    """Return what sends small messages instead of large ones, and a list that fills with sizes."""
+    first = []
+
+    def send(groups, *more):
+        first.append([group.size() for group in groups])
+        send_large_messages(groups, *more, 1 << 10)
+
+    return send, first
 
 
 def prepared(folder, model, objective, form):

@@ -148,3 +148,14 @@ def test_what_a_step_times_begins_where_the_computing_stream_waits(noted, case):
     assert {kind.partition(" to ")[0] for kind in kinds} <= {"compute"}
     is_gathered = LAYOUTS[case[0]].get("shard", 1) > 1
     assert ("compute to beside" in kinds) == is_gathered
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_every_group_has_sent_large_messages_before_anything_is_measured(noted, case):
+    """And a plan knows how many there are."""
+    [sizes] = noted[case]["first"]
+    assert len(sizes) == noted[case]["groups"]
+    assert all(size > 1 for size in sizes)
+    axes = LAYOUTS[case[0]]
+    ranks = axes.get("replicate", 1) * axes.get("shard", 1) * axes.get("tensor", 1)
+    assert bool(sizes) == (ranks * axes.get("pipeline", 1) > 1)

@@ -1,0 +1,22 @@
+"""How many groups of ranks the messages of a layout go through."""
+
+from hpc_tune.step.layout import Layout
+
+_OF_ALL = (
+    ("tensor",),
+    ("replicate", "shard"),
+    ("replicate", "shard", "tensor"),
+    ("expert",),
+    ("replicate", "expert_shard"),
+)
+_OF_FSDP = (("shard",), ("replicate",), ("expert_shard",))
+
+
+def num_groups(layout: Layout, uses_fsdp: bool) -> int:
+    """Return the groups of several ranks that a rank is in, the world among them.
+
+    Without those of two neighbours in a pipeline.
+    """
+    axes = (*_OF_ALL, *(_OF_FSDP if uses_fsdp else ()))
+    ranks = {layout.group_of(0, *names) for names in axes} | {tuple(range(layout.size))}
+    return sum(len(members) > 1 for members in ranks)

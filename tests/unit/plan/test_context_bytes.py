@@ -1,0 +1,46 @@
+"""What a device holds beside tensors, by the groups that send."""
+
+import pytest
+
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import (
+    GPU_CONTEXT_BYTES,
+    GROUP_BYTES,
+    NVLS_BYTES,
+    context_bytes,
+)
+from hpc_tune.step.groups import num_groups
+from hpc_tune.step.layout import Layout
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("layout", "uses_fsdp", "num"),
+    [
+        (Layout(1, 1), False, 0),
+        (Layout(8, 1), False, 1),  # the world's alone
+        (Layout(1, 8), True, 1),
+        (Layout(2, 4), True, 3),  # world, shard, replicate
+        (Layout(2, 4), False, 1),  # DeepSpeed's ranks, say
+        (Layout(1, 1, 8), False, 1),
+        (Layout(4, 1, 2), False, 3),  # world, tensor, the copies of a slice
+        (Layout(2, 1, 1, 4), False, 2),  # world, the copies of a stage
+        (Layout(1, 8, expert=4), True, 3),  # world, experts dealt, experts sharded
+    ],
+)
+def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):
+    assert num_groups(layout, uses_fsdp) == num
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "groups", "wanted"),
+    [
+        (1, 80 * GIB, 0, GPU_CONTEXT_BYTES),
+        (4, 80 * GIB, 1, GPU_CONTEXT_BYTES + GROUP_BYTES),
+        (8, 80 * GIB, 3, GPU_CONTEXT_BYTES + 3 * GROUP_BYTES + NVLS_BYTES),
+        (8, 40 * GIB, 3, GPU_CONTEXT_BYTES + 3 * GROUP_BYTES),  # older than Hopper
+    ],
+)
+def test_nccl_takes_memory_for_each_group_and_once_for_nvls(ranks, device, groups, wanted):
+    assert context_bytes(Machine(1, ranks, device, 512 * GIB), groups) == wanted
