@@ -80,7 +80,9 @@ def page(results: list[dict[str, Any]]) -> str:
         cells = [f"{sum(us.get(kind, 0) for kind in kinds):.1f}" for kinds in _GROUPS.values()]
         cells += [f"{cost['exposed_us']:.1f}", f"{max(cost['host_us'], 0):.1f}"]
         total = cost["total_us"]
-        cells += [f"**{total:.1f}**", f"{1e6 / total:,.0f}", f"{cost['kept_bytes'] / 1024:,.0f}"]
+        # What a compiler keeps was not counted.
+        kept = "" if "compiled" in name else f"{cost['kept_bytes'] / 1024:,.0f}"
+        cells += [f"**{total:.1f}**", f"{1e6 / total:,.0f}", kept]
         if len(results) > 1:
             before = results[0].get(name)
             cells.append(f"{before['total_us']:.1f}" if before else "")

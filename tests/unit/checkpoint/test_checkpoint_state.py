@@ -5,6 +5,7 @@ import pytest
 
 from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, check_resume
 from hpc_tune.config.load import field_names
+from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
@@ -130,6 +131,7 @@ FREE = {
     "run.report",
     # the job around it
     *(f"slurm.{name}" for name in SlurmConfig.model_fields),
+    *(f"pbs.{name}" for name in PbsConfig.model_fields),
 }
 
 
