@@ -54,6 +54,10 @@ print(seen, torch._C._accelerator_getAllocatorSettings())
 """
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"),
+    reason="torch 2.9 does not tell what its allocator has read where there is no GPU",
+)
 def test_they_do_before_torch_is_imported():
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     done = subprocess.run(
