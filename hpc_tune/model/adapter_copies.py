@@ -64,7 +64,9 @@ class AdapterCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy all adapters if they have changed; to be called before forward passes."""
+        """Copy all adapters if they have changed; to be called before the passes of a step."""
+        for group in self._all:
+            group.settle()
         if self._copied == self._version or not self._groups:
             return
         if self._copied < 0:

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # Names of sibling layers that are called with the same input.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MAX_UNSHARED = 2  # calls in a row with another input, after which layers are computed apart
 
 
 class LoraGroup:
@@ -42,22 +41,34 @@ class LoraGroup:
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._unshared = 0
+        self._shared = self._unshared = 0  # calls since ``settle``
+        self._is_apart = False
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the product of layer ``number``; the first call for an input computes all."""
-        if self._unshared > _MAX_UNSHARED:
-            self.forget()
+        if self._is_apart:
             return _products(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
             return _products(self.layers, x, self)[0]
-        if self._input is not x or number not in self._waiting:
-            self._unshared = self._unshared + 1 if self._waiting else 0
+        is_there = self._input is x and number in self._waiting
+        if not torch.compiler.is_compiling():
+            self._shared += is_there
+            self._unshared += bool(self._waiting) and not is_there
+        if not is_there:
             self._input, self._waiting = x, dict(enumerate(_products(self.layers, x, self)))
         out_NO = self._waiting.pop(number)
         if not self._waiting:
             self._input = None
         return out_NO
+
+    def settle(self) -> None:
+        """Compute layers apart from now on if most calls had another input than the one before.
+
+        To be called between steps: what is recomputed must do what the first pass did.
+        """
+        self._is_apart |= self._unshared > self._shared
+        self._shared = self._unshared = 0
+        self.forget()
 
     def forget(self) -> None:
         """Let go of results that nobody has asked for, as after a pass that was broken off."""
@@ -157,7 +168,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     given = x.to(dtype_of(self)) if _is_packed(self.base_layer) else x
     out = _dora(self, given) if is_dora(self) else self.lora_group.product(self.lora_number, given)
     # Not in the function: its view may not be changed in place, as OLMo does (clip_qkv).
-    return out.view(*x.shape[:-1], -1).to(x.dtype)
+    return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
 
 def _is_packed(base: Any) -> bool:

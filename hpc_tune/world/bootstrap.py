@@ -173,8 +173,10 @@ def shutdown(comm: Comm) -> None:
         "all ranks to finish", liveness.END_LIMIT_S, "check what the other ranks still do", who
     ):
         dist.barrier(group=comm.cpu_group)
-        for watch in filter(None, (comm.watch, comm.nccl)):
-            watch.close()
+        if comm.watch is not None:
+            comm.watch.close()
+        if comm.nccl is not None:
+            comm.nccl.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
         wait_for_idle_gloo()
@@ -214,7 +216,7 @@ def _import_torch(channel: Channel | None, limit_s: float, who: str) -> None:
         import torch  # noqa: F401
 
         if channel is not None:
-            channel.all_gather(None)
+            channel.all_gather(None, limit_s)
 
 
 def _use_threads(threads: int) -> None:

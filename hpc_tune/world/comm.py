@@ -80,8 +80,11 @@ class Peer:
     pid: int
 
 
-class Closes(Protocol):
-    """What looks at something until the world ends."""
+class LooksAtGroups(Protocol):
+    """What looks at errors of groups until the world ends; see ``nccl_errors.NcclWatch``."""
+
+    def renumber(self, comm: "Comm") -> None:
+        """Name this rank from now on as ``comm`` does."""
 
     def close(self) -> None:
         """Look no more."""
@@ -110,7 +113,7 @@ class Comm:
     threads: int
     sees_local_pids: bool
     watch: Watch | None = None
-    nccl: Closes | None = None
+    nccl: LooksAtGroups | None = None
     start_s: float = liveness.START_LIMIT_S
     num_regroups: int = 0
     store_rank: int = 0

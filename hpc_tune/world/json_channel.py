@@ -37,8 +37,11 @@ _MAX_MESSAGE_BYTES = 256 * 2**20
 class Channel(Protocol):
     """Connects all ranks of the world."""
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, by rank; collective."""
+    def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
+        """Return every rank's JSON value, by rank; collective.
+
+        ``limit_s``: how long to wait for one where the channel itself has a limit.
+        """
         ...
 
     def close(self) -> None:
@@ -49,7 +52,7 @@ class Channel(Protocol):
 class SoloChannel:
     """The channel of a world of one."""
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return the value alone."""
         return [value]
 
@@ -64,7 +67,7 @@ class MpiChannel:
         """Take an mpi4py communicator of all ranks."""
         self._mpi_comm = mpi_comm
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's value, by rank."""
         return [json.loads(text) for text in self._mpi_comm.allgather(json.dumps(value))]
 
@@ -79,7 +82,7 @@ class StoreChannel:
         """Take a store that all ranks share."""
         self._store, self._world, self._number = store, world, 0
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's value, by rank."""
         self._number += 1
         keys = [f"hpc_tune/all_gather/{self._number}/{rank}" for rank in range(self._world.size)]
@@ -116,8 +119,17 @@ class StarChannel:
         else:
             self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+    def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
+        """Return every rank's value, by rank; ``limit_s`` in the place of the star's own."""
+        if limit_s is not None:
+            before = {rank: peer.gettimeout() for rank, peer in self._peers.items()}
+            for peer in self._peers.values():
+                peer.settimeout(limit_s)
+            try:
+                return self.all_gather(value)
+            finally:
+                for rank, peer in self._peers.items():
+                    peer.settimeout(before[rank])
         if self._world.rank:
             _send(self._peers[0], value)
             values: list[Any] = _receive(self._peers[0])

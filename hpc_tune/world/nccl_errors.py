@@ -67,6 +67,10 @@ class NcclWatch:
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._look)
         self._watcher.start()
 
+    def renumber(self, comm: Comm) -> None:
+        """Name this rank from now on as ``comm`` does."""
+        self._comm = comm
+
     def close(self) -> None:
         """Look no more, at the end of the world."""
         self._watcher.close()
@@ -87,16 +91,15 @@ class NcclWatch:
 
     def _end(self, names: set[str]) -> None:
         liveness.must_leave_soon()
-        who = f"rank {self._comm.world.rank} on {self._comm.world.hostname}"
         if names == {"TIMEOUT"}:
             text = (
-                f"{who}: a collective of NCCL while {self._comm.doing[0]} was not over "
+                f"a collective of NCCL while {self._comm.doing[0]} was not over "
                 f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
                 "no rank is known to have ended"
             )
         else:
             text = (
-                f"{who}: NCCL has lost its connection to another rank while "
+                "NCCL has lost its connection to another rank while "
                 f"{self._comm.doing[0]}, and no rank is known to have ended: look at the network "
                 "and its cards on both nodes, which NCCL_DEBUG=WARN names"
             )

@@ -69,6 +69,8 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     )
     if comm.watch is not None:
         comm.watch.renumber(comm, ranks)
+    if comm.nccl is not None:
+        comm.nccl.renumber(comm)
     end_world_on_uncaught(comm)
     return comm
 

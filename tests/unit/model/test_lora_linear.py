@@ -155,11 +155,12 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(24, 12)
         self.v_proj = nn.Linear(24, 12)
         self.o_proj = nn.Linear(24, 24)
-        self.takes_another = False
+        self.others = 0  # how many layers take another input
 
     def forward(self, x):
-        query, key = self.q_proj(x), self.k_proj(x)
-        value = self.v_proj(2 * x if self.takes_another else x)
+        query = self.q_proj(x)
+        key = self.k_proj(3 * x if self.others > 1 else x)
+        value = self.v_proj(2 * x if self.others else x)
         return x + self.o_proj(query * torch.cat([key, value], -1))
 
 
@@ -177,28 +178,44 @@ def attention(dtype=torch.float64, **settings):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
-@pytest.mark.parametrize("takes_another", [False, True])
-def test_layers_that_share_an_input_are_those_of_peft(takes_another, settings, recompute):
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_layers_that_share_an_input_are_those_of_peft(others, settings, recompute):
+    """With several micro-batches in flight, as in a pipeline, and over steps."""
     stock = attention(**settings)
     fused = copy.deepcopy(stock)
     blocks = [m for m in fused.modules() if isinstance(m, Attention)]
-    groups = use_lora_linear(blocks, shares_inputs=True)
+    copies = AdapterCopies()
+    copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
     assert sorted(len(group.layers) for group in groups) == [1, 1, 3, 3]
     checkpoint_blocks(blocks, recompute)
     for net in (stock, fused):
         for block in net.base_model.model:
-            block.takes_another = takes_another
-    for seed in range(5):  # also once layers have been taken apart
-        x = torch.randn(3, 5, 24, dtype=torch.float64, generator=torch.manual_seed(seed))
-        for net in (stock, fused):
+            block.others = others
+    for seed in range(3):
+        generator = torch.manual_seed(seed)
+        xs = [torch.randn(3, 5, 24, dtype=torch.float64, generator=generator) for _ in range(4)]
+        copies.refresh()
+        together = [group for group in groups if len(group.layers) > 1]
+        assert all(group._is_apart == (others > 0 and seed > 0) for group in together)
+        results = []
+        for net in (fused, stock):
             net.zero_grad()
-        out, grad, grads = step(fused, x)
-        wanted_out, wanted_grad, wanted = step(stock, x)
-        assert torch.allclose(out, wanted_out, rtol=1e-6)
-        assert torch.allclose(grad, wanted_grad, rtol=1e-6)
-        for name, expected in wanted.items():
-            assert torch.allclose(grads[name], expected, rtol=1e-6, atol=1e-9), name
+            inputs = [x.clone().requires_grad_() for x in xs]
+            outs = [net(x) for x in inputs]
+            for out in outs:
+                out.square().sum().backward()
+            grads = [p.grad for p in net.parameters() if p.requires_grad]
+            results.append([*outs, *(x.grad for x in inputs), *grads])
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-8)
+    copies.refresh()
     assert all(group._input is None and not group._waiting for group in groups)
+
+
+def test_a_row_without_tokens_is_taken():
+    net = attention()
+    use_lora_linear(net.base_model.model, shares_inputs=True)
+    assert net(torch.zeros(2, 0, 24, dtype=torch.float64)).shape == (2, 0, 24)
 
 
 def test_an_input_that_is_shared_is_read_by_one_narrow_product():

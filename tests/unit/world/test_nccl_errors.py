@@ -50,8 +50,19 @@ def test_an_error_of_any_group_ends_the_world_with_what_it_means(ended, monkeypa
     of, error = ended.get(timeout=60)
     assert of.world.rank == 3
     assert str(error).startswith(
-        "rank 3 on n1: NCCL has lost its connection to another rank while training step 7, and no"
+        "NCCL has lost its connection to another rank while training step 7, and no"
     )
+    watch.close()
+
+
+def test_the_ranks_new_number_is_named_once_ranks_are_in_another_order(ended):
+    errors = []
+    watch = watched(ended, lambda: errors)
+    later = comm()
+    later.world.rank = 5
+    watch.renumber(later)
+    errors.append("COMM_ERROR")
+    assert ended.get(timeout=60)[0] is later
     watch.close()
 
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -259,6 +260,25 @@ def test_what_all_ranks_are_told_is_written_down_once_and_is_short(monkeypatch):
     cpus = runs_of(frozenset(range(128)))
     told = [[rank // 8, rank % 8, cpus] for rank in range(4096)]
     assert len(message(told)) < 128 * 1024
+
+
+def test_what_takes_longer_than_the_start_has_its_own_limit():
+    """The import of torch, behind which all ranks meet."""
+
+    def meet(rank, token, limit_s):
+        star = StarChannel(world_of(rank, 2), ["127.0.0.1"], token, 1)
+        try:
+            if rank:
+                time.sleep(2)
+            found = star.all_gather(rank, limit_s)
+            assert {peer.gettimeout() for peer in star._peers.values()} == {1}
+            return found
+        finally:
+            star.close()
+
+    assert on_threads(2, lambda rank: meet(rank, "longer", 30)) == [[0, 1], [0, 1]]
+    first, _ = on_threads(2, lambda rank: meet(rank, "as the start", None))
+    assert isinstance(first, WorldError)
 
 
 def test_two_jobs_that_share_candidate_ports_do_not_mix():
