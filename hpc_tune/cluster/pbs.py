@@ -11,17 +11,16 @@ Source: qsub(1B), pbs_job_attributes(7B) and resmom/start_exec.c of OpenPBS.
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpc_tune.cluster.asking import printed_by
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
 from hpc_tune.cluster.protocol import Scheduler
 from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.log import log
 
 _SCRIPT = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets
-_ASK_S = 20.0
 _RESOURCES = ("walltime", "select", "place", "filesystems")
 # PBS tells a job its end only where it is asked; a server that does not answer is no reason to
 # fail.
@@ -43,7 +42,13 @@ def _requeue_command(job_id: str) -> list[str]:
         what = f"{script} is no file" if shutil.which("qsub") else "qsub is not on PATH here"
         log.warning("%s: no next job can be submitted when the time of this one is over", what)
         return []
-    return ["qsub", "-W", f"depend=afterany:{job_id}", *_asked(_show_job(job_id)), script]
+    return [
+        "qsub",
+        "-W",
+        f"depend=afterany:{job_id}",
+        *_asked(printed_by("qstat", "-f", job_id)),
+        script,
+    ]
 
 
 def _asked(shown: str) -> Iterator[str]:
@@ -58,20 +63,6 @@ def _asked(shown: str) -> Iterator[str]:
     for name in _RESOURCES:
         if value := told.get(f"Resource_List.{name}"):
             yield from ("-l", f"{name}={value}")
-
-
-def _show_job(job_id: str) -> str:
-    """Return the output of qstat -f, empty if it does not answer."""
-    try:
-        return subprocess.run(
-            ["qstat", "-f", job_id],
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=_ASK_S,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 PBS = Scheduler(job_id="PBS_JOBID", name="PBS", requeue_command=_requeue_command)

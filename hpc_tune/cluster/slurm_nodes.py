@@ -6,17 +6,16 @@ squeue -s         -> the steps that still hold nodes
 """
 
 import re
-import subprocess
 import time
 from collections.abc import Container, Iterable, Sequence
 
+from hpc_tune.cluster.asking import printed_by
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.slurm import expand_nodelist
 
 # With it a step shares what an old one, of which a lost node has not reported the end, still holds.
 SHARE = {"SLURM_OVERLAP": "1"}
 GUARD = "hpc_tune-guard"  # the name of the step that slurm_guard.py keeps
-_ASK_S = 15.0
 _POLL_S = 0.5
 # What sinfo calls a node on which no rank can be started; * behind it: it does not answer.
 _SICK = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
@@ -58,9 +57,11 @@ class SlurmNodes:
 
         What Slurm does not answer counts as good news.
         """
-        shown = re.search(r"^ *NodeList=(\S+)", _said("scontrol", "show", "job", self._id), re.M)
+        shown = re.search(
+            r"^ *NodeList=(\S+)", printed_by("scontrol", "show", "job", self._id), re.M
+        )
         held = expand_nodelist(shown[1]) if shown else list(nodes)
-        states = _said("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
+        states = printed_by("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {
             node: _why_sick(state)
             for node, state in zip(states[::2], states[1::2], strict=False)
@@ -71,7 +72,7 @@ class SlurmNodes:
 
     def steps(self, names: Container[str] | None = None) -> set[str]:
         """Return the steps of the job that srun has started, such as ``7.0``, of these names."""
-        listed = _said("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
+        listed = printed_by("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
         words = [line.split(maxsplit=1) for line in listed]
         parts = [
             word[0].rpartition(".")
@@ -86,7 +87,7 @@ class SlurmNodes:
         if not left:
             return True
         until_s = time.monotonic() + limit_s
-        _said("scancel", *sorted(left))
+        printed_by("scancel", *sorted(left))
         while left := left & self.steps():
             if time.monotonic() > until_s:
                 return False
@@ -105,17 +106,3 @@ def _run_lengths(text: str) -> list[int | None]:
     """Return the numbers of Slurm's run-length list, such as ``"4(x2),3"``."""
     parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?(?:,|$)", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
-
-
-def _said(*argv: str) -> str:
-    """Return what one of Slurm's programs prints, nothing if it does not answer."""
-    try:
-        return subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=_ASK_S,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
