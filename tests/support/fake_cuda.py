@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 NATIVE = Path(__file__).with_suffix(".cpp")
@@ -86,7 +87,9 @@ def fake_cuda() -> Iterator[Any]:
         def record(self, tensor: torch.Tensor, stream: Any) -> None:
             self._recorded.add(tensor, stream)
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
                 return NotImplemented  # it comes again with the local tensors
             kwargs, self.now = dict(kwargs or {}), self.now + 1
@@ -117,7 +120,9 @@ def fake_cuda() -> Iterator[Any]:
                         self._of_streams.add(leaf, (self.stream, self.now, _place()))
             return out
 
-        def _check_copy(self, source, target, non_blocking, pins_target) -> None:
+        def _check_copy(
+            self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool, pins_target: bool
+        ) -> None:
             kinds = source.device.type, target.device.type
             if kinds == ("cpu", "cuda"):
                 self.copies[str(source.dtype)] += source.nbytes
@@ -131,7 +136,7 @@ def fake_cuda() -> Iterator[Any]:
                 elif not (non_blocking and self.is_pinned(target)):
                     self.wait("a tensor is copied to the host")
 
-        def _check_uses(self, tensors) -> None:
+        def _check_uses(self, tensors: list[torch.Tensor]) -> None:
             for tensor in tensors:
                 if tensor.device.type != "cuda" or self.stream is not self.default:
                     continue
@@ -145,7 +150,8 @@ def fake_cuda() -> Iterator[Any]:
 
     class Stream:
         def __init__(self, watch: Any, *_: Any, **__: Any) -> None:
-            self._watch, self.seen = watch, {}
+            self._watch = watch
+            self.seen: dict[Any, int] = {}
 
         def wait_stream(self, other: Any) -> None:
             self._watch.told("wait", self, other)
@@ -168,7 +174,8 @@ def fake_cuda() -> Iterator[Any]:
 
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
-            self.at, self.stream = -1, None
+            self.at = -1
+            self.stream: Any = None
 
         def record(self, stream: Any = None) -> Any:
             self.at, self.stream = watch.now, stream or watch.stream
@@ -259,7 +266,8 @@ class _Storages:
 
 def _place() -> str:
     """Return the innermost function of hpc_tune that runs, or of torch where it calls by itself."""
-    frame, first = sys._getframe(2), ""
+    frame: FrameType | None = sys._getframe(2)
+    first = ""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if (house := next((p for p in file.parents if p.name == "hpc_tune"), None)) is not None:
