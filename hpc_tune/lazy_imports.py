@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use:
-# it has others in quantize.py and engine/float8.py.
+# it has others in four_bit.py and engine/float8.py.
 _HIDDEN = ("torchao", "bitsandbytes")
 
 

@@ -32,6 +32,11 @@ class Card:
     link_s: float
     launch_us: float = 7.0
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """Whether it has products of the float8 that tune.base_dtype=fp8 keeps; AMD's MI300 not."""
+        return _FP8 in self.matmul and self.name != "MI300X"
+
 
 CARDS = {
     "h100": Card(

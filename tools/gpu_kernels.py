@@ -35,8 +35,8 @@ _FILES = {
     "sorted_rows.py": "experts' rows",
     "grouped_products.py": "experts' rows",
     "expert_parallel.py": "experts' rows",
-    "quantize.py": "dequantisation",
-    "fp8_base.py": "dequantisation",
+    "four_bit.py": "dequantisation",
+    "float8_base.py": "casts",
     "float8.py": "casts",
     "gradients.py": "update",
     "adamw.py": "update",
@@ -326,7 +326,9 @@ def _dtype_of(args: Any, out: Any) -> torch.dtype:
 
 def _product_kind(name: str, args: Any, kind: str) -> str:
     matrices = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.dim() >= 2]
-    is_thin = any(side <= MAX_RANK for t in matrices for side in t.shape[-2:])
+    is_thin = name != "_scaled_mm" and any(
+        side <= MAX_RANK for t in matrices for side in t.shape[-2:]
+    )
     if (kind == "attention" and name == "bmm") or "4bit" in name:
         return "attention" if name == "bmm" else "base products"
     return "adapters" if is_thin else "base products"

@@ -47,6 +47,7 @@ MUST_MATCH = (
 )
 WARN = (
     "model.dtype",
+    "tune.base_dtype",
     "tune.param_dtype",
     "tune.neftune_alpha",
     "optim.name",

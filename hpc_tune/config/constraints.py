@@ -107,19 +107,24 @@ def _zero(
             "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
             "fp32; leave one of them out"
         )
-    yield from _zero_3(tune.method, train.compile) if stage == 3 else _below_zero_3(parallel, stage)
+    yield from _zero_3(tune, train.compile) if stage == 3 else _below_zero_3(parallel, stage)
 
 
-def _zero_3(method: str, is_compiled: bool) -> Iterator[str]:
-    if method == "dora":
+def _zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
+    if tune.method == "dora":
         yield (
             "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "
             "their norms; use zero_stage 1 or 2"
         )
-    if method == "qlora":
+    if tune.method == "qlora":
         yield (
             "tune.method=qlora with parallel.zero_stage=3: DeepSpeed would split the packed "
             "4-bit codes; use zero_stage 1 or 2, or parallel.shard"
+        )
+    if tune.base_dtype:
+        yield (
+            f"tune.base_dtype={tune.base_dtype} with parallel.zero_stage=3: DeepSpeed would split "
+            "the rows of packed bytes; use zero_stage 1 or 2, or parallel.shard"
         )
     if is_compiled:
         yield (
@@ -184,6 +189,11 @@ def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
             "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
             "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
         )
+    if tune.base_dtype:
+        yield (
+            f"tune.base_dtype={tune.base_dtype} with parallel.tensor > 1: packed rows are not "
+            "split along heads; use parallel.shard or parallel.pipeline, or leave base_dtype out"
+        )
     if train.compile:
         yield (
             "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
@@ -228,6 +238,11 @@ def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
             "train.float8=true with tune.modules_to_save: these are trained in tune.param_dtype; "
             "leave one of them out"
         )
+    if train.float8 and tune.base_dtype:
+        yield (
+            f"train.float8=true with tune.base_dtype={tune.base_dtype}: the frozen base is "
+            "multiplied in float8 already; leave train.float8 out"
+        )
 
 
 def _beside_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
@@ -261,6 +276,16 @@ def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
 
 
 def _tune(tune: TuneConfig) -> Iterator[str]:
+    if tune.base_dtype and tune.method == "qlora":
+        yield (
+            f"tune.base_dtype={tune.base_dtype} with tune.method=qlora, whose base is in 4 bits; "
+            "use tune.method=lora or dora, or leave base_dtype out"
+        )
+    if tune.base_dtype and tune.method == "full":
+        yield (
+            f"tune.base_dtype={tune.base_dtype} has no effect with tune.method=full, which has no "
+            "frozen base; leave it out"
+        )
     if tune.method != "full":
         return
     if tune.dropout:

@@ -180,11 +180,25 @@ class TuneConfig(Section):
         "same rank, alpha and targets, to start from. Unset: a new adapter, which does not change "
         "the model's output at first.",
     )
+    base_dtype: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: the frozen weights of the blocks' linear layers and routed experts are "
+        "kept in float8 (e4m3) with a scale for each row, quantised while they are read: half of "
+        "bf16's memory and messages. GPUs with float8 products (NVIDIA's H100, L40, RTX 40 or "
+        "later, AMD's MI350) multiply in it, inputs and gradients too, about twice as fast; "
+        "elsewhere values are made for each product. Unset: model.dtype, or 4 bits with "
+        "tune.method=qlora.",
+    )
     param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="The dtype of trained weights, their gradients and optimizer state. bf16 takes "
         "half the memory and loses small updates in rounding: for where fp32 does not fit.",
     )
+
+    @property
+    def packed_base(self) -> str:
+        """What the frozen weights of the blocks are packed in, in words; "" for model.dtype."""
+        return "4 bits" if self.method == "qlora" else "float8" if self.base_dtype else ""
 
     @property
     def router_losses(self) -> dict[str, float]:

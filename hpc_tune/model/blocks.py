@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hpc_tune.model.adapter_copies import AdapterCopies
+from hpc_tune.model.float8_base import use_float8_products
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
@@ -40,6 +41,7 @@ def use_own_layers(
     """
     mask_reason = "" if module.within_documents else "its attention needs it"
     kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
+    use_float8_products(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
     if copies is not None:
         copies.keep(blocks, groups)

@@ -16,7 +16,6 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.adapters import with_adapters
 from hpc_tune.model.balance import Router, Score
-from hpc_tune.model.blocks import block_list
 from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.experts import settle_routers
@@ -34,7 +33,7 @@ from hpc_tune.model.language import (
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.objective import objective_of
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.quantize import quantize_linears, quantize_stacks
+from hpc_tune.model.packed_base import pack
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import TokenRows
@@ -202,8 +201,6 @@ def build(
     keep_fp32(model, of_base, full)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
-    if tune.method == "qlora":
-        quantize_linears(model, dtype)
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     stored = _stored_names(directory, language, index, shapes, tied)  # before peft allocates
@@ -216,8 +213,8 @@ def build(
         for name, tensor in stored_tensors(module)
         if id(tensor) in own_names
     }
-    if tune.method == "qlora":
-        quantize_stacks(block_list(model), dtype)
+    if tune.packed_base:
+        pack(model, tune, dtype)
     used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}

@@ -20,8 +20,8 @@ from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.init_adapter import name_as_in_whole
 from hpc_tune.model.language import stored_tensors
+from hpc_tune.model.packed_base import packed_weights
 from hpc_tune.model.positions import fix_positions
-from hpc_tune.model.quantize import fill_packed, packed_weights
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import SUFFIX, TokenRows
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
@@ -84,8 +84,7 @@ def load_weights(
                 continue
             _, stored = found
             if name in packed:
-                where = region.local, region.offset
-                fill_packed(packed[name], *where, built.index, stored, reserve)
+                packed[name].fill(region.local, region.offset, built.index, stored, reserve)
                 continue
             if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset, reserve)
@@ -219,7 +218,9 @@ def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
     layers: Any = module.modules()
     for layer in layers:
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
-            base = layer.get_base_layer().weight.detach()
-            if isinstance(base, DTensor) == sharded:
-                full = base.full_tensor() if isinstance(base, DTensor) else base
+            base = layer.get_base_layer()
+            weight = base.weight.detach()
+            if isinstance(weight, DTensor) == sharded:
+                full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                full = base.unpack(full) if hasattr(base, "unpack") else full
                 magnitude.weight.data.copy_(full.float().norm(dim=1))

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from hpc_tune.model.float8_base import float8_rows
+
 # Names of sibling layers that are called with the same input.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -156,7 +158,7 @@ def is_dora(layer: Any) -> bool:
 
 
 def _is_matrix(layer: Any) -> bool:
-    """Whether a layer's base is a matrix, or one in 4 bits, and its forward is that of its class.
+    """Whether a layer's base is a matrix, or a packed one, and its forward is that of its class.
 
     Others are called: with float8, or as a slice whose bias is added behind a sum.
     """
@@ -255,6 +257,28 @@ def _values(packed: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight if packed is None else packed.unpack(weight)
 
 
+def _multiplies_float8(packed: Sequence[Any]) -> bool:
+    return all(getattr(layer, "multiplies_float8", False) for layer in packed)
+
+
+def _base_gradient(
+    packed: Sequence[Any], weights: Sequence[torch.Tensor], grads_NO: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the gradient of the input by the base's products."""
+    in_float8 = _multiplies_float8(packed)
+    grad_x: torch.Tensor | None = None
+    for layer, weight, grad_NO in zip(packed, weights, grads_NO, strict=True):
+        if in_float8:
+            grad_NI = layer.gradient(grad_NO, weight)
+            grad_x = grad_NI if grad_x is None else grad_x.add_(grad_NI)
+        elif grad_x is None:
+            grad_x = grad_NO @ _values(layer, weight)
+        else:
+            grad_x = grad_x.addmm_(grad_NO, _values(layer, weight))
+    assert grad_x is not None
+    return grad_x
+
+
 def _cast(
     dtype: torch.dtype, a_s: Sequence[torch.Tensor], b_s: Sequence[torch.Tensor], scales: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -267,7 +291,7 @@ class _LoraLinear(torch.autograd.Function):
     """Outputs of layers for one input; backward, gradients of it and of each A and B.
 
     ``left`` is what dropout leaves of ``x``, None for all of it; ``packed`` has a layer where the
-    weight is in 4 bits. ``a_SI``: all A's in the dtype of ``x``, if that is kept. Of each layer
+    weight is packed. ``a_SI``: all A's in the dtype of ``x``, if that is kept. Of each layer
     follow weight, bias, A, B and, if it is kept, the scaled B in that dtype.
     """
 
@@ -292,9 +316,14 @@ class _LoraLinear(torch.autograd.Function):
         low_NS = left_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
+        rows = float8_rows(x_NI) if _multiplies_float8(packed) else None
         outs = []
         for i, low_NR in enumerate(low_NS.split(ctx.ranks, 1)):
             b_RO, bias = bs_OR[i].t(), biases[i]
+            if rows is not None:
+                base_NO = packed[i].product(rows, weights[i], bias)
+                outs.append(add(base_NO, low_NR, b_RO))
+                continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
             outs.append(add(adapter_NO, x_NI, _values(packed[i], weights[i]).t()))
         dropped = () if left is None else (left_NI,)
@@ -321,9 +350,7 @@ class _LoraLinear(torch.autograd.Function):
             of_layers += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
         grad_x = grad_left = None
         if ctx.needs_input_grad[0]:
-            grad_x = grads_NO[0] @ _values(ctx.packed[0], weights[0])
-            for i in range(1, num):
-                grad_x = grad_x.addmm_(grads_NO[i], _values(ctx.packed[i], weights[i]))
+            grad_x = _base_gradient(ctx.packed, weights, grads_NO)
             if not ctx.drops:
                 grad_x = grad_x.addmm_(grad_NS, a_SI)
             grad_x = grad_x.view(ctx.shape)

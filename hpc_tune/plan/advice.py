@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import MemorySettings, Phase
@@ -97,7 +98,7 @@ def _settings(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def remedies_for(plan: "Plan", settings: MemorySettings, method: str) -> list[Remedy]:
+def remedies_for(plan: "Plan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
     """Return what may make the phases fit that do not."""
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
@@ -112,7 +113,7 @@ def remedies_for(plan: "Plan", settings: MemorySettings, method: str) -> list[Re
             )
         )
     if "load" in bad:
-        advice += _smaller_state(parallel, method, machine)
+        advice += _smaller_state(parallel, tune, machine)
     elif "steady" in bad:
         if plan.tokens_that_fit >= plan.seq_len:
             rows = plan.tokens_that_fit // plan.seq_len
@@ -130,7 +131,7 @@ def remedies_for(plan: "Plan", settings: MemorySettings, method: str) -> list[Re
                 text += ", with batch.micro_size=1"
             advice.append(Remedy(text, changes, shrinks=name))
         if not advice:
-            advice += _smaller_state(parallel, method, machine)
+            advice += _smaller_state(parallel, tune, machine)
     if "compile" in bad and "steady" not in bad:
         text = "compile: run.threads=1 compiles in the rank's own process"
         advice.append(Remedy(text, {"run.threads": 1}))
@@ -144,7 +145,9 @@ def remedies_for(plan: "Plan", settings: MemorySettings, method: str) -> list[Re
     return advice
 
 
-def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> Iterator[Remedy]:
+def _smaller_state(
+    parallel: ParallelConfig, tune: TuneConfig, machine: Machine
+) -> Iterator[Remedy]:
     shard = machine.world_size
     if parallel.zero_stage is None and (parallel.shard or 1) < shard:
         yield Remedy(
@@ -156,7 +159,7 @@ def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> I
     if parallel.offload_params == "none" and machine.device_bytes is not None:
         text = "weights: parallel.offload_params=cpu"
         yield Remedy(text, {"parallel.offload_params": "cpu"})
-    if method == "full":
+    if tune.method == "full":
         yield Remedy("state: tune.param_dtype=bf16 halves it", {"tune.param_dtype": "bf16"})
         if parallel.zero_stage is None:
             text = "state: optim.name=adamw_8bit quantises AdamW's moments"
@@ -164,7 +167,10 @@ def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> I
             yield Remedy(text, changes)
         text = "state: tune.method=lora trains under 1% of the values"
         yield Remedy(text, {"tune.method": "lora", "tune.param_dtype": "fp32"})
-    elif method == "lora":
+    elif tune.method in ("lora", "dora") and not tune.base_dtype:
+        text = "weights: tune.base_dtype=fp8 keeps the base in float8"
+        yield Remedy(text, {"tune.base_dtype": "fp8"})
+    if tune.method == "lora":
         text = "weights: tune.method=qlora keeps the base in 4 bits"
-        yield Remedy(text, {"tune.method": "qlora"})
+        yield Remedy(text, {"tune.method": "qlora", "tune.base_dtype": None})
     yield Remedy("more nodes")

@@ -134,7 +134,7 @@ def make_plan(
         tokens,
         [],
     )
-    return replace(plan, remedies=remedies_for(plan, settings, tune.method))
+    return replace(plan, remedies=remedies_for(plan, settings, tune))
 
 
 def _with_kernels(

@@ -12,7 +12,7 @@ from hpc_tune.model.config_json import common_value
 from hpc_tune.model.experts import ROUTED, chosen_experts, chosen_share, has_experts, kinds_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.quantize import Packed, packed_weights, scale_bytes
+from hpc_tune.model.packed_base import Packed, packed_weights, scale_bytes
 from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of

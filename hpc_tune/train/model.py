@@ -23,8 +23,8 @@ from hpc_tune.model.experts import is_mixture, require_dealable
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, why_one_by_one
 from hpc_tune.model.language import read_config
+from hpc_tune.model.packed_base import whole_stack_bytes
 from hpc_tune.model.positions import scaled_by_length
-from hpc_tune.model.quantize import whole_stack_bytes
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.weights import ADAPTER_FILE
@@ -181,7 +181,7 @@ def _say_of_model(built: BuiltModel) -> None:
         )
     special = sorted({path.rpartition(".")[2] for path in special_linears(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
-    what += ["are not in 4 bits"] if built.tune.method == "qlora" else []
+    what += [f"are not in {packed}"] if (packed := built.tune.packed_base) else []
     if special and what and built.tune.method != "full":
         log.info(
             "%s %s: they are not called as linear layers are",
@@ -202,10 +202,13 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, tune: 
                 f"{setting}={size}: a {kind} model would be trained incorrectly: {why}; use "
                 "parallel.shard"
             )
-    if proof.adapters and tune.method == "qlora":
+    if proof.adapters and tune.packed_base:
+        said, instead = "tune.method=qlora", "use tune.method=lora"
+        if tune.base_dtype:
+            said, instead = f"tune.base_dtype={tune.base_dtype}", "leave it out"
         raise ConfigError(
-            f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.adapters}; "
-            "use tune.method=lora"
+            f"{said}: a {kind} model's base cannot be in {tune.packed_base}: {proof.adapters}; "
+            f"{instead}"
         )
     if proof.adapters:
         raise ConfigError(
@@ -239,7 +242,7 @@ def _require_trained(built: BuiltModel, proof: Proof) -> None:
 def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
     """Return the model with what its routers weigh by, if they can be watched; warn if not.
 
-    And of experts that tune.method=qlora leaves whole.
+    And of experts that a packed base leaves whole.
 
     Raises:
         ConfigError: if they are to learn balance, and cannot.
@@ -266,12 +269,14 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
 
 
 def _warn_of_whole_stacks(built: BuiltModel) -> None:
-    if built.tune.method == "qlora" and (whole := whole_stack_bytes(built.module)):
+    packed = built.tune.packed_base
+    if packed and (whole := whole_stack_bytes(built.module)):
         log.warning(
-            "tune.method=qlora: the routed experts of a %s model, %s, are not in 4 bits: it "
-            "computes them in a way of its own",
+            "the routed experts of a %s model, %s, are not in %s: it computes them in a way of its "
+            "own",
             built.config.model_type,
             format_bytes(whole),
+            packed,
             extra=OF_ALL,
         )
 

@@ -31,6 +31,7 @@ from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError, remedy_of
 from hpc_tune.log import Progress, log
+from hpc_tune.model.float8_base import no_float8_products
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.tf32 import multiplies_in_tf32
@@ -175,12 +176,14 @@ def _key(model: Model, store: TokenStore, device: torch.device) -> str:
         model.sample,
         start_of(tune),
         str(model.built.dtype),
-        tune.method == "qlora",
+        tune.base_dtype or tune.method == "qlora",
         train.float8,
         model.built.seq_len if scaled_by_length(model.built.config) else None,
     ]
     if tune.init_from is not None:  # its weights count by these, which its own settings equal
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
+    if tune.base_dtype and not no_float8_products(device, model.built.dtype):
+        facts.append("float8 products")
     if multiplies_in_tf32(train, model.built.dtype, architecture_of(device)):
         facts.append("tf32")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -35,6 +35,22 @@ def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):
         assert eight == pytest.approx(sixteen, rel=0.02)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_float8_base_is_multiplied_in_float8_and_its_losses_stay_near_those_of_bf16(tmp_path):
+    from hpc_tune.model.float8_base import no_float8_products, trial
+
+    device = torch.device("cuda", 0)
+    assert no_float8_products(device, torch.bfloat16) == ""
+    assert trial(device, torch.bfloat16) < 5e-3
+    for name, words in {"fp8": ["tune.base_dtype=fp8"], "bf16": []}.items():
+        words = [*ON_GPU, "tune.method=lora", *words, f"run.dir={tmp_path / name}"]
+        done = train(words, timeout=400.0)
+        assert done.returncode == 0, done.stderr
+    for eight, sixteen in zip(losses(tmp_path / "fp8"), losses(tmp_path / "bf16"), strict=True):
+        assert eight == pytest.approx(sixteen, rel=0.05)
+
+
 def test_float8_products_are_really_used(tmp_path):
     pytest.importorskip("torchao")
     from torch.profiler import profile

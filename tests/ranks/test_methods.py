@@ -28,6 +28,12 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("methods")
 
 
+METHODS = {
+    **{m: [f"tune.method={m}"] for m in ("lora", "qlora", "dora")},
+    "float8": ["tune.method=lora", "tune.base_dtype=fp8"],
+}
+
+
 def settings(shared, name, *overrides):
     compiled = f"run.compile_cache={shared / 'compiled'}"
     words = [*SMALL, "train.max_steps=6", "optim.lr=1e-2", compiled]
@@ -45,11 +51,11 @@ def gaps(shared, n, runs, reference):
 def references(shared):
     """One rank, one micro-batch per step, nothing recomputed, nothing compiled."""
     jobs = [
-        {"overrides": settings(shared, m, f"tune.method={m}", "batch.micro_size=8")}
-        for m in ("lora", "qlora", "dora")
+        {"overrides": settings(shared, m, *words, "batch.micro_size=8")}
+        for m, words in METHODS.items()
     ]
     assert many_runs(1, jobs, shared) == [0] * len(jobs)
-    return {m: losses(shared / m) for m in ("lora", "qlora", "dora")}
+    return {m: losses(shared / m) for m in METHODS}
 
 
 def variant(n, recompute, accumulation, compiled=False):
@@ -92,28 +98,34 @@ SAMPLE = {
     "qlora sharded": ["parallel.shard=2", "parallel.reshard=block", "parallel.recompute=full"],
     "qlora zero2": ["parallel.zero_stage=2"],
     "dora sharded": ["parallel.shard=2"],
+    "float8 sharded": ["parallel.shard=2", "parallel.recompute=selective"],
 }
 OTHERS = {
     "qlora replicated": ["parallel.replicate=2", "batch.micro_size=4"],
     "qlora pipeline": ["parallel.pipeline=2", "batch.micro_size=2"],
     "dora zero2": ["parallel.zero_stage=2"],
+    "float8 zero2": ["parallel.zero_stage=2"],
+    "float8 replicated": ["parallel.replicate=2", "batch.micro_size=4"],
+    "float8 pipeline": ["parallel.pipeline=2", "batch.micro_size=2"],
+    "float8 compiled": ["parallel.shard=2", "train.compile=true"],
 }
 
 
 @pytest.mark.parametrize(
     "runs", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["a sample", "the others"]
 )
-def test_4_bit_bases_and_learned_magnitudes_give_the_same_losses_in_every_layout(
+def test_packed_bases_and_learned_magnitudes_give_the_same_losses_in_every_layout(
     shared, references, runs
 ):
     jobs = []
     for name, overrides in runs.items():
-        method = f"tune.method={name.split()[0]}"
-        jobs.append({"overrides": settings(shared, name, method, *overrides)})
+        words = METHODS[name.split()[0]]
+        jobs.append({"overrides": settings(shared, name, *words, *overrides)})
     assert many_runs(2, jobs, shared) == [0] * len(jobs)
     found = {n: worst_gap(losses(shared / n), references[n.split()[0]]) for n in runs}
     assert max(found.values()) < 1e-5, found
     assert worst_gap(references["lora"], references["qlora"]) > 1e-3, "nothing was rounded"
+    assert 1e-4 < abs(references["lora"][0] - references["float8"][0]) < 1e-2
 
 
 @pytest.mark.full

@@ -267,6 +267,7 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
     adapter += " by pattern" if tune.rank_pattern or tune.alpha_pattern else ""
     adapter += " rslora" if tune.rslora else ""
     adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
+    adapter += f" on a base in {tune.packed_base}" if tune.packed_base else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
     return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"

@@ -36,8 +36,10 @@ from hpc_tune.log import log
 from hpc_tune.model.balance import Score, score_of
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.four_bit import require_bitsandbytes
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.quantize import require_bitsandbytes, with_plain_linears
+from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.packed_base import with_plain_linears
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.stock import NoTrial, reference, software
 from hpc_tune.model.weights import ADAPTER_PREFIX
@@ -303,9 +305,12 @@ class _Trial:
     def of_adapters(self, tune: TuneConfig) -> tuple[str, str]:
         """Return what fails with adapters, and where they get no gradient."""
         try:
-            wanted = TuneConfig(method=tune.method, targets=tune.targets)
+            wanted = TuneConfig(
+                method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
+            )
             built = _loaded(build(self.directory, torch.float32, wanted, 0))
             built.module.within_documents &= self.within_documents
+            use_lora_linear(block_list(built.module))  # peft's DoRA multiplies with bytes
             loss = built.module(_batch([self.documents[:1]]))
             loss.backward()
         except ConfigError:  # the run's own model says it, or has targets that a small one lacks
@@ -315,14 +320,14 @@ class _Trial:
         untrained = _without_gradient(built)
         if not loss.isfinite():
             return f"a document's loss is {loss.item()}", untrained
-        return self._wrong_codes(built) if tune.method == "qlora" else "", untrained
+        return self._wrong_codes(built) if tune.packed_base else "", untrained
 
     def _wrong_codes(self, built: BuiltModel) -> str:
-        """Return what shows that a model's own code takes 4-bit codes for weights."""
+        """Return what shows that a model's own code takes packed bytes for weights."""
         batch = _batch([[tokens_T] for tokens_T in self.documents])
         packed: float = built.module(batch).item()
         plain: float = with_plain_linears(built.module)(batch).item()
-        text = f"in 4 bits the loss is {packed:.6g}, of the same values {plain:.6g}"
+        text = f"with packed weights the loss is {packed:.6g}, of the same values {plain:.6g}"
         return text if _differ(packed, plain) else ""
 
     def wrong_slices(self) -> str:
@@ -390,7 +395,7 @@ def _cache_file(config: Any, tune: TuneConfig) -> Path:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
-    digest.update(f"{software()} {tune.method} {tune.targets}".encode())
+    digest.update(f"{software()} {tune.method} {tune.base_dtype} {tune.targets}".encode())
     digest.update(_own_code().encode())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached

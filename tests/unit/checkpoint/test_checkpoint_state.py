@@ -35,6 +35,7 @@ OTHER = {
     "batch.global_size": 3,
     "train.seed": 9,
     "model.dtype": "bf16",
+    "tune.base_dtype": "fp8",
     "tune.param_dtype": "bf16",
     "tune.neftune_alpha": 5.0,
     "tune.router_aux_loss": 0.1,

@@ -421,6 +421,21 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
     assert check(load_config(write(SOME), ["train.float8=true", "train.compile=true"])) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["tune.method=qlora"], "whose base is in 4 bits; use tune.method=lora or dora"),
+        (["tune.method=full"], "tune.base_dtype=fp8 has no effect with tune.method=full"),
+        (["parallel.tensor=2"], "packed rows are not split along heads; use parallel.shard"),
+        (["parallel.zero_stage=3"], "DeepSpeed would split the rows of packed bytes; use zero"),
+        (["train.float8=true", "train.compile=true"], "leave train.float8 out"),
+    ],
+)
+def test_what_a_float8_base_does_not_go_with_is_refused(write, overrides, said):
+    assert check(load_config(write(SOME), ["tune.base_dtype=fp8"])) == []
+    assert said in problem(write(SOME), "tune.base_dtype=fp8", *overrides)
+
+
 def test_compiling_tensor_slices_is_refused(write):
     message = problem(write(SOME), "train.compile=true", "parallel.tensor=2")
     assert "train.compile=true with parallel.tensor > 1 is not available" in message

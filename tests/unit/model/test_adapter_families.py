@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.four_bit import FourBitLinear
 from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.quantize import FourBitLinear
 
 SHAPE = {
     "vocab_size": 64,
@@ -85,7 +85,7 @@ def quantised(model):
     """Return a copy whose base layers in the blocks are in 4 bits."""
     from bitsandbytes.functional import quantize_4bit
 
-    from hpc_tune.model.quantize import _SCALES, _quantised_scales
+    from hpc_tune.model.four_bit import _SCALES, _quantised_scales
 
     model = in_bf16(model)
     for block in blocks_of(model):

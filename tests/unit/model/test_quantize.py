@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model import quantize
+from hpc_tune.model import four_bit
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.four_bit import FourBitLinear
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.quantize import FourBitLinear, fill_packed
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout
@@ -91,7 +91,7 @@ def test_products_are_those_of_the_documented_values_whatever_the_width(
     write_regions(tmp_path / "model.safetensors", regions_of({"w": values}))
     linear = nn.Linear(width, rows)
     layer = FourBitLinear(linear, dtype)
-    fill_packed(layer, layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
+    layer.fill(layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
     whole = values_of(layer.weight, layer._state((rows, width))).to(dtype)
     assert ((whole - values).abs() / scales).max() < 0.6  # no other block's
     x = torch.randn(4, width, dtype=dtype, requires_grad=True)
@@ -117,7 +117,7 @@ def test_releases_of_bitsandbytes_before_050_give_the_same_product(
     values, x = torch.randn(rows, width), torch.randn(3, width)
     write_regions(tmp_path / "model.safetensors", regions_of({"w": values}))
     layer = FourBitLinear(nn.Linear(width, rows), torch.float32)
-    fill_packed(layer, layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
+    layer.fill(layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
     wanted = layer(x)
     monkeypatch.setattr(bitsandbytes, "matmul_4bit", product_of_049)
     assert torch.allclose(layer(x), wanted, atol=1e-4)
@@ -136,7 +136,7 @@ def test_pieces_and_shards_give_the_bytes_of_the_whole(
     packed, state = bitsandbytes.functional.quantize_4bit(
         values, blocksize=64, quant_type="nf4", compress_statistics=True
     )
-    monkeypatch.setattr(quantize, "PIECE_BYTES", 4 * 700)
+    monkeypatch.setattr(four_bit, "PIECE_BYTES", 4 * 700)
     layer = FourBitLinear(nn.Linear(width, rows, bias=False), torch.float32)
     assert layer.weight.shape == packed.shape
     for start, local in zip(
@@ -144,7 +144,7 @@ def test_pieces_and_shards_give_the_bytes_of_the_whole(
         layer.weight.data.chunk(num_ranks),
         strict=True,
     ):
-        fill_packed(layer, local, (start, 0), index, "w")
+        layer.fill(local, (start, 0), index, "w")
     assert torch.equal(layer.weight, packed)
     found = layer._state((rows, width))
     assert torch.equal(found.absmax, state.absmax)

@@ -5,8 +5,9 @@ import torch
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
+from hpc_tune.model.four_bit import FourBitStack
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.quantize import FourBitStack, fill_packed, packed_weights
+from hpc_tune.model.packed_base import packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.size import flops_per_token, measure
@@ -97,9 +98,9 @@ def test_a_rank_reads_the_experts_that_it_keeps(tmp_path, rows, width):
     index = index_model_directory(tmp_path)
     stack = FourBitStack(values, torch.float32)
     packed = torch.empty(5, 1, stack.row_bytes, dtype=torch.uint8)
-    fill_packed(stack, packed, (0, 0, 0), index, "w")
+    stack.fill(packed, (0, 0, 0), index, "w")
     some = torch.empty(2, 1, stack.row_bytes, dtype=torch.uint8)
-    fill_packed(stack, some, (2, 0, 0), index, "w")
+    stack.fill(some, (2, 0, 0), index, "w")
     assert torch.equal(some, packed[2:4])
     wanted = torch.stack([rounded(matrix) for matrix in values])
     assert torch.equal(stack.unpack(packed), wanted)

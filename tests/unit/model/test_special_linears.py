@@ -11,7 +11,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.quantize import FourBitLinear
+from hpc_tune.model.four_bit import FourBitLinear
 from hpc_tune.model.stock import write_small
 from hpc_tune.train.model import _say_of_model
 

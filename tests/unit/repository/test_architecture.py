@@ -67,7 +67,7 @@ OWNERS = {
     "transformers": ("model/",),
     "peft": ("model/adapters.py",),
     "safetensors": ("model/",),
-    "bitsandbytes": ("model/quantize.py",),
+    "bitsandbytes": ("model/four_bit.py",),
     "torchao": ("engine/adamw_8bit.py", "engine/float8.py"),
     "yaml": ("safe_yaml.py", "config/", "checkpoint/", "report/", "convert/"),
     "psutil": ("world/processes.py", "world/hang.py", "world/rendezvous.py"),

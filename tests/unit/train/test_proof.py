@@ -427,16 +427,19 @@ def test_adapters_that_get_no_gradient_are_named(kind, targets, said):
     assert found.untrained == said
 
 
-def test_code_that_takes_codes_of_4_bits_for_weights_is_found(monkeypatch):
+def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     """GLM-5's indexer casts to the dtype of a weight, which of such codes is that of bytes."""
     pytest.importorskip("bitsandbytes")
     config = config_of("glm5_next")
     assert not try_out(config, QLORA).adapters
+    assert not try_out(config, TuneConfig(base_dtype="fp8")).adapters
     monkeypatch.setattr("hpc_tune.model.special_linears.indexers_of", lambda _: [])
-    assert "in 4 bits the loss is" in try_out(config, QLORA).adapters
+    for tune in (QLORA, TuneConfig(base_dtype="fp8")):
+        assert "with packed weights the loss is" in try_out(config, tune).adapters
 
 
-def test_layers_with_a_state_use_all_adapters_over_a_base_in_four_bits():
+@pytest.mark.parametrize("tune", [QLORA, TuneConfig(base_dtype="fp8")])
+def test_layers_with_a_state_use_all_adapters_over_a_packed_base(tune):
     pytest.importorskip("bitsandbytes")
-    found = try_out(config_of("jamba"), QLORA)
+    found = try_out(config_of("jamba"), tune)
     assert (found.loss, found.adapters, found.untrained) == ("", "", "")

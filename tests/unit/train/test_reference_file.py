@@ -27,9 +27,10 @@ def key_of(**changes):
         **{"content": "c", "tokenizer": "t", "identity": "i", "sample": "s", "seq_len": 64},
         **{"dtype": torch.float32, "method": "lora", "init_from": None, "float8": False},
         **{"rank": 16, "alpha": 32, "rslora": False, "alpha_pattern": {}, "expert_rank": None},
+        **{"base_dtype": None},
         **{"positions": PLAIN, "tf32": True},
     } | changes
-    scale = ("rank", "alpha", "rslora", "alpha_pattern", "expert_rank")
+    scale = ("rank", "alpha", "rslora", "alpha_pattern", "expert_rank", "base_dtype")
     tune = SimpleNamespace(
         method=said["method"],
         init_from=said["init_from"],
@@ -55,7 +56,12 @@ def test_a_reference_has_another_name_if_anything_that_it_follows_from_changes(t
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     changes = {
         **{"content": "other rows", "tokenizer": "another", "identity": "another model"},
-        **{"sample": "other weights", "dtype": torch.bfloat16, "method": "qlora"},
+        **{
+            "sample": "other weights",
+            "dtype": torch.bfloat16,
+            "method": "qlora",
+            "base_dtype": "fp8",
+        },
         **{"init_from": str(tmp_path), "float8": True},
     }
     names = {key_of(), *(key_of(**{name: value}) for name, value in changes.items())}

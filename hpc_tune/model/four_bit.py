@@ -18,16 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import holders_of
-from hpc_tune.model.grouped_experts import (
-    is_decorated,
-    packing_name,
-    stack_names,
-    use_grouped_experts,
-)
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.special_linears import exact_layers
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
 BLOCK = 64  # values that share a scale
@@ -99,6 +90,34 @@ class FourBitLinear(nn.Linear):
         state = self._state((rows, self.num_values // rows))
         return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
 
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read, quantise and pack the weight ``stored``.
+
+        ``local`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
+        since the scales depend on all of them.
+
+        Raises:
+            DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
+        """
+        start, scales = offset[0], []
+        matrix = _Matrix(index, stored, self.out_features, self.in_features)
+        for at, packed, absmax in matrix.quantised(self.compute_dtype, local.device, reserve):
+            scales.append(absmax)
+            begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
+            if begin < end:
+                local[begin - start : end - start].copy_(packed[begin - at : end - at])
+        values = _quantised_scales(torch.cat(scales))
+        for name, value in zip(_SCALES, values, strict=True):
+            self.get_buffer(name).copy_(value)
+
     def _state(self, shape: tuple[int, int]) -> Any:
         from bitsandbytes.functional import QuantState
 
@@ -136,36 +155,6 @@ class _Product(torch.autograd.Function):
         return None, grad @ ctx.layer.unpack(packed), None
 
 
-def quantize_linears(model: Any, dtype: torch.dtype) -> None:
-    """Replace every linear layer inside of the decoder blocks but ``exact_layers``, on meta.
-
-    Some families read a layer's weight themselves, unless the config says, as transformers does of
-    what it has quantised, that it is no matrix (Jamba).
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed or cannot be imported.
-    """
-    require_bitsandbytes()
-    blocks = block_list(model)
-    others = exact_layers(model, blocks)
-    for owner in list(blocks.modules()):
-        for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear and child not in others:
-                setattr(owner, name, FourBitLinear(child, dtype))
-    model.config._is_quantized = True
-
-
-def with_plain_linears(module: nn.Module) -> nn.Module:
-    """Put linear layers of the same values in the place of those in 4 bits; return the module."""
-    packed = [(path, m) for path, m in module.named_modules() if isinstance(m, FourBitLinear)]
-    for path, layer in packed:
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        plain.weight = nn.Parameter(layer.unpack(layer.weight), requires_grad=False)
-        plain.bias = layer.bias
-        module.set_submodule(path, plain)
-    return module
-
-
 class FourBitStack(nn.Module):
     """What the bytes of a stack of experts mean; they stay the experts' own parameter.
 
@@ -187,6 +176,11 @@ class FourBitStack(nn.Module):
     def row_bytes(self) -> int:
         """Bytes of an expert, whole multiples of 16."""
         return -(-sum(self.parts) // 16) * 16
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """Shape of the bytes."""
+        return self.shape[0], 1, self.row_bytes
 
     @property
     def num_values(self) -> int:
@@ -221,31 +215,40 @@ class FourBitStack(nn.Module):
         out_EN = experts[0] if len(experts) == 1 else torch.cat(experts)
         return out_EN[:, : self.shape[1] * self.shape[2]].reshape(-1, *self.shape[1:])
 
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read, quantise and pack the stack ``stored``.
+
+        ``local`` are the packed bytes of this rank's experts, from ``offset`` on.
+
+        Raises:
+            DataError: as ``FourBitLinear.fill`` does.
+        """
+        for i in range(len(local)):
+            matrix = _Matrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
+            row, scales = local[i, 0].zero_(), []
+            for at, packed, absmax in matrix.quantised(self.compute_dtype, local.device, reserve):
+                scales.append(absmax)
+                row[at : at + len(packed)].copy_(packed.flatten())
+            codes, more, mean, code = _quantised_scales(torch.cat(scales))
+            at = self.parts[0]
+            for values in (codes, more, mean):
+                row[at : at + len(values)].copy_(values)
+                at += len(values)
+        # The same for all scales that there are.
+        _, _, _, code = _quantised_scales(torch.ones(1, device=local.device))
+        self.get_buffer("scales_code").copy_(code)
+
 
 def _as_floats(bytes_EN: torch.Tensor) -> torch.Tensor:
     return bytes_EN.clone().view(torch.float32)  # where floats may begin
-
-
-def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
-    """Put bytes in the place of the stacks of routed experts, on the meta device.
-
-    Only of those that ``grouped_experts`` computes; after peft, which goes by a stack's shape.
-    """
-    for experts in filter(is_decorated, blocks.modules()):
-        for name in stack_names(experts):
-            stack = FourBitStack(experts.get_parameter(name), dtype)
-            experts.add_module(packing_name(name), stack)
-            packed = torch.empty(
-                stack.shape[0], 1, stack.row_bytes, dtype=torch.uint8, device="meta"
-            )
-            experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
-    use_grouped_experts(blocks)
-
-
-def whole_stack_bytes(module: nn.Module) -> int:
-    """Return the bytes of frozen experts that are not packed: of undecorated ones."""
-    own = (p for _, part in holders_of(module) for p in part.parameters(recurse=False))
-    return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
 
 
 def require_bitsandbytes() -> None:
@@ -262,23 +265,6 @@ def require_bitsandbytes() -> None:
             f"({first_line(error)}); install it with pip install 'hpc_tune[qlora]', or use "
             "tune.method=lora"
         ) from None
-
-
-Packed = FourBitLinear | FourBitStack
-
-
-def packed_weights(module: nn.Module) -> Iterator[tuple[str, Packed]]:
-    """Yield what the packed weights of a model mean, by the weight's name."""
-    for path, layer in module.named_modules():
-        if isinstance(layer, FourBitLinear):
-            yield f"{path}.weight", layer
-        elif isinstance(layer, FourBitStack):
-            yield path.removesuffix(packing_name("")), layer
-
-
-def scale_bytes(layer: Packed) -> int:
-    """Return the bytes of a layer's scales that are not among its packed ones."""
-    return sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
 
 
 @dataclass(frozen=True)
@@ -311,62 +297,6 @@ class _Matrix:
             self.index.require_finite(piece, self.stored, at)
             packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK, quant_type="nf4")
             yield first * self.width // 2, packed, state.absmax
-
-
-@torch.no_grad()
-def fill_packed(
-    layer: Packed,
-    local: torch.Tensor,
-    offset: tuple[int, ...],
-    index: TensorIndex | ShapeIndex,
-    stored: str,
-    reserve: Reserve = reserve_nothing,
-) -> None:
-    """Read, quantise and pack the weight ``stored``.
-
-    ``local`` is this rank's part of the packed bytes, from ``offset`` on: bytes of a linear layer,
-    of which every rank reads all values, since the scales depend on all of them; or whole experts.
-
-    Raises:
-        DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
-    """
-    if isinstance(layer, FourBitStack):
-        _fill_stack(layer, local, offset, index, stored, reserve)
-        return
-    start, scales = offset[0], []
-    matrix = _Matrix(index, stored, layer.out_features, layer.in_features)
-    for at, packed, absmax in matrix.quantised(layer.compute_dtype, local.device, reserve):
-        scales.append(absmax)
-        begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
-        if begin < end:
-            local[begin - start : end - start].copy_(packed[begin - at : end - at])
-    values = _quantised_scales(torch.cat(scales))
-    for name, value in zip(_SCALES, values, strict=True):
-        layer.get_buffer(name).copy_(value)
-
-
-def _fill_stack(
-    layer: FourBitStack,
-    local: torch.Tensor,
-    offset: tuple[int, ...],
-    index: TensorIndex | ShapeIndex,
-    stored: str,
-    reserve: Reserve,
-) -> None:
-    for i in range(len(local)):
-        matrix = _Matrix(index, stored, layer.shape[1], layer.shape[2], (offset[0] + i,))
-        row, scales = local[i, 0].zero_(), []
-        for at, packed, absmax in matrix.quantised(layer.compute_dtype, local.device, reserve):
-            scales.append(absmax)
-            row[at : at + len(packed)].copy_(packed.flatten())
-        codes, more, mean, code = _quantised_scales(torch.cat(scales))
-        at = layer.parts[0]
-        for values in (codes, more, mean):
-            row[at : at + len(values)].copy_(values)
-            at += len(values)
-    # The same for all scales that there are.
-    _, _, _, code = _quantised_scales(torch.ones(1, device=local.device))
-    layer.get_buffer("scales_code").copy_(code)
 
 
 def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:

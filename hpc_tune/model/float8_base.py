@@ -1,0 +1,333 @@
+"""A frozen base in 8 bits (tune.base_dtype=fp8): float8 values, with a scale for each row.
+
+    w_OI = scale_O * code_OI    codes in e4m3, |code| <= 448; scale: the least power of two for that
+
+Powers of two lose no digit, so that values are the same in bf16 and fp32, and rounded once. A row's
+scale lies behind its codes, so that whoever holds a row can make its values: weights are sharded by
+rows, and a rank reads those that it keeps and no others.
+
+Where a GPU multiplies float8, so are the products: the rows of the input are scaled and cast as
+those of the weight are, in the backward pass those of the gradient, and both scales are factors of
+the result (arXiv:2209.05433 for the formats, arXiv:2405.18710 for scales of rows). Elsewhere values
+are made for each product, and only the weight has been rounded.
+
+Shapes: N tokens of all rows, I and O features in and out, E experts, C bytes of a row.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+from hpc_tune.world.architecture import architecture_of
+
+CODES = torch.float8_e4m3fn
+_LARGEST = torch.finfo(CODES).max
+_MANTISSA = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
+_SCALE_BYTES = 16  # four of them an fp32; rows of codes begin where float8 products want them
+_MULTIPLE = 16  # of both sides of a weight, as float8 products want them
+_LEAST = 2.0**-100  # the largest value of a row is taken to be this at least
+TRIAL_BOUND = 0.01  # of the norm: results are rounded to bf16
+
+
+class Float8Linear(nn.Linear):
+    """A frozen linear layer whose ``weight`` holds the bytes of its rows, O x C."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        """Take the shape, the bias and the device of ``linear``; ``dtype`` is computed in."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = dtype
+        self.multiplies_float8 = False
+        packed = torch.empty(
+            self.out_features,
+            _row_bytes(self.in_features),
+            dtype=torch.uint8,
+            device=linear.weight.device,
+        )
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    @property
+    def num_values(self) -> int:
+        """Values of the weight."""
+        return self.out_features * self.in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias; the backward pass reaches x alone."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        given = x.to(self.compute_dtype)
+        out: torch.Tensor = _Product.apply(self, given, self.weight, bias)
+        return out.to(x.dtype)
+
+    def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
+        """Return the values of the weight, O x I, or of some of its rows."""
+        return _values(packed_OC, self.in_features, self.compute_dtype)
+
+    def product(
+        self, rows: "Float8Rows", packed_OC: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product of rows in float8 with the weight, N x O."""
+        codes_OI, scales_O1 = _parts(packed_OC, self.in_features)
+        return _scaled(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
+
+    def gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input, N x I.
+
+        The scales of the weight's rows are factors of the features that are summed over, so they
+        go into the gradient before it is cast.
+        """
+        codes_OI, scales_O1 = _parts(packed_OC, self.in_features)
+        rows = float8_rows(_times(grad_NO, scales_O1.t()))
+        ones_1I = scales_O1.new_ones(1, self.in_features)
+        columns = codes_OI.t().contiguous().t()  # the hardware reads along what is summed over
+        return _scaled(rows, columns, ones_1I, self.compute_dtype)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read and pack rows of the weight ``stored`` into ``local``, from ``offset`` on.
+
+        Raises:
+            DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
+        """
+        _fill(self, local, (), offset[0], self.in_features, index, stored, reserve)
+
+
+class Float8Stack(nn.Module):
+    """What the bytes of a stack of experts mean, E x O x C; they stay the experts' parameter."""
+
+    def __init__(self, stack: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the shape of ``stack``; ``dtype`` is computed in."""
+        super().__init__()
+        self.shape, self.compute_dtype = stack.shape, dtype
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """Shape of the bytes."""
+        return *self.shape[:2], _row_bytes(self.shape[2])
+
+    @property
+    def num_values(self) -> int:
+        """Values of the stack."""
+        return self.shape.numel()
+
+    def unpack(self, packed_EOC: torch.Tensor) -> torch.Tensor:
+        """Return the values of a stack, or of the experts of it that ``packed`` has."""
+        return _values(packed_EOC, self.shape[2], self.compute_dtype)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read and pack this rank's experts of the stack ``stored``, from ``offset`` on.
+
+        Raises:
+            DataError: as ``Float8Linear.fill`` does.
+        """
+        for i in range(len(local)):
+            at = (offset[0] + i,)
+            _fill(self, local[i], at, 0, self.shape[2], index, stored, reserve)
+
+
+class Float8Rows:
+    """Rows in float8, and what each is multiplied with: N x K and N x 1."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+
+def float8_rows(values_NK: torch.Tensor) -> Float8Rows:
+    """Scale each row to the range of float8 and cast it."""
+    largest_N1 = torch.linalg.vector_norm(
+        values_NK, float("inf"), dim=1, keepdim=True, dtype=torch.float32
+    )
+    least_N1 = largest_N1.clamp(min=_LEAST) / _LARGEST
+    # The next power of two: a mantissa that is not zero carries into the exponent.
+    bits_N1 = (least_N1.view(torch.int32) + _MANTISSA) & ~_MANTISSA
+    scales_N1 = bits_N1.view(torch.float32)
+    return Float8Rows(_times(values_NK, scales_N1.reciprocal()).to(CODES), scales_N1)
+
+
+def use_float8_products(blocks: Iterable[nn.Module], device: torch.device) -> None:
+    """Let the layers in ``blocks`` multiply in float8 if the device can.
+
+    But those with a side that is no multiple of 16, which the hardware asks for.
+    """
+    layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
+    if not layers or no_float8_products(device, layers[0].compute_dtype):
+        return
+    for layer in layers:
+        sides = layer.in_features, layer.out_features
+        layer.multiplies_float8 = all(side % _MULTIPLE == 0 for side in sides)
+
+
+@functools.cache
+def no_float8_products(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why products are not in float8 on a device: "" if they are, and a trial was right.
+
+    Says which it is at its first call.
+    """
+    why = _why_none(device, dtype)
+    if why:
+        log.info("tune.base_dtype=fp8: products are in %s: %s", str(dtype)[6:], why)
+    else:
+        log.info("tune.base_dtype=fp8: inputs, gradients and the base are multiplied in float8")
+    return why
+
+
+def _why_none(device: torch.device, dtype: torch.dtype) -> str:
+    architecture = architecture_of(device)
+    if architecture is None:
+        return "this is no GPU"
+    if not architecture.has_float8:
+        return f"{architecture} has none in float8"
+    if architecture.gfx.startswith("gfx94"):
+        return f"the float8 of {architecture} is another one (e4m3fnuz)"
+    if dtype == torch.float32:
+        return "model.dtype=fp32"
+    try:
+        gap = trial(device, dtype)
+    except Exception as error:  # noqa: BLE001 - a torch or a driver without these products
+        return f"those in float8 fail here ({first_line(error)})"
+    return "" if gap <= TRIAL_BOUND else f"those in float8 are off by {gap:.1e} of the norm here"
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> float:
+    """Return how far float8 products are from those of the same values, relative to the norm."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32))]
+    x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in given)
+    layer = Float8Linear(nn.Linear(64, 32, bias=False, device=device, dtype=dtype), dtype)
+    layer.weight.data.copy_(pack(w_OI))
+    rows, values_OI = float8_rows(x_NI), _values(layer.weight, 64, torch.float32)
+    _, scales_O1 = _parts(layer.weight, 64)
+    grads = float8_rows(_times(grad_NO, scales_O1.t()))
+    exact = _of_rows(rows) @ values_OI.t(), _of_rows(grads) @ (values_OI / scales_O1)
+    found = layer.product(rows, layer.weight), layer.gradient(grad_NO, layer.weight)
+    gaps = [
+        (mine.float() - whole).norm() / whole.norm()
+        for mine, whole in zip(found, exact, strict=True)
+    ]
+    return float(torch.stack(gaps).max())
+
+
+def pack(values_OI: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of rows of values."""
+    rows = float8_rows(values_OI.float())
+    num, width = values_OI.shape
+    packed = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
+    packed[:, :width] = rows.codes.view(torch.uint8)
+    packed[:, -_SCALE_BYTES:].view(torch.float32).copy_(rows.scales.expand(-1, _SCALE_BYTES // 4))
+    return packed
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T + bias of packed rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Float8Linear,
+        x: torch.Tensor,
+        packed_OC: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(packed_OC)
+        if not layer.multiplies_float8:
+            return F.linear(x, layer.unpack(packed_OC), bias)
+        out_NO = layer.product(float8_rows(x.flatten(0, -2)), packed_OC, bias)
+        return out_NO.view(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        [packed_OC], layer = ctx.saved_tensors, ctx.layer
+        if not layer.multiplies_float8:
+            return None, grad @ layer.unpack(packed_OC), None, None
+        grad_NI = layer.gradient(grad.flatten(0, -2), packed_OC)
+        return None, grad_NI.view(*grad.shape[:-1], layer.in_features), None, None
+
+
+def _scaled(
+    rows: Float8Rows,
+    codes_KO: torch.Tensor,
+    scales_1O: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if len(rows.codes) == 0:
+        return rows.codes.new_zeros(0, codes_KO.shape[1], dtype=dtype)
+    product: Callable[..., torch.Tensor] = torch._scaled_mm
+    return product(
+        rows.codes,
+        codes_KO,
+        scale_a=rows.scales,
+        scale_b=scales_1O.contiguous(),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+def _row_bytes(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE + _SCALE_BYTES
+
+
+def _parts(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and the scales of rows of ``width`` values, both as views."""
+    codes = packed[..., :width].view(CODES)
+    return codes, packed[..., -_SCALE_BYTES:].view(torch.float32)[..., :1]
+
+
+def _values(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    codes, scales = _parts(packed, width)
+    return _times(codes.to(dtype), scales)
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply with powers of two, which no dtype rounds."""
+    return values * scales.to(values.dtype)
+
+
+def _of_rows(rows: Float8Rows) -> torch.Tensor:
+    return rows.codes.float() * rows.scales
+
+
+def _fill(
+    layer: Float8Linear | Float8Stack,
+    local: torch.Tensor,
+    place: tuple[int, ...],
+    start: int,
+    width: int,
+    index: TensorIndex | ShapeIndex,
+    stored: str,
+    reserve: Reserve,
+) -> None:
+    """Fill the rows ``local`` from row ``start`` on, of the matrix at ``place`` in a stack."""
+    step = max(1, PIECE_BYTES // (4 * width))
+    for first in range(0, len(local), step):
+        rows = min(step, len(local) - first)
+        piece = torch.empty((*(1 for _ in place), rows, width), dtype=layer.compute_dtype)
+        at = (*place, start + first, 0)
+        index.fill(piece, stored, at, reserve)
+        index.require_finite(piece, stored, at)
+        local[first : first + rows].copy_(pack(piece.view(rows, width).to(local.device)))
