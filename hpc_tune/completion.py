@@ -42,7 +42,7 @@ def script(shell: str, commands: Mapping[str, Any]) -> str:
     """Return the script for a shell, from the arguments that the ``commands`` declare."""
     fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
-        words = ["true", "false"] if kind == "bool" else _words(kind)
+        words = _words(kind.replace("bool", "true | false"))
         is_template = name == "data.chat_template"
         words = [*NAMED] if is_template else words
         values += [_case(f'*" {name}="', words, files=is_template)] if words else []

@@ -12,6 +12,8 @@ from hpc_tune.config.sources import check_names, check_sources
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
+_NOT_EARNED_BACK = 50  # steps
+
 
 def check(config: RunConfig) -> list[str]:
     """Return what is wrong with a configuration whose fields are each valid."""
@@ -36,6 +38,25 @@ def check(config: RunConfig) -> list[str]:
         *_time_limit(config.slurm),
         *_time_limit(config.pbs),
     ]
+
+
+def why_not_compiled(
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, is_mixture: bool
+) -> str:
+    """Return why train.compile=auto does not compile on a GPU, by the settings; "" if it may."""
+    if train.compile != "auto":
+        return f"train.compile={str(train.compile).lower()}"
+    if is_mixture:
+        return "routers are not looked at in a compiled block"
+    if train.max_steps is not None and train.max_steps <= _NOT_EARNED_BACK:
+        return f"{train.max_steps} steps do not earn back a minute of compiling"
+    compiled = train.model_copy(update={"compile": True})
+    against = [*_beside_compile(compiled, tune)]
+    if (parallel.tensor or 1) > 1:
+        against += set(beside_tensor(tune, compiled)) - set(beside_tensor(tune, train))
+    if parallel.zero_stage == 3:
+        against += set(_zero_3(tune, True)) - set(_zero_3(tune, False))
+    return next(iter(against), "")
 
 
 def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str]:
@@ -73,7 +94,7 @@ def _beside_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[st
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
         "parallel.offload_params": parallel.offload_params != "none",
-        "train.compile": train.compile,
+        "train.compile": train.compiles,
     }
     for name in (name for name, is_set in others.items() if is_set):
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
@@ -107,7 +128,7 @@ def _zero(
             "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
             "fp32; leave one of them out"
         )
-    yield from _zero_3(tune, train.compile) if stage == 3 else _below_zero_3(parallel, stage)
+    yield from _zero_3(tune, train.compiles) if stage == 3 else _below_zero_3(parallel, stage)
 
 
 def _zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
@@ -194,7 +215,7 @@ def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
             f"tune.base_dtype={tune.base_dtype} with parallel.tensor > 1: packed rows are not "
             "split along heads; use parallel.shard or parallel.pipeline, or leave base_dtype out"
         )
-    if train.compile:
+    if train.compiles:
         yield (
             "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
             "use one of them"
@@ -216,7 +237,7 @@ def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
 def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
     if not train.float8:
         return
-    if not train.compile:
+    if not train.compiles:
         yield (
             "train.float8=true without train.compile=true is slower than bf16, since its casts are "
             "not fused; set train.compile=true"
@@ -246,7 +267,7 @@ def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
 
 
 def _beside_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
-    for name, value in tune.router_losses.items() if train.compile else ():
+    for name, value in tune.router_losses.items() if train.compiles else ():
         yield (
             f"{name}={value:g} with train.compile=true is not available: routers are not looked at "
             "in a compiled block; use one of them"

@@ -105,12 +105,14 @@ class TrainConfig(Section):
         "and sums stay in fp32. false, or train.deterministic=true: all digits, to compare with a "
         "run on CPUs.",
     )
-    compile: bool = Field(
-        False,
+    compile: bool | Literal["auto"] = Field(
+        "auto",
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
-        "steps on GPUs after a minute of compiling, which short runs do not earn back; on CPUs "
-        "hpc_tune's own layers may be as fast. It needs a C++ compiler. The losses are the same; "
-        "tune.dropout draws other numbers, and on GPUs needs a torch before 2.13.",
+        "steps on GPUs after a minute of compiling; on CPUs hpc_tune's own layers may be as fast. "
+        "It needs a C++ compiler. The losses are the same; tune.dropout draws other numbers, and "
+        "on GPUs needs a torch before 2.13. auto: on GPUs, if all other settings go with it, the "
+        "run has more than 50 steps and a small model of the same kind has the losses and "
+        "gradients of one that is not compiled; else the start says why not.",
     )
     float8: bool = Field(
         False,
@@ -147,6 +149,11 @@ class TrainConfig(Section):
         "rank, from STEP on, and a table of where their time went, into profile/ of the run "
         "directory. The profiled steps are slower, the losses the same. Unset: none.",
     )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decoder blocks are compiled: not before it is decided where auto decides."""
+        return self.compile is True
 
     @property
     def profiled_steps(self) -> range:

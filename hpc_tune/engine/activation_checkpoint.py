@@ -79,19 +79,23 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
-def recompute_levers(
-    blocks: Sequence[nn.Module], configured: Level, compiled: bool
-) -> dict[Action, Lever]:
-    """Return the lever that recomputes all of each block; none for compiled blocks."""
-    if configured == "full" or compiled:
+def recompute_levers(blocks: Sequence[nn.Module], configured: Level) -> dict[Action, Lever]:
+    """Return the lever that recomputes all of each block, without the compiler.
+
+    ``blocks`` are as they are trained: with ``checkpoint_blocks``, and compiled or not.
+    """
+    if configured == "full":
         return {}
+    forwards = [block.__dict__.get("forward") for block in blocks]
 
     def recompute(times: int) -> str:
-        level: Level = "full" if times else configured
-        for block in blocks:
+        for block, forward in zip(blocks, forwards, strict=True):
             block.__dict__.pop("forward", None)
-        checkpoint_blocks(blocks, level)
-        return f"activations are recomputed: {level}"
+            if not times and forward is not None:
+                block.forward = forward
+        if times:
+            checkpoint_blocks(blocks, "full")
+        return f"activations are recomputed: {'full' if times else configured}"
 
     return {Action.RECOMPUTE: Lever(recompute)}
 

@@ -67,24 +67,8 @@ def prepare_compiler(
             cannot be written, or torch's compiled dropout is wrong here.
     """
     from torch._inductor import config
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
 
-    _refuse_wrong_masks(device, dropout)
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        compiler = os.environ.get("CXX", "g++")
-        raise ConfigError(
-            f"train.compile=true needs a C++ compiler, and {compiler} is not one that works here; "
-            "load a compiler module (module load gcc), name one in CXX, or set train.compile=false"
-        ) from None
-    if device.type == "cuda" and not has_triton():
-        raise ConfigError(
-            "train.compile=true needs Triton on a GPU, and this torch has none; install the torch "
-            "that comes with it, or set train.compile=false"
-        )
+    require_compiler(device, dropout)
     folder = (cache / f"node-{node}-{_processor()}").resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +90,33 @@ def prepare_compiler(
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.reset()
     log.info("compile one decoder block for all, %d workers, cache %s", workers, folder)
+
+
+def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
+    """Check that blocks with this rate of ``dropout`` can be compiled for a device.
+
+    Raises:
+        ConfigError: if there is no working C++ compiler, or no Triton for a GPU, or torch's
+            compiled dropout is wrong here.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    _refuse_wrong_masks(device, dropout)
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        compiler = os.environ.get("CXX", "g++")
+        raise ConfigError(
+            f"train.compile=true needs a C++ compiler, and {compiler} is not one that works here; "
+            "load a compiler module (module load gcc), name one in CXX, or set train.compile=false"
+        ) from None
+    if device.type == "cuda" and not has_triton():
+        raise ConfigError(
+            "train.compile=true needs Triton on a GPU, and this torch has none; install the torch "
+            "that comes with it, or set train.compile=false"
+        )
 
 
 def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:

@@ -102,7 +102,7 @@ class NativeEngine:
         modules = [stage.module for stage in self._stages]
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in block_list(module)]
-        self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)
+        self.levers = recompute_levers(blocks, parallel.recompute)
         self._sharded = [t for t in self._trained if t.sharded]
         self.repeats_steps = plan.only_replicates
         self._overlapped = [
@@ -229,7 +229,7 @@ class NativeEngine:
     def run_once(self, batch: Batch) -> None:
         """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         # A single row would be compiled by itself, and the compiler's memory count as the row's.
-        compiles = self._settings.train.compile
+        compiles = self._settings.train.compiles
         eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         self._adapters.refresh()
         with eager, self._collectives.uncounted():
@@ -384,7 +384,7 @@ def _load_stages(
         return_freed_blocks()
     else:
         keep_freed_blocks()
-    if not train.compile:
+    if not train.compiles:
         use_row_dropout(built.module, built.seed)
     use_neftune(built.module, built.tune.neftune_alpha, built.seed)
     cuts = [built]
@@ -422,12 +422,12 @@ def _load_stage(
         check_float8(device)
         use_float8(blocks, exact_layers(stage.module.causal_lm(), block_list(stage.module)))
     # A graph may not keep results between calls where it is recomputed.
-    shares = not train.compile or parallel.recompute == "none"
-    use_own_layers(stage.module, blocks, train.compile, stage.dtype, device, adapters, shares)
+    shares = not train.compiles or parallel.recompute == "none"
+    use_own_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
     if experts_group is not None:
         send_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute)
-    if train.compile:
+    if train.compiles:
         compile_blocks(blocks)
     if settings.plan.uses_fsdp:
         shard(stage, blocks, mesh, settings.plan, device, collectives)

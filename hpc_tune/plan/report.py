@@ -9,17 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, kinds_of, stacks_of
+from hpc_tune.model.experts import ROUTED, is_mixture, kinds_of, stacks_of
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.advice import Remedy, fits, remedies_for
@@ -86,28 +87,28 @@ def make_plan(
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
         is none of a causal LM.
     """
-    model, tune, batch, seq_len = config.model, config.tune, config.batch, config.data.seq_len
-    threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
+    model, tune, train, batch = config.model, config.tune, config.train, config.batch
     micro_rows, on_gpu = least_micro_rows(batch), machine.device_bytes is not None
-    dtype = planned_dtype(model.dtype, on_gpu)
-    with shape_of(model.path, dtype, tune, config.train.seed) as shape:
+    dtype, seq_len = planned_dtype(model.dtype, on_gpu), config.data.seq_len
+    with shape_of(model.path, dtype, tune, train.seed) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
         resolved = resolve(config.parallel, size, built.config, machine)
+        if on_gpu and not why_not_compiled(config.parallel, tune, train, is_mixture(built.module)):
+            train = train.model_copy(update={"compile": True})
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(
             resolved.parallel,
             config.checkpoint,
             own_rows * seq_len,
-            threads if config.train.compile else None,
+            _threads(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
             save,
-            tune.form,
-            tune.has_reference,
+            *(tune.form, tune.has_reference),
             num_groups(resolved.layout, uses_fsdp(resolved.layout.shard, resolved.parallel)),
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)
+        step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
         is_deep = size.blocks(built.config) > _WHOLE_UP_TO
         trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
         report = _of_zero(of_worst_rank(trace, step), resolved)
@@ -135,6 +136,10 @@ def make_plan(
         [],
     )
     return replace(plan, remedies=remedies_for(plan, settings, tune))
+
+
+def _threads(asked: int | Literal["auto"], machine: Machine) -> int:
+    return machine.cores_per_rank if asked == "auto" else asked
 
 
 def _with_kernels(

@@ -319,7 +319,7 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = least_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
-    kernels = kernels_of(built.config, dtype, config.train.compile)
+    kernels = kernels_of(built.config, dtype, config.train.compiles)
     has_kernel = kernels.attention == "varlen"
     size = (config.batch.global_size, rows, config.data.seq_len)
     return TracedStep(*what, *size, has_kernel=has_kernel)

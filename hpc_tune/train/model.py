@@ -33,6 +33,7 @@ from hpc_tune.plan.resolve import Resolved, resolve, without_effect
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
+from hpc_tune.train.startup.compile_trial import decide_compile
 from hpc_tune.train.startup.proof import Proof, prove, trained_part
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -59,7 +60,7 @@ class Model:
         needs_mask = not module.within_documents or module.needs_mask
         why = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
-        found = kernels_of(built.config, built.dtype, train.compile, device, why)
+        found = kernels_of(built.config, built.dtype, train.compiles, device, why)
         slow = ""
         if is_mixture(built.module) and device.type == "cuda":
             slow = grouped_products.kernel_fault(device, built.dtype)
@@ -126,7 +127,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
-    built = _watched(built, proof, config.train.compile)
+    config = config.model_copy(update={"train": decide_compile(job, built)})
+    built = _watched(built, proof, config.train.compiles)
     model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)
     model.require_readable_masks(comm.device)
     return model

@@ -42,7 +42,7 @@ from hpc_tune.world.comm import Comm
 def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
     """Load the model into the engine of its layout. Collective."""
     config, comm, monitor = model.config, job.setup_comm, job.monitor
-    if config.train.compile:
+    if config.train.compiles:
         cache = Path(config.run.compile_cache or job.dir / "compile-cache")
         share = monitor.limit.num_bytes // comm.world.local_size
         comm.run_and_agree(

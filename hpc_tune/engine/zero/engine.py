@@ -74,15 +74,15 @@ class ZeroEngine:
             return_freed_blocks()
         else:
             keep_freed_blocks()
-        if not train.compile:
+        if not train.compiles:
             use_row_dropout(built.module, built.seed)
         use_neftune(built.module, built.tune.neftune_alpha, built.seed)
         blocks = list(block_list(built.module))
-        use_own_layers(built.module, blocks, train.compile, built.dtype, device)
+        use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
         checkpoint_blocks(blocks, parallel.recompute)
-        if train.compile:
+        if train.compiles:
             compile_blocks(blocks)
-        self.levers = recompute_levers(blocks, parallel.recompute, train.compile)
+        self.levers = recompute_levers(blocks, parallel.recompute)
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         self._engine = self._connect_and_load(built)
         self._watch.attach([built.module], device)

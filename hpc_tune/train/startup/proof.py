@@ -88,7 +88,7 @@ def prove(config: Any, tune: TuneConfig = FULL) -> Proof:
 
     Of ``tune`` the method and the targets count.
     """
-    file = _cache_file(config, tune)
+    file = trial_file(config, tune)
     try:
         return Proof(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -389,7 +389,7 @@ def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
     return ""
 
 
-def _cache_file(config: Any, tune: TuneConfig) -> Path:
+def trial_file(config: Any, tune: TuneConfig) -> Path:
     """Return the cache file of a configuration, what is trained of it and this software."""
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):

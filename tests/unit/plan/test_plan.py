@@ -87,6 +87,7 @@ def test_70b_with_lora_fits_on_two_nodes():
     names = [p["name"] for p in said["phases"]]
     assert names == [
         "load",
+        "compile",
         "first step",
         "steady",
         "evaluate",

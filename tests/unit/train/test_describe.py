@@ -239,7 +239,7 @@ def model_of(kind, within, compiled, seq_len=64):
     module = LossModel(torch.nn.Identity(), config, within)
     built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     tune = SimpleNamespace(method="lora", dropout=0.0)
-    train = SimpleNamespace(compile=compiled, float8=False)
+    train = SimpleNamespace(compiles=compiled, float8=False)
     settings: Any = SimpleNamespace(train=train, tune=tune, data=SimpleNamespace(seq_len=seq_len))
     size: Any = None
     return Model(built, size, settings)

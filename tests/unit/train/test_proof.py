@@ -321,14 +321,14 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
 
 @pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
 def test_a_trial_with_another_package_of_adapters_does_not_count(monkeypatch, package):
-    names = [proof._cache_file(config_of("llama"), QLORA).name]
+    names = [proof.trial_file(config_of("llama"), QLORA).name]
     installed = importlib.metadata.version
 
     def version(name):
         return "99" if name == package else installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    names.append(proof._cache_file(config_of("llama"), QLORA).name)
+    names.append(proof.trial_file(config_of("llama"), QLORA).name)
     assert len(set(names)) == 2
 
 
@@ -340,7 +340,7 @@ def test_a_trial_by_other_code_does_not_count(tmp_path, monkeypatch, changed):
     names = []
     for _ in range(2):
         proof._own_code.cache_clear()
-        names.append(proof._cache_file(config_of("llama"), proof.FULL).name)
+        names.append(proof.trial_file(config_of("llama"), proof.FULL).name)
         with (package / changed).open("a") as file:
             file.write("\n")
     monkeypatch.undo()

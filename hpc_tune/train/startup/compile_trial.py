@@ -1,0 +1,189 @@
+"""Whether train.compile=auto compiles decoder blocks: a trial of a small model on this GPU.
+
+    a small model of the same architecture -> a step in fp32, in the run's dtype, and compiled
+    -> compiled blocks are used if their losses and gradients are as near to fp32 as the others'
+
+Two batches of other lengths are computed, of which the second finds the graph of the first. The
+result is kept beside the trials of architectures, by the model, the software and the GPU.
+"""
+
+import functools
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.atomic_file import write_file
+from hpc_tune.batch import Batch
+from hpc_tune.config.constraints import why_not_compiled
+from hpc_tune.config.schema import TrainConfig
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.engine.activation_checkpoint import Level, checkpoint_blocks
+from hpc_tune.engine.compile import compile_blocks, require_compiler
+from hpc_tune.errors import HpcTuneError, first_line
+from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.log import OF_ALL, log
+from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.experts import is_mixture
+from hpc_tune.model.language import read_config
+from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.stock import NoTrial, write_small
+from hpc_tune.train.job import Job
+from hpc_tune.train.startup.proof import trial_file
+
+# Tokens of the documents of each batch's rows: two rows of other lengths, then one.
+BATCHES = (((24, 40), (17, 31)), ((33, 14, 48),))
+TIMES = 2.0  # as far from fp32 as blocks that are not compiled
+LEAST = {torch.float32: 1e-4, torch.bfloat16: 0.01}  # and more: of the loss, of a gradient's norm
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Losses of both batches, and the gradients of their sum by name."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, torch.Tensor]
+
+
+def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
+    """Return the section train with compile decided on a GPU, and say why not. Collective."""
+    comm, parallel, train = job.setup_comm, job.config.parallel, job.config.train
+    if train.compile != "auto" or comm.device.type != "cuda":
+        return train
+    said = "train.compile=auto: blocks are not compiled: %s"
+    if why := why_not_compiled(parallel, built.tune, train, is_mixture(built.module)):
+        log.info(said, why)
+    elif why := comm.on_rank_0(
+        "trying compiled blocks", lambda: wrong_compiled(built, parallel.recompute, comm.device)
+    ):
+        log.warning(said, why, extra=OF_ALL)
+    return train.model_copy(update={"compile": not why})
+
+
+def wrong_compiled(built: BuiltModel, recompute: Level, device: torch.device) -> str:
+    """Return why compiled blocks cannot be used on a device, "" if they can; from a cache if known.
+
+    Takes up to a minute where it is not.
+    """
+    try:
+        require_compiler(device, built.tune.dropout)
+    except HpcTuneError as error:
+        return str(error)
+    model = read_config(built.directory)
+    kind = f"{built.dtype} {recompute} {built.module.within_documents} {_device_name(device)}"
+    digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
+    file = trial_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["why"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    log.info("compiling a small %s model, to compare it with one that is not", model.model_type)
+    try:
+        why = try_compiled(model, built.tune, built.dtype, device, recompute)
+    except NoTrial as error:
+        return f"no small model of this kind could be tried: {error}"
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
+        return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
+    finally:
+        torch._dynamo.reset()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps({"why": why}))
+    except OSError as error:
+        log.debug("%s cannot be written, so the next start repeats the trial: %s", file, error)
+    return why
+
+
+def try_compiled(
+    model: Any, tune: TuneConfig, dtype: torch.dtype, device: torch.device, recompute: Level
+) -> str:
+    """Return how a small compiled model of the architecture differs, "" if it does not.
+
+    Raises:
+        NoTrial: if no small model can be made.
+    """
+    method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
+    with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+        write_small(model, directory := Path(folder))
+        run = functools.partial(_run, directory, method, device=device, recompute=recompute)
+        exact = run(torch.float32, compiled=False)
+        plain = exact if dtype == torch.float32 else run(dtype, compiled=False)
+        return differs(exact, plain, run(dtype, compiled=True), LEAST.get(dtype, 0.01))
+
+
+def differs(exact: _Step, plain: _Step, compiled: _Step, least: float) -> str:
+    """Return by what compiled blocks are farther from fp32 than plain ones are, "" if they are not.
+
+    ``least``: of a loss, and of a gradient's norm, that any may be off.
+    """
+    for loss, ours, theirs in zip(exact.losses, compiled.losses, plain.losses, strict=True):
+        if not abs(ours - loss) <= TIMES * abs(theirs - loss) + least * abs(loss):
+            return f"a small model's loss is {ours:.6g} with compiled blocks, {theirs:.6g} without"
+    for name, gradient in exact.gradients.items():
+        norm = gradient.norm().item()
+        ours, theirs = (
+            (step.gradients[name] - gradient).norm().item() if name in step.gradients else norm
+            for step in (compiled, plain)
+        )
+        if not ours <= TIMES * theirs + least * norm + 1e-7:
+            return (
+                f"the gradient of a small model's {name} is off by {ours / norm:.1e} of its norm "
+                f"with compiled blocks, by {theirs / norm:.1e} without"
+            )
+    return ""
+
+
+def _run(
+    directory: Path,
+    tune: TuneConfig,
+    dtype: torch.dtype,
+    compiled: bool,
+    device: torch.device,
+    recompute: Level,
+) -> _Step:
+    built = build(directory, dtype, tune, 0)
+    blocks = list(block_list(built.module))
+    shares = not compiled or recompute == "none"
+    use_own_layers(built.module, blocks, compiled, dtype, device, shares_inputs=shares)
+    checkpoint_blocks(blocks, recompute)
+    if compiled:
+        compile_blocks(blocks)
+    allocate(built.module, device)
+    load_weights(built)
+    trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(sorted(trained.items())):
+            if ".lora_B." in name:  # zero at first, and then A gets no gradient
+                generator = torch.Generator().manual_seed(number)
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    losses = []
+    casts = tune.method == "full" and dtype != torch.float32
+    for rows in BATCHES:
+        batch = _batch(rows).to(device)
+        with torch.autocast(device.type, dtype, enabled=casts):
+            loss = built.module(batch)
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {n: p.grad.float() for n, p in trained.items() if p.grad is not None}
+    return _Step(tuple(losses), gradients)
+
+
+def _batch(rows: Sequence[Sequence[int]]) -> Batch:
+    generator = np.random.default_rng(1)
+    laid = [
+        [(generator.integers(3, 256, length), np.full(length, True)) for length in row]
+        for row in rows
+    ]
+    return make_batch(laid, max(map(sum, rows)), 0)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
