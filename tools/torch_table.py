@@ -28,7 +28,7 @@ from hpc_tune.model.builtin import write_tiny
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S, TOLERANCE = 300.0, 1e-5
 SHORT = (
-    *("run.device=cpu", "run.threads=1", "run.tensorboard=false", "model.dtype=fp32"),
+    *("run.threads=1", "run.tensorboard=false", "model.dtype=fp32"),
     *("data.seq_len=128", "batch.global_size=4", "batch.micro_size=2", "optim.lr=1e-3"),
     *("train.max_steps=4", "data.eval_fraction=0"),
 )
@@ -39,8 +39,19 @@ METHODS = {
     "qlora": ["tune.method=qlora"],
     "dpo": ["tune.objective=dpo"],
     "experts": ["tune.method=full"],
+    "fp8 base": ["tune.method=lora", "tune.base_dtype=fp8"],
     "compile": ["train.compile=true"],
+    "float8 emulated": ["train.compile=true", "train.float8=true", "model.dtype=bf16"],
 }
+# float8 as it is rounded on the GPUs that have it, by torchao on any device.
+EMULATED = """
+import functools, sys
+from hpc_tune.__main__ import main
+from hpc_tune.engine import float8, native
+native.check_float8 = lambda device: None
+native.use_float8 = functools.partial(float8.use_float8, emulate=True)
+sys.exit(main())
+"""
 LAYOUTS = {
     "1 rank": [],
     "replicate": ["parallel.replicate=2"],
@@ -101,7 +112,10 @@ def _losses(python: Path, files: Path, method: str, layout: str) -> list[float] 
     model = str(files / "experts") if method == "experts" else "builtin:tiny"
     data = str(files / "pairs.jsonl") if method == "dpo" else "builtin:pydocs"
     where = [f"run.dir={run_dir}", f"model.path={model}", f"data.path={data}"]
-    train = ["-m", "hpc_tune", *where, *SHORT, *METHODS[method], *LAYOUTS[layout]]
+    program = ["-c", EMULATED] if method == "float8 emulated" else ["-m", "hpc_tune"]
+    device = "auto" if method == "float8 emulated" else "cpu"
+    settings = dict(word.split("=", 1) for word in (*SHORT, *METHODS[method], *LAYOUTS[layout]))
+    train = [*program, *where, f"run.device={device}", *map("=".join, settings.items())]
     mpirun = [str(python.parent / "mpirun"), "--oversubscribe", "--bind-to", "none", "-np", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "DS_BUILD_OPS": "0"}
     environ["PATH"] = f"{python.parent}{os.pathsep}{environ['PATH']}"
