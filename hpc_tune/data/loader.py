@@ -205,10 +205,9 @@ class HeldOut:
         if rank == 0:
             warn_of_cuts(store, order.seq_len)
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of one row that each rank gets."""
-        return -(-self._num_rows // self._size)
+    def num_batches(self, micro_size: int) -> int:
+        """Return how many batches of ``micro_size`` rows each rank gets."""
+        return -(-self._num_rows // (self._size * micro_size))
 
     def set_reference(self, reference_D2: np.ndarray) -> None:
         """Give the log-probabilities of preferences under the reference, as to a ``Loader``."""

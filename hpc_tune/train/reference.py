@@ -41,11 +41,13 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import Opened
+from hpc_tune.train.startup.micro_size import decide_micro_size
 from hpc_tune.units import format_seconds
 from hpc_tune.world.architecture import architecture_of
 from hpc_tune.world.comm import Comm
 
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
+_READ_TOGETHER = 16  # micro-batches: their results are small
 _SUMMED = 1 << 16  # values in one message
 _MEANING = 2  # raised when the same rows and model get other values; 1 added tokens up in fp32
 # By how much of their own size log-probabilities may differ from pass to pass: other rows are in
@@ -102,26 +104,51 @@ def _compute(
     data_rank = plan.layout.coordinates(comm.world.rank).data
     order = SampleOrder(config.data.seq_len, config.data.packing, seed=0)
     rows = HeldOut(store, order, rank=data_rank, size=plan.layout.data_size)
+    micro_size = decide_micro_size(job, model, plan, engine, None)
     comm.begin("computing the reference")
     reference = np.zeros((store.num_documents, 2), dtype=np.float64)
-    progress = Progress("reference", rows.num_batches, enabled=comm.is_rank_0)
+    progress = Progress("reference", rows.num_batches(micro_size), enabled=comm.is_rank_0)
 
     def batches(mismatched: bool) -> Iterator[Batch]:
-        for number, batch in enumerate(rows.batches(), 1):
+        for number, batch in enumerate(rows.batches(micro_size), 1):
             yield batch.mismatched if mismatched and batch.mismatched else batch
             progress.update(number)
 
     for mismatched in (False, True) if store.form == "labels" else (False,):
-        for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities()):
-            # Empty of tokens, and so of documents: a row whose answers have no mismatched ones.
-            if not (documents := rows.documents_in(batch)):
-                continue
-            reference[documents] += log_probs.double().cpu().numpy().reshape(-1, 2)
+        for documents, sums_M2 in _together(
+            (rows.documents_in(batch), log_probs)
+            for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities())
+        ):
+            np.add.at(reference, documents, sums_M2)
     progress.close()
     flat = reference.reshape(-1)
     for at in range(0, len(flat), _SUMMED):
         flat[at : at + _SUMMED] = comm.sum(flat[at : at + _SUMMED].tolist())
     return reference.astype(np.float32)
+
+
+def _together(
+    found: Iterable[tuple[list[int], torch.Tensor]],
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield documents and their sums, M x 2, of many micro-batches at a time.
+
+    A device goes on computing until they are read.
+    """
+    waiting: list[tuple[list[int], torch.Tensor]] = []
+    for documents, log_probs in found:
+        # Empty of tokens, and so of documents: a row whose answers have no mismatched ones.
+        if documents:
+            waiting.append((documents, log_probs.reshape(-1, 2)))
+        if len(waiting) == _READ_TOGETHER:
+            yield _read_all(waiting)
+            waiting.clear()
+    if waiting:
+        yield _read_all(waiting)
+
+
+def _read_all(waiting: list[tuple[list[int], torch.Tensor]]) -> tuple[list[int], np.ndarray]:
+    values_M2 = torch.cat([values for _, values in waiting]).double().cpu().numpy()
+    return [number for documents, _ in waiting for number in documents], values_M2
 
 
 def start_of(tune: TuneConfig) -> str | None:
