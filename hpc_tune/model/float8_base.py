@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpc_tune.errors import first_line
-from hpc_tune.log import log
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 from hpc_tune.world.architecture import architecture_of
@@ -182,19 +181,7 @@ def use_float8_products(blocks: Iterable[nn.Module], device: torch.device) -> No
 
 @functools.cache
 def no_float8_products(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why products are not in float8 on a device: "" if they are, and a trial was right.
-
-    Says which it is at its first call.
-    """
-    why = _why_none(device, dtype)
-    if why:
-        log.info("tune.base_dtype=fp8: products are in %s: %s", str(dtype)[6:], why)
-    else:
-        log.info("tune.base_dtype=fp8: inputs, gradients and the base are multiplied in float8")
-    return why
-
-
-def _why_none(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why products are not in float8 on a device: "" if they are, and a trial was right."""
     architecture = architecture_of(device)
     if architecture is None:
         return "this is no GPU"

@@ -24,6 +24,7 @@ from hpc_tune.data.subset import tokens_of
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
+from hpc_tune.model.float8_base import no_float8_products
 from hpc_tune.model.tf32 import multiplies_in_tf32
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe import fabric
@@ -68,7 +69,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         **_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict + allocator_of(comm.device, os.environ),
-        "kernels": str(model.kernels(comm.device)),
+        "kernels": str(model.kernels(comm.device)) + products_of(model, comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
@@ -218,6 +219,15 @@ def arithmetic_of(train: TrainConfig, dtype: torch.dtype, architecture: Architec
     name = str(dtype).removeprefix("torch.")
     is_less = multiplies_in_tf32(train, dtype, architecture)
     return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
+
+
+def products_of(model: Model, device: torch.device) -> str:
+    """Return in which dtype a base in float8 is multiplied, and why if it is another."""
+    if not model.config.tune.base_dtype:
+        return ""
+    dtype = model.built.dtype
+    why = no_float8_products(device, dtype)
+    return f"; the base is multiplied in {f'{str(dtype)[6:]}: {why}' if why else 'float8'}"
 
 
 def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:

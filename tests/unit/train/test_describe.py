@@ -299,3 +299,18 @@ def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
         found = describe.of_gpus(comm, environ)
         assert len(found) == num
         assert all("torch has not read expandable_segments:True" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "why", "said"),
+    [
+        (None, "", ""),
+        ("fp8", "", "; the base is multiplied in float8"),
+        ("fp8", "this is no GPU", "; the base is multiplied in bfloat16: this is no GPU"),
+    ],
+)
+def test_it_is_said_how_a_float8_base_is_multiplied(monkeypatch, base_dtype, why, said):
+    monkeypatch.setattr(describe, "no_float8_products", lambda *_: why)
+    config = SimpleNamespace(tune=SimpleNamespace(base_dtype=base_dtype))
+    model = SimpleNamespace(config=config, built=SimpleNamespace(dtype=torch.bfloat16))
+    assert describe.products_of(model, torch.device("cpu")) == said
