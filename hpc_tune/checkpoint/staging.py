@@ -1,10 +1,10 @@
 """What a save copies to host memory, in which pieces, and how a device copies by itself.
 
 The bytes of a rank are cut into stretches of ``PIECE_BYTES``; a piece is what one region has in one
-of them. So pinned blocks of that size, which torch rounds up to powers of two, hold every piece and
-nothing else.
+of them. So pinned blocks of that size, which is a power of two, hold every piece and nothing else.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from hpc_tune.config.schema import STAGING_BYTES
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.world.device import use_in_this_thread
+from hpc_tune.world.pinned import give_back
 
 _ALIGNED = 16  # so that values of any dtype may begin there
 
@@ -51,13 +52,66 @@ class Device(Protocol):
         """Return when all copies have been made."""
 
     def close(self) -> None:
-        """Give the blocks that are no longer held back to the system."""
+        """Let another save have the blocks: none is held any longer."""
+
+
+class KeptBlocks:
+    """Pinned blocks that one save after another uses.
+
+    A system pins about 2 GB a second, and the update waits for as long; to free pinned memory
+    makes a GPU wait too. Threads of saves and the one that trains use this.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._keeps, self._changing = True, threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that no save uses."""
+        return len(self._free) * PIECE_BYTES
+
+    def take(self) -> torch.Tensor:
+        """Return a block of ``PIECE_BYTES``, a kept one if there is one."""
+        with self._changing:
+            if self._free:
+                return self._free.pop()
+        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def put_back(self, blocks: list[torch.Tensor]) -> None:
+        """Take blocks back from a save that is over; ``blocks`` is emptied.
+
+        No more are kept than one save had: one that hung may come back after the next.
+        """
+        with self._changing:
+            most = max(len(self._free), len(blocks)) if self._keeps else 0
+            kept = [*self._free, *blocks]
+            self._free = kept[:most]
+        blocks.clear()
+        if len(kept) > most:
+            del kept
+            give_back()
+
+    def release(self) -> None:
+        """Give all that no save uses back to the system."""
+        with self._changing:
+            self._free.clear()
+        give_back()
+
+    def keep(self, keeps: bool) -> None:
+        """From now on keep blocks between saves, or give them back, those of now too."""
+        with self._changing:
+            self._keeps = keeps
+        if not keeps:
+            self.release()
 
 
 class CudaDevice:
     """A GPU; what it has computed so far is what is copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptBlocks) -> None:
+        """Copy into blocks of ``kept``, for one save."""
+        self._kept, self._blocks, self._is_done = kept, list[torch.Tensor](), False
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
 
@@ -70,7 +124,8 @@ class CudaDevice:
 
     def block(self) -> torch.Tensor:
         """See ``Device``."""
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._blocks.append(self._kept.take())
+        return self._blocks[-1]
 
     def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
         """See ``Device``."""
@@ -79,25 +134,33 @@ class CudaDevice:
     def wait(self) -> None:
         """See ``Device``."""
         self._stream.synchronize()
+        self._is_done = True
 
     def close(self) -> None:
-        """See ``Device``; torch keeps pinned memory for good otherwise."""
-        torch._C._host_emptyCache()
+        """See ``Device``."""
+        if not self._is_done:  # the GPU may still write to them; torch frees them when it has
+            self._blocks.clear()
+        self._kept.put_back(self._blocks)
 
 
 def bytes_to_copy(
-    wanted: int | Literal["auto"], total: int, on_device: bool, admit: Callable[[int, str], bool]
+    wanted: int | Literal["auto"],
+    total: int,
+    on_device: bool,
+    admit: Callable[[int, str], bool],
+    kept: int = 0,
 ) -> int:
     """Return how many bytes a rank may copy of the ``total`` that it saves.
 
-    ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for so many.
+    ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for so many
+    beside the ``kept`` ones of the last save.
     """
     if wanted != "auto":
         sizes = [wanted]
     else:
         sizes = [total, STAGING_BYTES] if on_device else [STAGING_BYTES]
     why = "copies of what is to be saved"
-    return next((size for size in sizes if admit(min(size, total), why)), 0)
+    return next((size for size in sizes if admit(max(0, min(size, total) - kept), why)), 0)
 
 
 def bytes_of(regions: Sequence[Region]) -> int:

@@ -150,12 +150,19 @@ class Writer:
             message = f"{self._folder} cannot be written: {error!r}"
             self._error = self._error or CheckpointError(message)
         finally:
+            self._end(device)
+
+    def _end(self, device: Device | None) -> None:
+        """Tell that the thread is over, once the next save may have the blocks of this one."""
+        try:
             with self._changed:
-                self._over = True
                 self._copies.clear()
-                self._changed.notify_all()
             if device is not None and self._copies_all:
                 device.close()
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
 
     def _count(self) -> None:
         self._num_progressed += 1

@@ -205,8 +205,9 @@ class CheckpointConfig(Section):
         "auto",
         description="Bytes of host memory per rank for copies of what is not yet written when the "
         "next update is due. With more of it the update waits less; on a GPU it waits for copies "
-        "alone if they hold all that the rank writes. auto: on a GPU all of that, where the memory "
-        "governor finds room for it; else 256 MiB.",
+        "alone if they hold all that the rank writes, in pinned memory that stays for the next "
+        "save while there is room. auto: on a GPU all of that, where the memory governor finds "
+        "room for it; else 256 MiB.",
     )
     required: bool = Field(
         True,

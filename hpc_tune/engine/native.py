@@ -433,6 +433,6 @@ def _load_stage(
         shard(stage, blocks, mesh, settings.plan, device, collectives)
         time_waits(stage.module, collectives)
     offloads = parallel.offload_params == "cpu"
-    allocate(stage.module, device, torch.device("cpu") if offloads else None)
+    allocate(stage.module, device, offloads, settings.reserve)
     load_weights(stage, settings.reserve)
     return stage, partial

@@ -5,7 +5,7 @@ two moments of one parameter. The arithmetic is torch's own, bit for bit.
 
 On the host the moments of a sharded parameter are plain tensors, this rank's part: a ``DTensor``
 would move them back to the device of its mesh. They are pinned, since a GPU copies pageable memory
-at half the rate and keeps the host waiting.
+at half the rate and keeps the host waiting; in blocks that they share, see ``world/pinned.py``.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from hpc_tune.engine.adamw import MOMENTS
+from hpc_tune.world.pinned import give_back, pinned_like
 
 
 class OffloadedState:
@@ -24,10 +25,19 @@ class OffloadedState:
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         """Move the moments to the host."""
         self._optimizer = optimizer
-        for _, parameter in self._parameters():
-            state = optimizer.state[parameter]
-            for name in MOMENTS:
-                state[name] = _on_host(_local(state[name]))
+        states = [optimizer.state[parameter] for _, parameter in self._parameters()]
+        for state in states:
+            state |= {name: _local(state[name]) for name in MOMENTS}
+        away = [
+            (state, name)
+            for state in states
+            for name in MOMENTS
+            if state[name].device.type != "cpu"
+        ]
+        for (state, name), on_host in zip(
+            away, pinned_like([state[name] for state, name in away]), strict=True
+        ):
+            state[name] = on_host.copy_(state[name])
 
     def step(self) -> None:
         """Update every parameter that has a gradient, as ``torch.optim.AdamW.step`` would."""
@@ -41,6 +51,7 @@ class OffloadedState:
             state = self._optimizer.state[parameter]
             for name in MOMENTS:
                 state[name] = _like(parameter, state[name].to(parameter.device))
+        give_back()
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:
@@ -77,12 +88,6 @@ class OffloadedState:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
@@ -25,23 +25,60 @@ from hpc_tune.model.positions import fix_positions
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import SUFFIX, TokenRows
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
+from hpc_tune.world.pinned import carved_bytes, pinned_like
 
 
-def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
+def allocate(
+    module: nn.Module,
+    device: torch.device,
+    offloads: bool = False,
+    reserve: Reserve = reserve_nothing,
+) -> None:
     """Give every parameter and buffer uninitialised memory on ``device``; tied weights stay tied.
 
-    Sharded parameters are allocated on the device ``sharded`` instead, where they are offloaded.
+    Where a run ``offloads``, sharded parameters are on the host: in pinned memory if ``device`` is
+    a GPU. ``reserve`` is called before that is taken.
     """
     owners = owners_of(module)
+    pinned = _pinned_parts(module, reserve) if offloads and device.type == "cuda" else {}
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
-        offloaded = sharded is not None and isinstance(tensor, DTensor)
-        return torch.empty_like(tensor, device=sharded if offloaded else device)
+        offloaded = offloads and isinstance(tensor, DTensor)
+        out = torch.empty_like(tensor, device=torch.device("cpu") if offloaded else device)
+        if tensor in pinned:
+            assert isinstance(out, DTensor)
+            out._local_tensor = pinned[tensor]
+        return out
 
     module._apply(empty)
     for (first, first_name), *others in owners.values():
         for owner, name in others:
             owner._parameters[name] = first._parameters[first_name]
+
+
+def _pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, torch.Tensor]:
+    """Return memory for this rank's part of each sharded parameter, in blocks that they share.
+
+    FSDP2 pins what is not pinned, each tensor by itself. A part that is shorter than other ranks'
+    is left to it: it copies that into a longer one.
+    """
+    parts = {
+        parameter: parameter.to_local()
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor) and not _is_short(parameter)
+    }
+    reserve(carved_bytes(part.nbytes for part in parts.values()))
+    return dict(zip(parts, pinned_like([*parts.values()]), strict=True))
+
+
+def _is_short(sharded: DTensor) -> bool:
+    """Return whether this rank's part has less than the first one's."""
+    mesh, local = sharded.device_mesh, sharded.to_local()
+    return any(
+        local.shape[placement.dim] < -(-sharded.shape[placement.dim] // mesh.size(axis))
+        for axis, placement in enumerate(sharded.placements)
+        if isinstance(placement, Shard)
+    )
 
 
 def owners_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

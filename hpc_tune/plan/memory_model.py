@@ -7,6 +7,7 @@ memory is the process with its libraries and what streams through it. Page cache
 kernel gives it back before it kills.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
+from hpc_tune.world.pinned import carved_bytes, rounded
 
 # On a device: context and the libraries' workspaces. Not measured, on the safe side.
 GPU_CONTEXT_BYTES = 1536 << 20
@@ -194,13 +196,16 @@ def _staging_bytes(
     """Return the bytes of copies for a save: on each rank, and on the first node besides.
 
     Each shard is written by the first of the ranks that hold it, all replicated values by one rank.
+    A GPU's copies stay until the next save, so this phase has no less than any that follows it.
     """
     parallel, wanted = settings.parallel, settings.checkpoint.staging_bytes
-    if wanted == "auto":
-        wanted = STAGING_BYTES if machine.device_bytes is None else state
     is_spread = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
     writers = machine.world_size // (parallel.replicate or 1) if is_spread else 1
-    each = min(wanted, state // max(1, writers))
+    each, on_gpu = state // max(1, writers), machine.device_bytes is not None
+    if on_gpu:  # whole blocks
+        each = -(-each // PIECE_BYTES) * PIECE_BYTES
+    if wanted != "auto" or not on_gpu:
+        each = min(STAGING_BYTES if wanted == "auto" else wanted, each)
     return (each, 0) if writers >= machine.ranks_per_node else (0, writers * each)
 
 
@@ -231,19 +236,37 @@ def _step_bytes(
     if parallel.zero_stage == 3:
         peak += model.largest_unit  # the next block is prefetched
     if not on_cpu and parallel.offload_params == "cpu":
-        # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
+        # Sharded values wait on the host; gathered ones are activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
         waiting = idle - kept
-        pinned = pinned_bytes(waiting, 2 * trace.num_layers)
-        return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, pinned)
+        on_host = waiting + _more_if_pinned(trace.shards, model.is_full)
+        return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, on_host)
     if not on_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
         rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
-        return _StepBytes(loaded, *rest, offloaded)
+        return _StepBytes(loaded, *rest, offloaded + _more_of_zero(trace, parallel.zero_stage))
     return _StepBytes(loaded, idle, peak, evaluation)
 
 
-def pinned_bytes(num_bytes: int, num_blocks: int) -> int:
-    """Return what ``num_blocks`` equal pinned blocks take: each is rounded up to a power of two."""
-    block = -(-num_bytes // max(1, num_blocks))
-    return 0 if num_bytes <= 0 else num_blocks * (1 << (block - 1).bit_length())
+def _more_of_zero(trace: TraceReport, stage: int | None) -> int:
+    """Return what DeepSpeed's pinned memory has beside the optimizer state that is offloaded.
+
+    Stages 1 and 2 pin this rank's fp32 copy of the weights, and a gradient like it that is there
+    besides; stage 3 its gradients, which are counted. Each is one flat block.
+    """
+    if stage == 3:
+        return rounded(trace.gradient_bytes) - trace.gradient_bytes
+    copy = trace.optimizer_bytes // SAVED_COPIES
+    return 2 * rounded(copy) - copy
+
+
+def _more_if_pinned(shards: Mapping[int, int], is_full: bool) -> int:
+    """Return what pinned blocks have beside this rank's part of weights, and of their gradients.
+
+    ``shards``: the number of weights by bytes. They share blocks; FSDP2 asks for a block for each
+    gradient (``foreach_reduce``, which copies them without waiting). Moments are not pinned: they
+    are updated on the host.
+    """
+    sizes = [size for size, num in shards.items() for _ in range(num)]
+    more = carved_bytes(sizes) - sum(sizes)
+    return more + (sum(map(rounded, sizes)) - sum(sizes) if is_full else 0)

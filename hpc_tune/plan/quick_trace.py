@@ -89,10 +89,13 @@ def _extended(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
         part: (extend(peak, high.parts[part][0]), extend(heap_peak, high.parts[part][1]))
         for part, (peak, heap_peak) in low.parts.items()
     }
+    sizes = sorted({*low.shards, *high.shards})
+    shards = {size: extend(low.shards.get(size, 0), high.shards.get(size, 0)) for size in sizes}
     peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
     kinds = ("weight", "adapter", "gradient", "optimizer")
     extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
-    return dataclasses.replace(low, **extended | {"peak_bytes": peak_bytes, "parts": parts})
+    others = {"peak_bytes": peak_bytes, "parts": parts, "shards": shards}
+    return dataclasses.replace(low, **extended | others)
 
 
 def of_worst_rank(trace: Trace, step: TracedStep) -> TraceReport:

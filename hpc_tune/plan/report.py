@@ -228,7 +228,8 @@ def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
     in_step += 2 * min(BUCKET_VALUES * 4, trained)
     loaded = idle - SAVED_COPIES * trained // num + trained
     more = idle - report.idle_bytes
-    return _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
+    found = _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
+    return replace(found, optimizer_bytes=SAVED_COPIES * trained // num)
 
 
 def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:

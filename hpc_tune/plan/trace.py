@@ -14,6 +14,7 @@ The fake process group is the process's default group, so this needs an interpre
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -81,8 +82,9 @@ class TraceReport:
     ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
     the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
     are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
-    ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``parts``: the two peaks
-    of the step's parts (see ``_mark_parts``).
+    ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``shards``: how many
+    sharded weights have so many bytes on the rank. ``parts``: the two peaks of the step's parts
+    (see ``_mark_parts``).
     """
 
     layout: str
@@ -104,6 +106,7 @@ class TraceReport:
     heap_evaluation_bytes: int
     trace_s: float
     kernel_bytes: int = 0
+    shards: dict[int, int] = dataclasses.field(default_factory=dict)
     parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -209,6 +212,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
         kernel_bytes=kernel_bytes,
+        shards=_shards(engine),
         parts=parts,
     )
 
@@ -258,6 +262,12 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
         _stored_bytes(p.grad for p in trained if p.grad is not None),
         _stored_bytes(moments),
     )
+
+
+def _shards(engine: NativeEngine) -> dict[int, int]:
+    """Return how many sharded weights have so many bytes on this rank, by bytes."""
+    held = (p for stage in engine._stages for p in stage.module.parameters())
+    return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
 
 
 def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -323,7 +323,7 @@ def prepare_control(
     loader.set_micro_size(micro_size)
     saver = open_saver(job, model, engine)
     files = [source.store.path for source in data.sources]
-    levers = loader_levers(loader, files) | saver.levers | engine.levers
+    levers = loader_levers(loader, files, saver.give_back) | saver.levers | engine.levers
     previous = job.previous
     if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))

@@ -7,7 +7,7 @@ Each rank decides by the same counts and the same ladder, so all do the same thi
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -222,12 +222,18 @@ def facts_of(need: Need, taken: Sequence[str]) -> dict[str, Any]:
     return {**facts, "governor": list(taken)}
 
 
-def loader_levers(loader: Loader, data_files: Sequence[Path]) -> dict[Action, Lever]:
-    """Return the levers of a loader that reads ``data_files`` and has its whole micro-batches."""
+def loader_levers(
+    loader: Loader, data_files: Sequence[Path], give_back: Callable[[], None] = lambda: None
+) -> dict[Action, Lever]:
+    """Return the levers of a loader that reads ``data_files`` and has its whole micro-batches.
+
+    ``give_back`` frees what others keep for later.
+    """
     micro_size = loader.micro_size
 
     def trim(_: int) -> str:
         before = own_bytes()
+        give_back()
         trim_heap()
         give_back_cache()
         for file in data_files:

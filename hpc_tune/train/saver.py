@@ -14,7 +14,13 @@ from typing import Generic, TypeVar
 
 from hpc_tune.checkpoint.export import pack_adapter
 from hpc_tune.checkpoint.reports import Report, Reports
-from hpc_tune.checkpoint.staging import CudaDevice, Device, bytes_of, bytes_to_copy
+from hpc_tune.checkpoint.staging import (
+    CudaDevice,
+    Device,
+    KeptBlocks,
+    bytes_of,
+    bytes_to_copy,
+)
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
@@ -40,14 +46,14 @@ _POLL_S = 0.02
 @dataclass(frozen=True)
 class WriteOptions:
     """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
-    ``admit(bytes, why)`` tells whether there is memory for copies; ``device()`` is what copies
-    them if the engine is on one; ``owns_folder()`` tells whether the run directory is still this
-    job's; ``faults`` are for tests.
+    ``admit(bytes, why)`` tells whether there is memory for copies; ``device(kept)`` is what copies
+    them if the engine is on one, into blocks that are kept between saves; ``owns_folder()`` tells
+    whether the run directory is still this job's; ``faults`` are for tests.
     """
 
     limit_s: float
     admit: Callable[[int, str], bool] = lambda num_bytes, why: True
-    device: Callable[[], Device] | None = None
+    device: Callable[[KeptBlocks], Device] | None = None
     owns_folder: Callable[[], bool] = lambda: True
     faults: Faults = NO_FAULTS
 
@@ -104,7 +110,7 @@ class Saver:
         self._comm, self._store, self._engine, self._events = comm, store, engine, events
         self._settings, self._writing = settings, writing
         self._background = settings.background and engine.saves_in_background
-        self._in_pieces = False
+        self._in_pieces, self._kept = False, KeptBlocks()
         self._committed_step = resume_point.step or 0
         self._save: _Save | None = None
         self._blocked_s = self._waits_since_s = 0.0
@@ -116,6 +122,10 @@ class Saver:
     def levers(self) -> dict[Action, Lever]:
         """What the governor may do to saves."""
         return {Action.SAVE_IN_PIECES: Lever(self._save_in_pieces)}
+
+    def give_back(self) -> None:
+        """Give what is kept of the last save's copies back to the system; the next takes anew."""
+        self._kept.release()
 
     @property
     def committed_step(self) -> int:
@@ -226,15 +236,18 @@ class Saver:
     def _save_in_pieces(self, times: int) -> str:
         """Let training wait for coming saves, which then copy nothing."""
         self._in_pieces = times > 0
+        self._kept.keep(not self.waits)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _begin(self, parts: dict[Path, list[Region]]) -> Writer:
-        writing, budget = self._writing, 0
-        device = writing.device() if writing.device is not None else None
+        writing, kept, budget = self._writing, self._kept, 0
+        device = writing.device(kept) if writing.device is not None else None
         if not self.waits:
             total = bytes_of([region for regions in parts.values() for region in regions])
-            wanted = self._settings.staging_bytes
-            budget = bytes_to_copy(wanted, total, device is not None, writing.admit)
+            wanted, on_device = self._settings.staging_bytes, device is not None
+            budget = bytes_to_copy(wanted, total, on_device, writing.admit, kept.num_bytes)
+            if budget < total and kept.num_bytes:  # no more room for all: they are of no use
+                kept.release()
         return Writer(parts, budget, writing.faults, device)
 
     @contextmanager

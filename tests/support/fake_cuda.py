@@ -66,6 +66,7 @@ def fake_cuda() -> Iterator[Any]:
             self.copies: Counter[str] = Counter()
             self.now = self.waited_at = 0  # the number of an operation
             self.told = lambda *_: None  # of waits: what, who, for whom
+            self.pinned = _HostAllocator()
             self._pinned = _Storages()
             self._of_streams = _Storages()
             self._recorded = _Storages()
@@ -83,6 +84,11 @@ def fake_cuda() -> Iterator[Any]:
 
         def is_pinned(self, tensor: torch.Tensor) -> bool:
             return self._pinned.get(tensor) is not None
+
+        def _pin(self, tensor: torch.Tensor) -> None:
+            if not self.is_pinned(tensor):
+                self._pinned.add(tensor, True)
+                self.pinned.allocate(tensor)
 
         def record(self, tensor: torch.Tensor, stream: Any) -> None:
             self._recorded.add(tensor, stream)
@@ -108,7 +114,7 @@ def fake_cuda() -> Iterator[Any]:
             else:
                 out = func(*args, **kwargs)
             if pins:
-                self._pinned.add(out, True)
+                self._pin(out)
             if func is aten._to_copy.default:
                 self._check_copy(args[0], out, kwargs.get("non_blocking", False), True)
             elif func is aten.copy_.default:
@@ -132,7 +138,7 @@ def fake_cuda() -> Iterator[Any]:
                     self.wait("pageable or blocking memory is copied to the device")
             if kinds == ("cuda", "cpu"):
                 if non_blocking and pins_target:
-                    self._pinned.add(target, True)  # as torch does
+                    self._pin(target)  # as torch does
                 elif not (non_blocking and self.is_pinned(target)):
                     self.wait("a tensor is copied to the host")
 
@@ -236,8 +242,9 @@ def fake_cuda() -> Iterator[Any]:
         (FakeTensor, "tolist", tolist),
         (torch.Tensor, "record_stream", lambda tensor, stream: watch.record(tensor, stream)),
         (torch, "tensor", made),
+        (torch._C, "_host_emptyCache", watch.pinned.empty_cache),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in changes]
     for owner, name, changed in changes:
         setattr(owner, name, changed)
     try:
@@ -245,7 +252,35 @@ def fake_cuda() -> Iterator[Any]:
             yield watch
     finally:
         for owner, name, old in before:
-            setattr(owner, name, old)
+            if old is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+
+class _HostAllocator:
+    """torch's pinned memory: a block of a power of two for each request, kept when it is freed."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_made = 0
+        self._free: Counter[int] = Counter()  # blocks by bytes
+
+    def allocate(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return
+        size = 1
+        while size < storage.nbytes():
+            size *= 2
+        if self._free[size]:
+            self._free[size] -= 1
+        else:
+            self.num_bytes, self.num_made = self.num_bytes + size, self.num_made + 1
+        weakref.finalize(storage, self._free.update, {size: 1})
+
+    def empty_cache(self) -> None:
+        self.num_bytes -= sum(size * num for size, num in self._free.items())
+        self._free.clear()
 
 
 class _Storages:

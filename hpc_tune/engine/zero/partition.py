@@ -6,6 +6,7 @@ The module is never whole; ``zero.Init`` would allocate every parameter whole an
 file imports DeepSpeed, and is imported once that is connected.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import load_weights, owners_of
 from hpc_tune.model.weights import Reserve
+from hpc_tune.world.pinned import carved_bytes, pinned_like
 
 
 def partition(
@@ -39,8 +41,9 @@ def partition(
         DataError: if the weights on disk are damaged or of another model.
     """
     partitioner = _Partitioner(built, config, device)
-    owners = owners_of(built.module)
-    for name, meta in list(built.module.named_parameters()):
+    owners, named = owners_of(built.module), list(built.module.named_parameters())
+    partitioner.pin(named, reserve)
+    for name, meta in named:
         parameter = partitioner.partitioned(name, meta, reserve)
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
@@ -71,6 +74,19 @@ class _Partitioner:
         self._init = Init(
             config_dict_or_path=config, dtype=self._dtype, param_swapper=self._swapper
         )
+        self._pinned: dict[str, torch.Tensor] = {}
+
+    def pin(self, named: Sequence[tuple[str, nn.Parameter]], reserve: Reserve) -> None:
+        """Allocate the parts of these that wait in host memory, if that is to be pinned."""
+        if not self._init.pin_memory:
+            return
+        parts = {}
+        for name, meta in named:
+            num_held = self._num_held(meta)
+            if not self._is_swapped(meta, num_held):
+                parts[name] = torch.empty(num_held, dtype=meta.dtype, device="meta")
+        reserve(carved_bytes(part.nbytes for part in parts.values()))
+        self._pinned = dict(zip(parts, pinned_like([*parts.values()]), strict=True))
 
     def partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
@@ -78,9 +94,11 @@ class _Partitioner:
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
         parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)
         self._init._convert_to_deepspeed_param(parameter)
-        num_held = -(-meta.numel() // self._init.dp_world_size)
+        num_held = self._num_held(meta)
         is_swapped = self._is_swapped(meta, num_held)
-        flat = self._buffer(parameter, meta.dtype, num_held, is_swapped)
+        flat: Any = self._pinned.pop(name, None)
+        if flat is None:
+            flat = self._buffer(parameter, meta.dtype, num_held, is_swapped)
         flat.ds_numel = num_held
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
@@ -93,6 +111,9 @@ class _Partitioner:
         if is_swapped:
             self._swapper.swap_out_and_release([parameter])
         return parameter
+
+    def _num_held(self, meta: nn.Parameter) -> int:
+        return -(-meta.numel() // int(self._init.dp_world_size))
 
     def _is_swapped(self, meta: nn.Parameter, num_held: int) -> bool:
         """Whether a part waits on NVMe: buffers there have one dtype; what stays gathered stays."""
@@ -108,5 +129,4 @@ class _Partitioner:
             flat = torch.empty(0, dtype=dtype)
             flat.data = self._swapper.get_buffer(parameter, num_held).data
             return flat
-        flat = torch.empty(num_held, dtype=dtype, device="cpu" if self._offload else self._device)
-        return flat.pin_memory() if self._init.pin_memory else flat
+        return torch.empty(num_held, dtype=dtype, device="cpu" if self._offload else self._device)

@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load, load_file
 
 from hpc_tune.checkpoint import staging
-from hpc_tune.checkpoint.staging import CudaDevice, bytes_of, bytes_to_copy, pieces_of_all
+from hpc_tune.checkpoint.staging import (
+    CudaDevice,
+    KeptBlocks,
+    bytes_of,
+    bytes_to_copy,
+    pieces_of_all,
+)
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
@@ -216,6 +222,41 @@ def test_nothing_is_copied_where_there_is_no_memory():
     assert bytes_to_copy("auto", ROOM, True, lambda size, why: False) == 0
 
 
+def test_copies_need_no_more_memory_than_the_last_save_has_left():
+    asked = []
+    found = bytes_to_copy("auto", 5, True, lambda size, why: not asked.append(size), kept=3)
+    assert (found, asked) == (5, [2])
+    assert bytes_to_copy("auto", 5, True, lambda size, why: size == 0, kept=9) == 5
+
+
+def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):
+    """A save on a file system that hung may end after the one that followed it."""
+    given_back = []
+    monkeypatch.setattr(staging, "give_back", lambda: given_back.append(True))
+    monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
+    kept = KeptBlocks()
+    first, second = [kept.take(), kept.take()], [kept.take(), kept.take()]
+    kept.put_back(second)
+    assert (kept.num_bytes, given_back) == (2 * staging.PIECE_BYTES, [])
+    kept.put_back(first)
+    assert (kept.num_bytes, given_back) == (2 * staging.PIECE_BYTES, [True])
+
+
+def test_blocks_that_a_gpu_may_still_write_to_are_not_kept(monkeypatch):
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
+    kept = KeptBlocks()
+    for waits, num_kept in ((False, 0), (True, 1)):
+        device = CudaDevice(kept)
+        device.block()
+        if waits:
+            device.wait()
+        device.close()
+        assert kept.num_bytes == num_kept * staging.PIECE_BYTES
+
+
 @pytest.mark.full  # of times
 def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 16)
@@ -320,7 +361,7 @@ def test_a_save_makes_no_context_on_another_gpu(monkeypatch):
         "_maybe_exchange_device": gpus.maybe_set,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    device = CudaDevice()
+    device = CudaDevice(KeptBlocks())
 
     def copy():
         with device.stream():

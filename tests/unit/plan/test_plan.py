@@ -5,14 +5,15 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.memory.process_bytes import DEEPSPEED_BYTES
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.experts import stacks_of
 from hpc_tune.plan import report
@@ -22,7 +23,6 @@ from hpc_tune.plan.memory_model import (
     ModelBytes,
     Phase,
     memory_by_phase,
-    pinned_bytes,
 )
 from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
@@ -299,7 +299,7 @@ def test_on_gpus_the_host_has_a_copy_of_all_that_is_saved():
     """Also where that is more than the copies on CPUs, or as much as the user grants."""
     large = {"trained": 200 * MIB}
     for machine, words, copied in (
-        (Machine(1, 4, 80 * GIB, 64 * GIB), [], 600 * MIB),
+        (Machine(1, 4, 80 * GIB, 64 * GIB), [], 608 * MIB),  # blocks of 16
         (Machine(1, 4, 80 * GIB, 64 * GIB), ["checkpoint.staging_bytes=100MiB"], 100 * MIB),
         (Machine(1, 4, None, 64 * GIB), [], 256 * MIB),
     ):
@@ -402,15 +402,33 @@ def test_on_gpus_the_host_holds_the_process_and_what_streams():
     assert phases["steady"].node_bytes(Machine(1, 4, 1, 1)) == 4 * phases["steady"].rank_bytes
 
 
-def test_an_offloaded_optimizer_is_on_the_host():
-    there = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
-    words = ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"]
-    away = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), overrides=words)
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (2, (8 - 7) + 8),  # an fp32 copy of 7 MiB and its gradient, each in a block of 8
+        (3, 16 - 10),  # gradients of 10 MiB
+    ],
+)
+def test_an_offloaded_optimizer_is_on_the_host(stage, more):
+    trace = replace(TRACE, optimizer_bytes=21 * MIB, gradient_bytes=10 * MIB)
+    words = [f"parallel.zero_stage={stage}"]
+    there = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), trace, overrides=words)
+    words += ["parallel.offload_optimizer=cpu"]
+    away = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), trace, overrides=words)
     for phase in ("steady", "evaluate"):
         moved = there[phase].device_bytes - away[phase].device_bytes
-        assert moved == pytest.approx(20 * MIB * 1.03, abs=2)
+        assert moved == pytest.approx(21 * MIB * 1.03, abs=2)
         grown = away[phase].rank_bytes - there[phase].rank_bytes
-        assert grown == 20 * MIB + DEEPSPEED_BYTES
+        assert grown == (21 + more) * MIB
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_optimizer_of_zero_is_this_ranks_share_of_copies_and_moments(stage):
+    resolved = SimpleNamespace(
+        parallel=SimpleNamespace(zero_stage=stage), layout=SimpleNamespace(size=8)
+    )
+    trained = replace(TRACE, gradient_bytes=800 * MIB, optimizer_bytes=1600 * MIB)
+    assert report._of_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
 
 
 @pytest.mark.parametrize("governor", ["on", "off"])
@@ -446,8 +464,33 @@ def test_a_merge_holds_one_tensor_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "blocks", "pinned"),
-    [(0, 4, 0), (4096, 1, 4096), (4097, 1, 8192), (3 * MIB, 3, 3 * MIB), (5 * MIB, 4, 8 * MIB)],
+    ("shards", "of_weights", "of_gradients"),
+    [
+        ({}, 0, 0),
+        ({64 * MIB: 12}, 0, 0),
+        ({33 * MIB: 1}, 31 * MIB, 31 * MIB),
+        # 528 MiB in blocks of 512 and 64.
+        ({33 * MIB: 16}, 48 * MIB, 16 * 31 * MIB),
+    ],
 )
-def test_pinned_blocks_are_rounded_up_to_powers_of_two(num_bytes, blocks, pinned):
-    assert pinned_bytes(num_bytes, blocks) == pinned
+def test_offloaded_weights_share_pinned_blocks_and_each_gradient_has_one(
+    shards, of_weights, of_gradients
+):
+    machine, words = Machine(1, 4, 80 * GIB, 64 * GIB), ["parallel.offload_params=cpu"]
+    for is_full, more in ((False, of_weights), (True, of_weights + of_gradients)):
+        plain, pinned = (
+            by_name(machine, replace(TRACE, shards=of), overrides=words, is_full=is_full)
+            for of in ({}, shards)
+        )
+        for name, found in pinned.items():
+            grown = 0 if "merge" in name else more
+            assert found == replace(plain[name], rank_bytes=plain[name].rank_bytes + grown)
+
+
+def test_the_copies_of_a_gpus_save_stay_and_no_later_phase_has_more_than_that_save():
+    machine = Machine(1, 4, 80 * GIB, 64 * GIB)
+    phases = by_name(machine, trained=200 * MIB, overrides=["parallel.shard=4"], is_full=True)
+    kept = 160 * MIB  # 150 MiB in blocks of 16
+    most = phases["save, in the background"]
+    assert most.rank_bytes == phases["steady"].rank_bytes + 16 * MIB + kept
+    assert most.rank_bytes >= phases["evaluate"].rank_bytes + kept

@@ -68,3 +68,11 @@ def test_micro_batches_are_halved_until_they_have_one_row(micro_size, rows):
     assert sizes == rows
     lever.set_level(0)
     assert sizes[-1] == micro_size
+
+
+def test_what_saves_keep_is_given_back_before_anything_is_given_up():
+    """TRIM comes first."""
+    given_back = []
+    levers = loader_levers(SimpleNamespace(micro_size=1), [], lambda: given_back.append(True))
+    assert "given back by rank 0" in levers[Action.TRIM].set_level(0)
+    assert given_back == [True]

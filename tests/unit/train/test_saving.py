@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 from hpc_tune.checkpoint.reports import Report, Reports
+from hpc_tune.checkpoint.staging import KeptBlocks
 from hpc_tune.checkpoint.store import Store, verify
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import Faults
+from hpc_tune.memory.policy import Action
 from hpc_tune.model.regions import WrittenFile
+from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.run import run
@@ -101,11 +106,71 @@ class Engine:
         return regions_of(self.tensors)
 
 
-def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3) -> Saver:
+def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3, **writing) -> Saver:
     folder.mkdir(exist_ok=True)
     settings = CheckpointConfig(required=False)
     common = ALONE, Store(folder / "checkpoints", keep=2), Engine(), Events(folder / "events.jsonl")
-    return Saver(*common, settings, WriteOptions(limit_s, owns_folder=owns), ResumePoint(), None)
+    options = WriteOptions(limit_s, owns_folder=owns, **writing)
+    return Saver(*common, settings, options, ResumePoint(), None)
+
+
+class CopyingDevice:
+    """Copies at once, to blocks that are kept."""
+
+    def __init__(self, kept: KeptBlocks, seen: list[int]) -> None:
+        self._kept, self._blocks = kept, []
+        seen.append(kept.num_bytes)
+
+    def stream(self):
+        return nullcontext()
+
+    def block(self):
+        self._blocks.append(self._kept.take())
+        return self._blocks[-1]
+
+    def copy(self, values, to):
+        to.copy_(values)
+
+    def wait(self):
+        pass
+
+    def close(self):
+        self._kept.put_back(self._blocks)
+
+
+def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_path, monkeypatch):
+    empty, made, kept, asked = torch.empty, [], [], []
+    room = [PIECE_BYTES]
+
+    def on_host(*args, pin_memory=False, **more):
+        made.extend([True] * pin_memory)
+        return empty(*args, **more)
+
+    def admit(num_bytes, why):
+        asked.append(num_bytes)
+        return num_bytes <= room[0]
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    device = partial(CopyingDevice, seen=kept)
+    saver = saver_of(tmp_path / "run", limit_s=60.0, device=device, admit=admit)
+    lever = saver.levers[Action.SAVE_IN_PIECES].set_level
+
+    def save(step):
+        made.clear()
+        asked.clear()
+        saver.start(state(step=step))
+        saver.finish()
+        return len(made), kept[-1] // PIECE_BYTES, [size // PIECE_BYTES for size in asked]
+
+    assert save(1) == (1, 0, [1])
+    assert save(2) == (0, 1, [0]), "no more memory is asked for"
+    saver.give_back()
+    assert save(3) == (1, 0, [1])
+    lever(1)
+    assert save(4) == (0, 0, []), "training waits, and nothing is copied"
+    lever(0)
+    room[0] = 0
+    assert save(5) == (0, 0, [1, 1])
 
 
 def test_a_commit_that_was_given_up_and_wakes_up_late_removes_nothing(tmp_path, monkeypatch):
