@@ -199,6 +199,9 @@ class FsdpReduceScatter(_FsdpCollective):
         async_op: bool = False,
     ) -> Any:
         """Add up the gradients of one unit and leave each rank its shard."""
+        if group.size() == 1:  # nothing is sharded; before torch 2.10 FSDP2 asks all the same
+            output_tensor.copy_(input_tensor)
+            return None
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.beside("reduce_scatter", sent):
             return torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)

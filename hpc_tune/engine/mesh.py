@@ -1,7 +1,11 @@
-"""The process groups of a layout."""
+"""The process groups of a layout, none of which is of one rank."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_tune.step.layout import Layout
@@ -12,6 +16,23 @@ def world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "engines are made in a joined world"
     return group
+
+
+def stand_aside(ranks: Sequence[int]) -> None:
+    """Do this rank's part where ``ranks``, others, make a group by ``use_local_synchronization``.
+
+    NCCL makes a group out of the world's, with all of its ranks. And torch distinguishes groups of
+    the same ranks by how many groups there are, as each of their ranks has counted: up to 2.13 by
+    the names that are known, and from 2.14 on by those that were given.
+    """
+    world = world_group()
+    device = world.bound_device_id
+    source = distributed_c10d._get_split_source(world) if device is not None else None
+    if source is not None:
+        source.perform_nocolor_split(device)  # type: ignore[attr-defined]
+    name = distributed_c10d._process_group_name(list(ranks), use_hashed_name=True)
+    sends_nothing = dist.ProcessGroup(dist.HashStore(), -1, len(ranks))
+    distributed_c10d._world.pg_names[sends_nothing] = name
 
 
 class Mesh:
@@ -31,7 +52,7 @@ class Mesh:
         self.group("expert")
         self.group("replicate", "expert_shard")
         self._shards: tuple[DeviceMesh, DeviceMesh] | None = None
-        if uses_fsdp:  # of one rank where nothing is sharded: weights that are offloaded
+        if uses_fsdp:
             self._shards = self._shards_of_experts = self._meshes_of("shard", device)
         if uses_fsdp and layout.expert > 1:
             self._shards_of_experts = self._meshes_of("expert_shard", device)
@@ -48,24 +69,46 @@ class Mesh:
     def _meshes_of(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh of an axis, and that of replicate x axis."""
         names, replicate = ("replicate", axis), self.layout.replicate
-        alone = DeviceMesh.from_group(self._group_of(axis), device.type)
+        shards = self.group(axis)
+        ranks = torch.tensor(self._ranks(*names)).view(replicate, -1)
+        if shards is not None:
+            alone = DeviceMesh.from_group(shards, device.type)
+        else:
+            alone = _MeshWithOne(device.type, torch.tensor([dist.get_rank()]), [None])
         if replicate == 1:
             return alone, alone
-        ranks = torch.tensor(self._ranks(*names)).view(replicate, -1)
-        groups = [self._group_of(name) for name in names]
+        replicas = self._group_of("replicate")
+        if shards is None:
+            return alone, _MeshWithOne(device.type, ranks, [replicas, None], names)
+        groups = [replicas, shards]
         return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks, in the order in which all ranks have made theirs."""
-        made = [group for group in self._made.values() if group.size() > 1]
-        return [world_group(), *made] if self.layout.size > 1 else []
+        return [world_group(), *self._made.values()] if self.layout.size > 1 else []
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""
         return self._group_of(*names) if len(self._ranks(*names)) > 1 else None
 
+    def group_of_ends(self) -> dist.ProcessGroup | None:
+        """Return the group of a pipeline's first and last rank, None between them. Collective.
+
+        They hold one weight, as the embedding and as the head.
+        """
+        if self.layout.pipeline <= 2:
+            return self.group("pipeline")
+        first, *between, last = self._ranks("pipeline")
+        if dist.get_rank() in between:
+            stand_aside([first, last])
+            return None
+        return self._group_with((first, last))
+
     def _group_of(self, *names: str) -> dist.ProcessGroup:
-        ranks = self._ranks(*names)
+        return self._group_with(self._ranks(*names))
+
+    def _group_with(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        assert len(ranks) > 1, "a rank needs no group for itself"
         if len(ranks) == self.layout.size:
             return world_group()
         if ranks not in self._made:
@@ -74,3 +117,46 @@ class Mesh:
 
     def _ranks(self, *names: str) -> tuple[int, ...]:
         return self.layout.group_of(dist.get_rank(), *names)
+
+
+class _MeshWithOne(DeviceMesh):
+    """A mesh with an axis of one rank: where nothing is sharded, and weights are offloaded.
+
+    FSDP2 sends nothing along it, and asks its group for its size and rank alone.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        ranks: torch.Tensor,
+        groups: Sequence[dist.ProcessGroup | None],
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        """``groups`` of the axes, None for that of one rank."""
+        super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+        self._groups = groups
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of the axis of one rank, which FSDP2 shards over."""
+        assert self.mesh_dim_names is not None
+        assert names == self.mesh_dim_names[-1], f"{names} is not sharded over"
+        return _MeshWithOne(self.device_type, torch.tensor([dist.get_rank()]), [None])
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return what FSDP2 knows as the group of an axis."""
+        if isinstance(mesh_dim, str):
+            assert self.mesh_dim_names is not None
+            mesh_dim = self.mesh_dim_names.index(mesh_dim)
+        return self._groups[mesh_dim or 0] or _One()
+
+
+class _One:
+    """What a group of one rank would say of itself."""
+
+    def rank(self) -> int:
+        """Return this rank's number in it."""
+        return 0
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return 1

@@ -44,7 +44,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
-from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages, tied_group
+from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
 from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.engine.waits import time_waits
@@ -81,7 +81,7 @@ class NativeEngine:
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = Mesh(layout, device, plan.uses_fsdp)
         trains_tied = built.tune.method == "full" and built.tied is not None
-        self._tied_group = tied_group(layout) if trains_tied else None
+        self._tied_group = self._mesh.group_of_ends() if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)

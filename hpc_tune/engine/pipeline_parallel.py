@@ -27,6 +27,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.mesh import stand_aside
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
@@ -111,30 +112,35 @@ Edges = dict[tuple[int, Kind], dist.ProcessGroup]
 def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges:
     """Make a group for each direction of each of this rank's edges, and connect it. Collective.
 
-    An edge's key is the rank that sends forward on it; interleaved stages form a ring. Every rank
-    makes one group per round, if need be of itself alone: torch distinguishes groups of the same
-    ranks by the number of groups made before, and NCCL makes a group out of the world's with all
-    of its ranks. In a round each rank has one neighbour at most, so no rank waits in a circle.
+    An edge's key is the rank that sends forward on it; interleaved stages form a ring. In a round
+    each rank has one neighbour at most, so no rank waits in a circle; one that has none stands
+    aside. All pipelines of a layout have the same rounds.
 
     One message connects the two: NCCL does so at the first one and holds either rank until the
-    other has called, which receives posted ahead of their sends would wait for without end.
+    other has called, which receives posted ahead of their sends would wait for without end. A GPU
+    has sent it before the next group is made: NCCL may hang where many communicators are connected
+    at once (https://github.com/NVIDIA/nccl/issues/2379).
     """
     me = dist.get_rank()
     members = layout.group_of(me, "pipeline")
     ring = list(zip(members, [*members[1:], members[0]], strict=True))
     rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
     edges: Edges = {}
-    for kind, pairs in itertools.product(KINDS, rounds):
-        pair = next((pair for pair in pairs if me in pair), (me,))
+    for kind, pairs in itertools.product(KINDS, filter(None, rounds)):
+        pair = next((pair for pair in pairs if me in pair), None)
+        if pair is None:
+            stand_aside(pairs[0])
+            continue
         group = dist.new_group([*pair], use_local_synchronization=True)
-        if len(pair) == 2:
-            edges[pair[0], kind] = group
-            source, target = pair if kind == "forward" else reversed(pair)
-            word = torch.zeros(1, device=device)
-            if me == source:
-                dist.send(word, target, group)
-            else:
-                dist.recv(word, source, group)
+        edges[pair[0], kind] = group
+        source, target = pair if kind == "forward" else reversed(pair)
+        word = torch.zeros(1, device=device)
+        if me == source:
+            dist.send(word, target, group)
+        else:
+            dist.recv(word, source, group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     return edges
 
 
@@ -284,15 +290,3 @@ class _Inputs:
         with self._collectives.counted("send", 0):
             work.wait()
         return buffer
-
-
-def tied_group(layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the two ranks that hold one weight as the embedding and as the head."""
-    if layout.pipeline == 1:
-        return None
-    me = dist.get_rank()
-    first, *_, last = layout.group_of(me, "pipeline")
-    # Made by its members alone, and the ranks between make another: see connect_stages.
-    members = [first, last] if me in (first, last) else [me]
-    group = dist.new_group(members, use_local_synchronization=True)
-    return group if me in (first, last) else None

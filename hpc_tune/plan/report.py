@@ -105,7 +105,7 @@ def make_plan(
             config.memory.governor == "on",
             save,
             *(tune.form, tune.has_reference),
-            num_groups(resolved.layout, uses_fsdp(resolved.layout.shard, resolved.parallel)),
+            _groups_of(resolved, built, size),
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
@@ -136,6 +136,11 @@ def make_plan(
         [],
     )
     return replace(plan, remedies=remedies_for(plan, settings, tune))
+
+
+def _groups_of(resolved: Resolved, built: BuiltModel, size: ModelSize) -> int:
+    has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
+    return num_groups(resolved.layout, has_fsdp, size.is_full and built.tied is not None)
 
 
 def _threads(asked: int | Literal["auto"], machine: Machine) -> int:

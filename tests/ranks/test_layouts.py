@@ -40,6 +40,7 @@ CPU = ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]
 NVME = ["zero_stage=3", "offload_optimizer=nvme", "offload_params=nvme"]
 LAYOUTS = {
     "ddp": (2, ["replicate=2"]),
+    "ddp+cpu": (2, ["replicate=2", "offload_params=cpu"]),
     "fsdp": (2, ["shard=2", "reshard=block"]),
     "fsdp kept a micro-batch": (2, ["shard=2", "reshard=micro"]),
     "fsdp kept a step": (2, ["shard=2", "reshard=step", "blocks_per_unit=2"]),
@@ -63,6 +64,7 @@ LAYOUTS = {
 # from them in when they gather or where they store.
 SAMPLE = {
     ("ddp", "full"),
+    ("ddp+cpu", "full"),
     ("fsdp", "full"),
     ("fsdp", "lora"),
     ("fsdp+cpu", "full"),

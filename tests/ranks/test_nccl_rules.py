@@ -80,6 +80,21 @@ RULES = {
         PAIR.replace("group", "if me < 2: group", 1),
         {"lazy": None, "eager": NOT_ALL},
     ),
+    "a rank stands aside from a group that is made out of all ranks": (
+        3,
+        "from hpc_tune.engine.mesh import stand_aside\n"
+        "for pair in ([0, 1], [1, 2]):\n"
+        "    if me in pair:\n"
+        "        group = dist.new_group(pair, use_local_synchronization=True)\n"
+        "        dist.all_reduce(word, group=group)\n"
+        "    else:\n        stand_aside(pair)",
+        {"lazy": None, "eager": None},
+    ),
+    "a group of one rank": (
+        2,
+        PAIR.replace("0, 1", "me"),
+        {"lazy": "a communicator of rank", "eager": "a communicator of rank"},
+    ),
     "control traffic on the device's group": (
         2,
         "import dataclasses\ndataclasses.replace(comm, cpu_group=dist.group.WORLD).sum([1])",

@@ -16,6 +16,7 @@ NCCL's own source), the control group stays gloo:
   has called: the connection is made then.
 - The operations of a communicator run one after another in the order of the calls, and a send is
   over when it is received. A batch is one operation.
+- No group is of one rank: its communicator would take memory and time, and send nothing.
 - Data of the control plane on such a group, or of the data plane on the control group, is an error.
 
 ``wait`` holds the host, where NCCL's holds the stream: a program that needs a call after a wait to
@@ -41,6 +42,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hpc_tune.cli import main
+from hpc_tune.engine import mesh, pipeline_parallel
 from hpc_tune.faults import NO_FAULTS
 from hpc_tune.world.comm import Comm
 from tests.support import many_runs
@@ -309,6 +311,7 @@ for _name in _COLLECTIVES:
 def install(eager: bool) -> None:
     """Put every world of this process under the rules."""
     made: dict[str, Any] = {"splits": 0}
+    real_aside = mesh.stand_aside
     real_init, real_new, real_batch = (
         dist.init_process_group,
         dist.new_group,
@@ -339,14 +342,24 @@ def install(eager: bool) -> None:
     def new_group(ranks: Any = None, **kwargs: Any) -> Any:
         if kwargs.get("backend") == "gloo":
             return real_new(ranks, **kwargs | {"backend": CONTROL})
-        me, size = dist.get_rank(), dist.get_world_size()
-        takes_part = ranks is None or me in ranks or not kwargs.get("use_local_synchronization")
-        if eager and takes_part:  # the world's communicator is split, by all of its ranks
-            made["splits"] += 1
-            store = dist.distributed_c10d._get_default_store()
-            what = f"split {made['splits']} of the world's communicator"
-            _meet(store, what, range(size), me)
+        me, by_few = dist.get_rank(), kwargs.get("use_local_synchronization")
+        if ranks is not None and len(ranks) == 1 and dist.get_world_size() > 1:
+            raise RuleError(f"a communicator of rank {me} alone: {_calls()}")
+        if eager and (ranks is None or me in ranks or not by_few):
+            meet_for_split()
         return real_new(ranks, **kwargs)
+
+    def meet_for_split() -> None:
+        """Split the world's communicator, which all of its ranks do together."""
+        made["splits"] += 1
+        store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        what = f"split {made['splits']} of the world's communicator"
+        _meet(store, what, range(dist.get_world_size()), me)
+
+    def stand_aside(ranks: Sequence[int]) -> None:
+        if eager:
+            meet_for_split()
+        real_aside(ranks)
 
     def batch_isend_irecv(ops: Sequence[Any]) -> list[Any]:
         group = ops[0].group or dist.group.WORLD
@@ -360,6 +373,9 @@ def install(eager: bool) -> None:
         module.init_process_group = init_process_group
         module.new_group = new_group
         module.batch_isend_irecv = batch_isend_irecv
+
+    for part in (mesh, pipeline_parallel):
+        part.stand_aside = stand_aside  # type: ignore[attr-defined]
 
     def with_step_timeout(self: Comm) -> Comm:
         return dataclasses.replace(self, cpu_group=made["step"])

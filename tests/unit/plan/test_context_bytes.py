@@ -34,6 +34,19 @@ def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):
 
 
 @pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(8, 1), 0),
+        (Layout(1, 1, 1, 2), 0),  # the ends are the world
+        (Layout(1, 1, 1, 4), 1),
+        (Layout(2, 1, 1, 2), 1),
+    ],
+)
+def test_the_ends_of_a_pipeline_that_train_one_weight_have_a_group(layout, more):
+    assert num_groups(layout, False, ties_ends=True) == num_groups(layout, False) + more
+
+
+@pytest.mark.parametrize(
     ("ranks", "device", "groups", "wanted"),
     [
         (1, 80 * GIB, 0, GPU_CONTEXT_BYTES),
