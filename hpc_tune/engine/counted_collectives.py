@@ -130,10 +130,10 @@ class CountedCollectives:
         """Return the event that the current stream of a GPU has come here, None if none counts."""
         return self._now() if self._cuda and self._counts else None
 
-    def wait_for(self, done: Any) -> None:
-        """Count the time until ``done``, of another stream, from where the current one is."""
+    def wait_for(self, done: Any, since: Any = None) -> None:
+        """Count the time until ``done``, of another stream, from ``since`` or where this one is."""
         if done is not None and self._counts:
-            self._events.append((self._now(), done))
+            self._events.append((since or self._now(), done))
 
     def _now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -154,6 +154,12 @@ class CountedCollectives:
 class _FsdpCollective:
     def __init__(self, collectives: CountedCollectives) -> None:
         self._collectives = collectives
+        self._done: Any = None
+
+    def take_done(self) -> Any:
+        """Return the event of a GPU that the last one is over, once; else None."""
+        done, self._done = self._done, None
+        return done
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for what the collective yields."""
@@ -162,15 +168,6 @@ class _FsdpCollective:
 
 class FsdpAllGather(_FsdpCollective):
     """FSDP2's all-gather, counted: see ``FSDPModule.set_custom_all_gather``."""
-
-    def __init__(self, collectives: CountedCollectives) -> None:
-        super().__init__(collectives)
-        self._done: Any = None
-
-    def take_done(self) -> Any:
-        """Return the event of a GPU that the last gather is over, once; else None."""
-        done, self._done = self._done, None
-        return done
 
     def __call__(
         self,
@@ -204,4 +201,6 @@ class FsdpReduceScatter(_FsdpCollective):
             return None
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.beside("reduce_scatter", sent):
-            return torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+            work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+        self._done = self._collectives.done()
+        return work

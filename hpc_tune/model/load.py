@@ -258,6 +258,16 @@ def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
             base = layer.get_base_layer()
             weight = base.weight.detach()
             if isinstance(weight, DTensor) == sharded:
-                full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                full = _whole(weight)
                 full = base.unpack(full) if hasattr(base, "unpack") else full
                 magnitude.weight.data.copy_(full.float().norm(dim=1))
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded weight; where one rank has all of it there is no group."""
+    if not isinstance(weight, DTensor):
+        return weight
+    whole: torch.Tensor = (
+        weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
+    )
+    return whole

@@ -105,7 +105,7 @@ def make_plan(
             config.memory.governor == "on",
             save,
             *(tune.form, tune.has_reference),
-            _groups_of(resolved, built, size),
+            _num_groups(resolved, trains_tied=size.is_full and built.tied is not None),
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
@@ -136,11 +136,6 @@ def make_plan(
         [],
     )
     return replace(plan, remedies=remedies_for(plan, settings, tune))
-
-
-def _groups_of(resolved: Resolved, built: BuiltModel, size: ModelSize) -> int:
-    has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
-    return num_groups(resolved.layout, has_fsdp, size.is_full and built.tied is not None)
 
 
 def _threads(asked: int | Literal["auto"], machine: Machine) -> int:
@@ -200,6 +195,11 @@ def as_json(plan: Plan, advice: Sequence[str]) -> str:
     for node, phase in zip(tree["phases"], plan.phases, strict=True):
         node |= {"node_bytes": phase.node_bytes(plan.machine), "fits": fits(phase, plan.machine)}
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
+
+
+def _num_groups(resolved: Resolved, trains_tied: bool) -> int:
+    has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
+    return num_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
 
 
 def _as_traced(resolved: Resolved) -> tuple[Layout, ParallelConfig]:

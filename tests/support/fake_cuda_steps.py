@@ -44,7 +44,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.reference import differences
 from tests.support.data import write_jsonl
-from tests.support.fake_cuda import NOTES, fake_cuda
+from tests.support.fake_cuda import NOTES, _place, fake_cuda
 from tests.support.fake_world import make_inputs
 
 DEVICE = torch.device("cuda", 0)
@@ -181,7 +181,7 @@ def run(engine, store, world, rank, watch):
         watch.begin()
         if store.form == "labels":
             differences(engine, [batch.mismatched for batch in batches])
-        with timed(engine, watch) as noted["timed"]:
+        with timed(engine, watch) as (noted["timed"], noted["untimed"]):
             train_step(engine, batches, 100, 1e-3)
         note(what)
 
@@ -205,20 +205,53 @@ def run(engine, store, world, rank, watch):
 
 @contextlib.contextmanager
 def timed(engine, watch):
-    """Yield what fills with the kinds of what a step times: from and to which streams."""
+    """Yield what fills with the kinds of what a step times, from and to which streams.
+
+    And with the places where the computing stream waits for messages of others and nothing times
+    it: waits for events of streams that gather or sum, or that come after them.
+    """
     found, collectives = set(), engine._collectives
-    take = collectives.take
+    take, pairs, waits, sent = collectives.take, [], [], {}
 
     def noting():
         kind = {True: "compute", False: "beside"}
         for pair in collectives._events:
             found.add(" to ".join(kind[event.stream is watch.default] for event in pair))
         kinds[:] = sorted(found)
+        pairs.extend(collectives._events)
         return take()
 
-    kinds, collectives.take = [], noting
-    yield kinds
-    collectives.take = take
+    def told(what, stream, event):
+        if what == "wait event" and stream is watch.default and event.stream is not stream:
+            waits.append((watch.now, event.stream, event.at, _place()))
+
+    def is_timed(now, stream, at):
+        last = max(end for end in sent[stream] if end <= at)
+        for start, end in pairs:
+            if start.stream is not watch.default or start.at > now:
+                continue
+            if (
+                end.at >= now
+                if end.stream is watch.default
+                else (end.stream, end.at) == (stream, last)
+            ):
+                return True
+        return False
+
+    done = collectives.done
+
+    def noting_done():
+        if (event := done()) is not None and event.stream is not watch.default:
+            sent.setdefault(event.stream, []).append(event.at)
+        return event
+
+    kinds, untimed = [], []
+    collectives.take, collectives.done, watch.told = noting, noting_done, told
+    yield kinds, untimed
+    collectives.take, collectives.done, watch.told = take, done, lambda *_: None
+    for now, stream, at, place in waits:
+        if stream in sent and not is_timed(now, stream, at):
+            untimed.append(place)
 
 
 def state_of(engine, watch):

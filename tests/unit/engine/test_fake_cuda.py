@@ -92,7 +92,8 @@ def test_where_weights_are_updated_on_the_host_fsdp_and_the_clipping_wait_too(no
         ours = [place for place in noted[OFFLOADED][phase]["waits"] if "engine/" in place]
         assert ours == [
             "a tensor is copied to the host in engine/native.py _clip",
-            "an event is waited for in engine/waits.py timed_finalize",  # FSDP2's own wait
+            "a tensor is copied to the host in engine/waits.py timed_post_backward",  # FSDP2's own
+            "an event is waited for in engine/waits.py timed_finalize",  # that, too
             "values are read in engine/native.py update",
         ]
 
@@ -148,6 +149,12 @@ def test_what_a_step_times_begins_where_the_computing_stream_waits(noted, case):
     assert {kind.partition(" to ")[0] for kind in kinds} <= {"compute"}
     is_gathered = LAYOUTS[case[0]].get("shard", 1) > 1
     assert ("compute to beside" in kinds) == is_gathered
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_every_wait_of_the_computing_stream_for_fsdps_messages_is_timed(noted, case):
+    """Gathers before each unit, and sums of gradients before those of the next unit begin."""
+    assert noted[case]["untimed"] == []
 
 
 @pytest.mark.parametrize("case", NAMED)

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
 from hpc_tune.engine.fsdp import _placement, release_gathered
+from hpc_tune.engine.mesh import _MeshWithOne
 from hpc_tune.engine.optimizer_offload import OffloadedState
+from hpc_tune.model.load import _whole
 
 
 @pytest.fixture
@@ -55,6 +57,27 @@ def test_moments_that_are_moved_are_plain_tensors_and_shards_again_later(alone):
         ended.append([t.full_tensor() for t in (*weights, *_moments(adamw, weights))])
     for one, other in zip(*ended, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_weights_of_one_rank_need_no_group(alone, replicas):
+    """Of their own axis: that of their copies has one."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    sharded = nn.Linear(4, 4)
+    sharded.load_state_dict(plain.state_dict())
+    if replicas:
+        groups = [dist.group.WORLD, None]
+        mesh = _MeshWithOne("cpu", torch.tensor([[0]]), groups, ("replicate", "shard"))
+    else:
+        mesh = _MeshWithOne("cpu", torch.tensor([0]), [None])
+    fully_shard(sharded, mesh=mesh)
+    for module in (plain, sharded):
+        module(torch.ones(2, 4)).square().sum().backward()
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert isinstance(other, DTensor)
+        assert torch.equal(_whole(other.detach()), one)
+        assert torch.equal(other.grad.to_local(), one.grad)
 
 
 @pytest.mark.parametrize(

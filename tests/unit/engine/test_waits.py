@@ -11,7 +11,7 @@ from hpc_tune.engine.counted_collectives import (
     FsdpAllGather,
     FsdpReduceScatter,
 )
-from hpc_tune.engine.waits import time_group
+from hpc_tune.engine.waits import Sums, time_group
 
 
 class Gpu:
@@ -54,11 +54,12 @@ def gpu(monkeypatch):
 class Unit:
     """What FSDP2 does for a unit, as far as streams see it."""
 
-    def __init__(self, gpu, collectives):
+    def __init__(self, gpu, collectives, context=None, sums=None):
         self._gpu, self._all_gather_result = gpu, None
         self._all_gather_comm = FsdpAllGather(collectives)
-        self._reduce = FsdpReduceScatter(collectives)
-        time_group(self, collectives)
+        self._reduce_scatter_comm = FsdpReduceScatter(collectives)
+        self.comm_ctx = context or SimpleNamespace(reduce_scatter_states=[])
+        time_group(self, collectives, sums or Sums(collectives))
 
     def gather(self):
         self._gpu.current = "gather"
@@ -71,11 +72,31 @@ class Unit:
             self._gpu.works(0.25)  # the copy out, which is no message
             self._all_gather_result = None
 
-    def scatter(self):
+    def reshard(self):
+        pass
+
+    def post_backward(self):
+        self._gpu.works(0.5)  # gradients of earlier micro-batches are added
+        self.reshard()
+        if (states := self.comm_ctx.reduce_scatter_states) is not None:
+            waits = bool(states)
+            states.clear()
+        else:  # as of an older torch
+            waits, self.comm_ctx.reduce_scatter_state = self.comm_ctx.reduce_scatter_state, None
+        if waits:
+            self._gpu.waits("scatter")
+        self._gpu.works(0.25)  # the copy in
         self._gpu.current = "scatter"
         self._gpu.waits("compute")
-        self._reduce(torch.zeros(4), torch.zeros(8), SimpleNamespace(size=lambda: 2), None)
+        self._reduce_scatter_comm(
+            torch.zeros(4), torch.zeros(8), SimpleNamespace(size=lambda: 2), None
+        )
         self._gpu.current = "compute"
+        state = SimpleNamespace(event=object())
+        if states is not None:
+            states.append(state)
+        else:
+            self.comm_ctx.reduce_scatter_state = state
 
     def finalize_backward(self):
         self._gpu.waits("scatter")
@@ -92,12 +113,39 @@ def test_a_gather_takes_the_time_that_compute_does_not_hide(gpu, compute_s, wait
     unit.wait_for_unshard()
     unit.wait_for_unshard()  # it is there
     gpu.works(3.0)
-    unit.scatter()
+    unit.post_backward()
     gpu.works(compute_s)
     unit.finalize_backward()
     sent, comm_s = collectives.take()
     assert comm_s == pytest.approx(2 * waited_s)
     assert sent == {"all_gather": 16, "reduce_scatter": 16}
+
+
+@pytest.mark.parametrize("states", [[], None], ids=["several", "one"])
+@pytest.mark.parametrize(
+    ("compute_s", "waited_s"), [(5.0, 0.0), (1.5, 0.0), (1.0, 0.5), (0.0, 1.5)]
+)
+def test_a_sum_of_gradients_takes_the_time_that_the_next_units_backward_does_not_hide(
+    gpu, compute_s, waited_s, states
+):
+    """Of 2 s each, 0.5 s of which the next unit's own additions hide, in both of two steps."""
+    collectives = CountedCollectives(torch.device("cuda"))
+    context = SimpleNamespace(reduce_scatter_states=states, reduce_scatter_state=None)
+    sums = Sums(collectives)
+    units = [Unit(gpu, collectives, context, sums) for _ in range(4)]
+    for _ in range(2):
+        for unit in units:
+            gpu.works(compute_s)
+            unit.post_backward()
+        gpu.works(10.0)
+        for unit in units:
+            unit.finalize_backward()
+        context.reduce_scatter_state = None
+        if states:
+            states.clear()
+        sent, comm_s = collectives.take()
+        assert comm_s == pytest.approx(3 * waited_s)
+        assert sent == {"reduce_scatter": 4 * 16}
 
 
 def test_outside_of_a_step_nothing_is_timed(gpu):
@@ -106,6 +154,8 @@ def test_outside_of_a_step_nothing_is_timed(gpu):
     with collectives.uncounted():
         unit.gather()
         unit.wait_for_unshard()
+        unit.post_backward()
+        unit.post_backward()
         unit.finalize_backward()
     assert collectives._events == []
     unit.gather()
