@@ -8,8 +8,9 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=8
-# A plan takes 16 GiB of it; the rest is for copies of saves and for files.
-#SBATCH --mem=64G
+# A plan takes 16 GiB of it. A node's ranks read 132 GiB of weights, whose pages count too and are
+# there for the next start; the rest is for copies of saves and what NCCL shares.
+#SBATCH --mem=192G
 #SBATCH --time=12:00:00
 # --- what makes a run survive its time limit, preemption and the loss of a node ---
 #SBATCH --job-name=hpc_tune-70b

@@ -18,6 +18,16 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
+def finish_connecting(device: torch.device) -> None:
+    """Wait until a GPU has sent what it was given, before another group is made or connected.
+
+    NCCL may hang where many communicators connect at once, over PCIe
+    (https://github.com/NVIDIA/nccl/issues/2379).
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def stand_aside(ranks: Sequence[int]) -> None:
     """Do this rank's part where ``ranks``, others, make a group by ``use_local_synchronization``.
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.mesh import stand_aside
+from hpc_tune.engine.mesh import finish_connecting, stand_aside
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
@@ -117,9 +117,8 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
     aside. All pipelines of a layout have the same rounds.
 
     One message connects the two: NCCL does so at the first one and holds either rank until the
-    other has called, which receives posted ahead of their sends would wait for without end. A GPU
-    has sent it before the next group is made: NCCL may hang where many communicators are connected
-    at once (https://github.com/NVIDIA/nccl/issues/2379).
+    other has called, which receives posted ahead of their sends would wait for without end. It has
+    been sent before the next group is made.
     """
     me = dist.get_rank()
     members = layout.group_of(me, "pipeline")
@@ -139,8 +138,7 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
             dist.send(word, target, group)
         else:
             dist.recv(word, source, group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish_connecting(device)
     return edges
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hpc_tune.batch import full_batch
 from hpc_tune.engine import pipeline_parallel
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.pipeline_parallel import Pipeline
+from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages
 from hpc_tune.step.layout import Layout
 
 
@@ -62,3 +62,22 @@ def test_on_a_cpu_receives_are_posted_ahead(monkeypatch):
     assert events[:3] == ["receive"] * 3
     assert events.count("receive") == 8
     assert pipeline_parallel.LOOKAHEAD["cpu"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_ring", "num"), [(0, False, 2), (1, False, 4), (0, True, 4), (3, True, 4)]
+)
+def test_each_edges_group_is_connected_before_the_next_is_made(monkeypatch, rank, is_ring, num):
+    """NCCL may hang where many connect at once."""
+    events, zeros = [], torch.zeros
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: events.append("made"))
+    for name in ("send", "recv"):
+        monkeypatch.setattr(dist, name, lambda *_: events.append("message"))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: zeros(*shape))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("sent"))
+    monkeypatch.setattr(pipeline_parallel, "stand_aside", lambda _: events.append("aside"))
+    edges = connect_stages(Layout(1, 1, 1, 4), is_ring, torch.device("cuda"))
+    assert len(edges) == num
+    assert [e for e in events if e != "aside"] == ["made", "message", "sent"] * num
+    assert len(events) - 3 * num == (6 if is_ring else 4) - num  # all ranks take part in each round

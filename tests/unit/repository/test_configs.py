@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpc_tune.config.load import load_config
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.language import read_shape
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.resolve import check_layout, choose_layout
-from hpc_tune.step.size import ModelSize
+from hpc_tune.plan.shape import shape_of
+from hpc_tune.step.size import ModelSize, measure
 
 FOLDER = Path(__file__).parents[3] / "configs"
 SHAPED = {
@@ -73,5 +76,28 @@ def test_a_configuration_fits_the_machine_of_its_launch_line(name):
     node_bytes = max(phase["node_bytes"] for phase in planned["phases"])
     for script in (FOLDER.parent / "slurm").glob("*.sh"):
         if f"configs/{file.name}" in script.read_text():
-            gigabytes = int(re.search(r"--mem=(\d+)G", script.read_text())[1])
-            assert node_bytes < gigabytes << 30 < 8 * node_bytes
+            told, asked = memory_of(script)
+            assert told == pytest.approx(node_bytes, abs=1 << 30)
+            assert node_bytes < asked < 8 * node_bytes + weight_bytes(name)
+
+
+def memory_of(script):
+    """Return the bytes of a node that a script says its plan takes, and those that it asks for."""
+    text = script.read_text()
+    told, asked = re.search(r"plan takes (\d+) GiB", text), re.search(r"--mem=(\d+)G\b", text)
+    return int(told[1]) << 30, int(asked[1]) << 30
+
+
+def weight_bytes(name):
+    """Return the bytes of a model's files."""
+    with shape_of(f"shape:{SHAPED[name]}", torch.bfloat16, TuneConfig(method="lora"), 0) as shape:
+        return measure(shape.build().module).frozen_bytes
+
+
+@pytest.mark.parametrize("name", ["llama3_8b_lora", "llama3_70b_lora"])
+def test_a_script_asks_for_the_pages_of_the_weights_that_a_nodes_ranks_read(name):
+    """They count as the job's: a node would read them again and again with less."""
+    script = FOLDER.parent / "slurm" / f"{name.removeprefix('llama3_')}.sh"
+    assert f"configs/{name}.yaml" in script.read_text()
+    told, asked = memory_of(script)
+    assert told + weight_bytes(name) < asked
