@@ -60,7 +60,10 @@ def test_all_ranks_of_a_world_take_part_whenever_some_make_a_group(made):
         (Layout(1, 1, 1, 4), {}, [4, 5, 5, 4]),
         (Layout(1, 1, 1, 4), {"stages_per_rank": 2}, [6, 5, 5, 6]),
         (Layout(2, 1, 1, 2), {}, [5, 5, 5, 5]),
+        # What parallel=auto tries: the world's alone, so that trials leave none behind.
         (Layout(4, 1), {}, [1, 1, 1, 1]),
+        (Layout(1, 4), {}, [1, 1, 1, 1]),
+        (Layout(1, 1, 4), {}, [1, 1, 1, 1]),
         (Layout(2, 1), {"offload_params": "cpu"}, [1, 1]),
         (Layout(2, 2), {}, [3, 3, 3, 3]),
     ],
