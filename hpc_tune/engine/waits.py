@@ -101,4 +101,6 @@ def _groups_of(module: nn.Module) -> Iterator[Any]:
         if get_state is not None:
             state = get_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            yield from [state._fsdp_param_group] if groups is None else groups
+            # An older torch has one, or none where a unit has no weights of its own.
+            groups = [state._fsdp_param_group] if groups is None else groups
+            yield from (group for group in groups if group is not None)

@@ -11,7 +11,7 @@ from hpc_tune.engine.counted_collectives import (
     FsdpAllGather,
     FsdpReduceScatter,
 )
-from hpc_tune.engine.waits import Sums, time_group
+from hpc_tune.engine.waits import Sums, time_group, time_waits
 
 
 class Gpu:
@@ -163,3 +163,10 @@ def test_outside_of_a_step_nothing_is_timed(gpu):
         unit.wait_for_unshard()
     unit.wait_for_unshard()
     assert collectives.take()[1] == 0.0
+
+
+def test_a_unit_without_weights_of_its_own_has_nothing_to_time():
+    """As an older torch has it: one parameter group, or None."""
+    module = torch.nn.Linear(1, 1)
+    module._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_group=None)
+    time_waits(module, CountedCollectives(torch.device("cuda")))
