@@ -17,9 +17,16 @@ SHAPE = "shape:llama3-8b"
 COMPILED = ("train.compile=true",)
 COUNTED = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
 VARIANTS = {
-    "bf16": (),
+    "bf16": ("train.compile=false",),
     "bf16, compiled": COMPILED,
     "float8, compiled": (*COMPILED, "train.float8=true"),
+    "base fp8, compiled": (*COMPILED, "tune.base_dtype=fp8"),
+}
+CASES = {  # of gpu_cost_page.py
+    "bf16": "8B lora",
+    "bf16, compiled": "8B lora, compiled",
+    "float8, compiled": "8B lora, float8, compiled",
+    "base fp8, compiled": "8B lora, base fp8, compiled",
 }
 
 
@@ -46,11 +53,7 @@ def _counted(card: str) -> dict[str, float]:
     if file is None:
         return {}
     rows = json.loads(file.read_text(encoding="utf-8"))
-    cases = {
-        name: "8B lora" + name.removeprefix("bf16").replace("float8", ", float8")
-        for name in VARIANTS
-    }
-    return {n: 1e6 / rows[case]["total_us"] for n, case in cases.items() if case in rows}
+    return {n: 1e6 / rows[case]["total_us"] for n, case in CASES.items() if case in rows}
 
 
 def _why_not(task: Task, more: tuple[str, ...]) -> str:
@@ -59,7 +62,7 @@ def _why_not(task: Task, more: tuple[str, ...]) -> str:
             check_float8(torch.device(task.device))
         except ConfigError as error:
             return str(error)
-    if more and not task.on_gpu:
+    if COMPILED[0] in more and not task.on_gpu:
         return "compiling takes longer than all of this on a CPU; the part losses does it"
     return ""
 

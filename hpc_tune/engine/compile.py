@@ -12,7 +12,8 @@ Shapes: B rows, T tokens, D hidden, N documents, L tokens of the longest one.
 import hashlib
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,27 @@ def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:
             "mask, and the backward pass may draw another mask than the forward pass; set "
             "tune.dropout=0 or train.compile=false, or install torch 2.11 or 2.12"
         )
+
+
+@contextmanager
+def compiled_alone(folder: Path) -> Iterator[None]:
+    """Compile within a block in this process alone, and keep what it makes in ``folder``."""
+    from torch._inductor import config
+
+    names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    before, num_threads = {name: os.environ.get(name) for name in names}, config.compile_threads
+    os.environ |= {name: str(where) for name, where in names.items()}
+    config.compile_threads = 1
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        config.compile_threads = num_threads
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def num_workers(threads: int, host_bytes: int) -> int:

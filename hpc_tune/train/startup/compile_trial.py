@@ -26,10 +26,11 @@ from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import Level, checkpoint_blocks
-from hpc_tune.engine.compile import compile_blocks, require_compiler
+from hpc_tune.engine.compile import compile_blocks, compiled_alone, require_compiler
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import OF_ALL, log
+from hpc_tune.memory.device import give_back_cache
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture
@@ -93,7 +94,7 @@ def wrong_compiled(built: BuiltModel, recompute: Level, device: torch.device) ->
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
     finally:
-        torch._dynamo.reset()
+        give_back_cache()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps({"why": why}))
@@ -116,7 +117,9 @@ def try_compiled(
         run = functools.partial(_run, directory, method, device=device, recompute=recompute)
         exact = run(torch.float32, compiled=False)
         plain = exact if dtype == torch.float32 else run(dtype, compiled=False)
-        return differs(exact, plain, run(dtype, compiled=True), LEAST.get(dtype, 0.01))
+        with compiled_alone(directory):
+            compiled = run(dtype, compiled=True)
+        return differs(exact, plain, compiled, LEAST.get(dtype, 0.01))
 
 
 def differs(exact: _Step, plain: _Step, compiled: _Step, least: float) -> str:

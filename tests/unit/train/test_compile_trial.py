@@ -1,6 +1,7 @@
 """train.compile=auto: when it compiles, what its trial finds, and that it says why not."""
 
 import logging
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig
 from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.engine.compile import compiled_alone
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
@@ -177,3 +179,17 @@ def test_without_a_compiler_nothing_is_tried(built, monkeypatch):
     monkeypatch.setattr(compile_trial, "require_compiler", refuse)
     monkeypatch.setattr(compile_trial, "try_compiled", None)
     assert wrong_compiled(built, "none", CPU) == "no compiler"
+
+
+def test_a_trial_compiles_alone_in_its_own_folder(monkeypatch, tmp_path):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = config.compile_threads
+    with compiled_alone(tmp_path):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+        assert config.compile_threads == 1
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert config.compile_threads == before
