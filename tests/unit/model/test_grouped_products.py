@@ -154,7 +154,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     config = SimpleNamespace(model_type="mixtral")
     built = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     settings = SimpleNamespace(
-        tune=SimpleNamespace(method="lora"), train=SimpleNamespace(compile=False)
+        tune=SimpleNamespace(method="lora"), train=SimpleNamespace(compiles=False)
     )
     model = Model(built, None, settings)
     assert str(model.kernels(GPU)).endswith("experts one by one: it is wrong")
