@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 - it makes torch.ops.transformers
 
 from hpc_tune import torch_versions
 from hpc_tune.log import log
