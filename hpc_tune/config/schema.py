@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpc_tune.config.data import DataConfig
 from hpc_tune.config.optim import OptimConfig
@@ -75,6 +75,13 @@ class MemoryConfig(Section):
         description="Bytes of host memory that this job may use on a node, such as 64GiB. Unset: "
         "what the cgroup of the job, or else the machine, grants.",
     )
+
+
+def _distinct(names: str | None) -> str | None:
+    given = [name.strip() for name in (names or "").split(",")]
+    if twice := sorted({name for name in given if given.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)} is named twice; name each interface once")
+    return names
 
 
 class TrainConfig(Section):
@@ -242,7 +249,9 @@ class RunSettings(Section):
         "more, ranks compete for cores.",
     )
     interface: Annotated[
-        str | None, BeforeValidator(lambda v: ",".join(map(str, v)) if isinstance(v, list) else v)
+        str | None,
+        BeforeValidator(lambda v: ",".join(map(str, v)) if isinstance(v, list) else v),
+        AfterValidator(_distinct),
     ] = Field(
         None,
         description="The network interface to prefer for rendezvous and CPU collectives, such as "

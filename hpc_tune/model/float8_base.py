@@ -103,7 +103,7 @@ class Float8Linear(nn.Linear):
         Raises:
             DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
         """
-        _fill(self, local, (), offset[0], self.in_features, index, stored, reserve)
+        _fill(local, (), offset[0], self.in_features, index, stored, reserve)
 
 
 class Float8Stack(nn.Module):
@@ -144,7 +144,7 @@ class Float8Stack(nn.Module):
         """
         for i in range(len(local)):
             at = (offset[0] + i,)
-            _fill(self, local[i], at, 0, self.shape[2], index, stored, reserve)
+            _fill(local[i], at, 0, self.shape[2], index, stored, reserve)
 
 
 class Float8Rows:
@@ -300,7 +300,6 @@ def _of_rows(rows: Float8Rows) -> torch.Tensor:
 
 
 def _fill(
-    layer: Float8Linear | Float8Stack,
     local: torch.Tensor,
     place: tuple[int, ...],
     start: int,
@@ -313,7 +312,7 @@ def _fill(
     step = max(1, PIECE_BYTES // (4 * width))
     for first in range(0, len(local), step):
         rows = min(step, len(local) - first)
-        piece = torch.empty((*(1 for _ in place), rows, width), dtype=layer.compute_dtype)
+        piece = torch.empty((*(1 for _ in place), rows, width), dtype=torch.float32)
         at = (*place, start + first, 0)
         index.fill(piece, stored, at, reserve)
         index.require_finite(piece, stored, at)

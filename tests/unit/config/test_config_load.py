@@ -741,3 +741,9 @@ def test_a_path_that_the_locale_cannot_spell_is_told_and_a_name_is_taken(write, 
 )
 def test_the_network_may_be_several_interfaces(said, found):
     assert load_config(None, [f"run.interface={said}"]).run.interface == found
+
+
+@pytest.mark.parametrize("said", ["[lo, lo]", "hsn0,hsn1,hsn0"])
+def test_an_interface_that_is_named_twice_is_refused(said):
+    with pytest.raises(ConfigError, match="is named twice; name each interface once"):
+        load_config(None, [f"run.interface={said}"])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -213,6 +214,7 @@ def test_a_step_is_that_of_stock_peft_on_the_rounded_weights(base, method):
 def test_layers_together_multiply_in_float8_as_each_by_itself(base):
     """And to what float8 leaves of the inputs' and gradients' digits."""
     built = loaded(base, FP8, torch.bfloat16)
+    torch.manual_seed(3)
     for name, parameter in built.module.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
@@ -227,12 +229,27 @@ def test_layers_together_multiply_in_float8_as_each_by_itself(base):
         found.append(step_of(one.causal_lm(), trained))
     exact, together, apart = found
     assert torch.equal(together[0], apart[0])
-    gaps = [
-        (together[1][name] - wanted).norm() / wanted.norm() for name, wanted in exact[1].items()
+    lost = distance(together[1], exact[1])
+    assert 0.005 < lost < 0.15  # no digit lost would be no product in float8
+    # Sums are rounded in another order, and some then have another code of float8.
+    assert distance(together[1], apart[1]) < 0.3 * lost
+    assert lost < 1.1 * distance(apart[1], exact[1])
+
+
+def distance(grads, wanted):
+    """Return the mean of the gaps of gradients, as shares of their norms."""
+    gaps = [(grads[name] - wanted[name]).norm() / wanted[name].norm() for name in wanted]
+    return sum(gap.item() for gap in gaps) / len(gaps)
+
+
+def test_a_base_of_fp32_files_has_the_same_bytes_whatever_is_computed_in(base):
+    found = [
+        {name: built.module.get_parameter(name) for name, _ in packed_weights(built.module)}
+        for built in (loaded(base, FP8, dtype) for dtype in (torch.float32, torch.bfloat16))
     ]
-    assert 0.005 < sum(gaps) / len(gaps) < 0.15  # no digit lost would be no product in float8
-    for name, wanted in apart[1].items():
-        assert (together[1][name] - wanted).norm() <= 0.05 * wanted.norm(), name
+    assert load_file(base / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    for name, packed in found[0].items():
+        assert torch.equal(packed, found[1][name]), name
 
 
 def test_the_bytes_of_a_float8_base_are_counted_before_they_exist(base):
