@@ -68,7 +68,10 @@ def test_a_clean_end_is_heard_by_nobody(world):
 def test_a_rank_that_ends_without_a_word_ends_the_world_and_its_host_is_named(world):
     """Rank 0 hears it, and tells those that it still reaches."""
     world.connection(2).shutdown(socket.SHUT_RDWR)
-    heard = dict(world.heard.get(timeout=10) for _ in range(NUM_RANKS))
+    heard = {}
+    while len(heard) < NUM_RANKS:  # on a busy machine a rank may say it again before another does
+        rank, error = world.heard.get(timeout=10)
+        heard.setdefault(rank, error)
     assert isinstance(heard[0], GoneError)
     assert str(heard[0]) == "host n2 (rank 2) is gone while training step 7"
     assert heard[0].facts == {"lost_hosts": ["n2"], "lost_ranks": [2]}
