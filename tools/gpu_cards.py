@@ -3,9 +3,10 @@
 ``matmul`` in flop/s of large products that run alone, by dtype. Data sheets promise 989 Tflop/s in
 bf16 for an H100, of which cuBLAS reaches about 640 at its power limit with random values; those of
 other cards are scaled like that where nothing was published. ``attention`` in flop/s of a causal
-forward and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7;
-FlashAttention 3: arXiv:2407.08608, figures 5 and 6). ``link_s`` is what nccl-tests calls bus
-bandwidth of large messages within a node. None of it was measured by this project.
+forward and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7).
+FlashAttention 3, which Hopper alone has, is 1.5 to 2 and 1.5 to 1.75 times as fast there by its
+paper (arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_s`` is what nccl-tests calls
+bus bandwidth of large messages within a node. None of it was measured by this project.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _FP8 = torch.float8_e4m3fn
 LEAST_US = 2.0  # of any kernel, however small: until it has begun and its results can be read
+FLASH_3 = (1.6, 1.5)
 THIN_SHARE = 0.6  # of the memory's rate: what products with a side of 16 to 64 reach
 
 

@@ -7,7 +7,8 @@ that the card reaches and its bytes at the rate of its memory. Streams, their wa
 and what the host takes to launch are played through in order, which gives the messages that nothing
 hides and the time in which the GPU waits for the host. It is arithmetic and no measurement.
 
-With train.compile=true element-wise work of a decoder block counts as joined: see gpu_fusion.py.
+With train.compile=true element-wise work of a decoder block and of the loss counts as joined: see
+gpu_fusion.py.
 """
 
 import argparse
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 - it lists torch's functions, which the fake replaces
 import torch.nn.functional as F  # noqa: E402
-from gpu_cards import CARDS, LEAST_US, THIN_SHARE, Card, matmul_rate  # noqa: E402
+from gpu_cards import CARDS, FLASH_3, LEAST_US, THIN_SHARE, Card, matmul_rate  # noqa: E402
 from gpu_fusion import joined  # noqa: E402
 from gpu_kernels import FusedRMSNorm, Kernel, Recorder, Steps  # noqa: E402
 
@@ -43,6 +44,7 @@ from hpc_tune.engine.native import NativeEngine  # noqa: E402
 from hpc_tune.errors import HpcTuneError  # noqa: E402
 from hpc_tune.model import float8_base, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
+from hpc_tune.model.loss import LogitsKernels, fusible_exponentials  # noqa: E402
 from hpc_tune.model.shapes import shape_directory  # noqa: E402
 from hpc_tune.plan.trace import _fake_world  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
@@ -81,23 +83,30 @@ def main() -> None:
     parser.add_argument("shape", help="llama3-8b, or any other of shape:NAME, or a model directory")
     parser.add_argument("settings", nargs="*", help="such as tune.method=qlora parallel.shard=8")
     parser.add_argument("--card", choices=sorted(CARDS), default="h100")
+    parser.add_argument("--flash", choices="23", default="2", help="FlashAttention 3: h100, h200")
     parser.add_argument("--micro", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--kernels", type=int, default=0, help="print the N costliest kernels")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
+    card = CARDS[given.card]
+    if given.flash == "3":
+        if given.card not in ("h100", "h200"):
+            parser.error(f"FlashAttention 3 is for h100 and h200, not for {given.card}")
+        rates = [rate * times for rate, times in zip(card.attention, FLASH_3, strict=True)]
+        card = dataclasses.replace(card, attention=(rates[0], rates[1]))
     try:
-        steps, tokens = recorded(given.shape, given.settings, given.micro, CARDS[given.card])
+        steps, tokens = recorded(given.shape, given.settings, given.micro, card)
     except HpcTuneError as error:
         sys.exit(f"{error}")
     compiled = "train.compile=true" in given.settings
-    found = cost(steps, CARDS[given.card], tokens, compiled)
+    found = cost(steps, card, tokens, compiled)
     if given.json:
         print(json.dumps({**dataclasses.asdict(found), "total_us": found.total_us}))
         return
-    print(table(found, CARDS[given.card]))
+    print(table(found, card))
     if given.kernels:
-        print(costliest(steps, CARDS[given.card], tokens, given.kernels))
+        print(costliest(steps, card, tokens, given.kernels))
 
 
 def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tuple[Steps, int]:
@@ -137,12 +146,17 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
 
 
 def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
-    """Make an engine whose blocks have the layers of compiled ones, and are not compiled."""
-    compile_blocks, native.compile_blocks = native.compile_blocks, lambda blocks: None
+    """Make an engine that computes what a compiled one does, and is not compiled."""
+
+    def as_if_compiled(module: Any) -> None:
+        module.logits_kernels = LogitsKernels(fusible_exponentials)
+
+    before = native.compile_blocks, native.compile_loss
+    native.compile_blocks, native.compile_loss = lambda blocks: None, as_if_compiled
     try:
         return NativeEngine(built, settings)
     finally:
-        native.compile_blocks = compile_blocks
+        native.compile_blocks, native.compile_loss = before
 
 
 def _note_waits(recorder: Recorder) -> None:

@@ -71,7 +71,9 @@ _FREE = (
     *("resize_", "_unsafe_view", "view", "as_strided", "_reshape_alias", "is_same_size"),
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter", "cat")
+# Compiled beside decoder blocks: of the loss.
+_COMPILED_TOO = ("fusible_exponentials", "cross_entropies")
+_FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
 
 
 @dataclass
@@ -79,7 +81,8 @@ class Kernel:
     """One kernel. ``reads`` and ``writes``: bytes by the number of a storage.
 
     ``message``: bytes that this rank sends, of a collective; ``waits_for_it``: the stream that
-    issued it waits until it is done. ``in_block``: of a decoder block, which is what is compiled.
+    issued it waits until it is done. ``in_block``: of a decoder block or of the loss; these are
+    compiled.
     """
 
     name: str
@@ -363,7 +366,7 @@ def _place() -> tuple[str, bool]:
                 if "peft/tuners/lora" in code.co_filename:
                     name += " lora.layer"
                 kind = next((kind for part, kind in _FUNCTIONS if part in name), "")
-        if "DecoderLayer.forward" in code.co_qualname:
+        if code.co_name in _COMPILED_TOO or "DecoderLayer.forward" in code.co_qualname:
             in_block = True
             break
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""torch.compile of decoder blocks: one graph for all blocks of a class.
+"""torch.compile of decoder blocks, one graph for all blocks of a class, and of the loss.
 
     block.forward, checkpointed or not -> torch.compile
 
@@ -24,6 +24,12 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.log import OF_ALL, log
 from hpc_tune.memory.policy import COMPILING_SHARE
 from hpc_tune.memory.process_bytes import COMPILING_BYTES
+from hpc_tune.model.loss import (
+    LogitsKernels,
+    LossModel,
+    cross_entropies,
+    fusible_exponentials,
+)
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import Starts
 from hpc_tune.packages import release_of
@@ -46,6 +52,27 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         if forward not in compiled:
             compiled[forward] = _compiled(forward)
         block.forward = types.MethodType(compiled[forward], block)
+
+
+def compile_loss(module: LossModel) -> None:
+    """Compile what ``module`` computes of logits: one pass over them in the place of eight."""
+    module.logits_kernels = LogitsKernels(
+        _of_any_length(fusible_exponentials), _of_any_length(cross_entropies)
+    )
+
+
+def _of_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of tensors that have a number of tokens as their first side."""
+    compiled = torch.compile(function)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        if len(tensors[0]) < 2:  # torch would compile sizes of one apart
+            return function(*tensors)
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*tensors)
+
+    return run
 
 
 def prepare_compiler(

@@ -28,7 +28,7 @@ from hpc_tune.engine.adamw_8bit import (
 )
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
-from hpc_tune.engine.compile import compile_blocks
+from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.expert_parallel import deal_experts, send_tokens
 from hpc_tune.engine.first_messages import send_large_messages
@@ -429,6 +429,7 @@ def _load_stage(
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compiles:
         compile_blocks(blocks)
+        compile_loss(stage.module)
     if settings.plan.uses_fsdp:
         shard(stage, blocks, mesh, settings.plan, device, collectives)
         time_waits(stage.module, collectives)

@@ -261,12 +261,21 @@ def _multiplies_float8(packed: Sequence[Any]) -> bool:
     return all(getattr(layer, "multiplies_float8", False) for layer in packed)
 
 
-def _base_gradient(
-    packed: Sequence[Any], weights: Sequence[torch.Tensor], grads_NO: Sequence[torch.Tensor]
+def _input_gradient(
+    packed: Sequence[Any],
+    weights: Sequence[torch.Tensor],
+    grads_NO: Sequence[torch.Tensor],
+    by_adapters: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient of the input by the base's products."""
+    """Return the gradient of the input, NI, by the base's products and one of ``by_adapters``.
+
+    That one comes first where it can: large products are bound by arithmetic, and what they add to
+    they read without a cost.
+    """
     in_float8 = _multiplies_float8(packed)
     grad_x: torch.Tensor | None = None
+    if by_adapters is not None and not in_float8:
+        grad_x = torch.mm(*by_adapters)
     for layer, weight, grad_NO in zip(packed, weights, grads_NO, strict=True):
         if in_float8:
             grad_NI = layer.gradient(grad_NO, weight)
@@ -276,6 +285,8 @@ def _base_gradient(
         else:
             grad_x = grad_x.addmm_(grad_NO, _values(layer, weight))
     assert grad_x is not None
+    if by_adapters is not None and in_float8:
+        grad_x = grad_x.addmm_(*by_adapters)
     return grad_x
 
 
@@ -350,10 +361,8 @@ class _LoraLinear(torch.autograd.Function):
             of_layers += [None, None, grads_a[i].to(a_s[i].dtype), grad_b, None]
         grad_x = grad_left = None
         if ctx.needs_input_grad[0]:
-            grad_x = _base_gradient(ctx.packed, weights, grads_NO)
-            if not ctx.drops:
-                grad_x = grad_x.addmm_(grad_NS, a_SI)
-            grad_x = grad_x.view(ctx.shape)
+            by_adapters = None if ctx.drops else (grad_NS, a_SI)
+            grad_x = _input_gradient(ctx.packed, weights, grads_NO, by_adapters).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             grad_left = (grad_NS @ a_SI).view(ctx.shape)
         return grad_x, grad_left, None, None, None, *of_layers

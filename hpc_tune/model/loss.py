@@ -9,9 +9,10 @@ kept. Those of a trained head are recomputed in the backward pass, chunk by chun
 hidden states and weights of two dtypes, and round losses to 16 bits.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +34,60 @@ LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
 MIN_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
+InPlace = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 # What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _MULTIPLY = ("hyperclovax",)
+
+
+def cross_entropies(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of each label in fp32 [N], whatever the dtype of the logits."""
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+
+
+def exponentials(
+    logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
+) -> None:
+    """Make logits their exponentials, less their sum at the label; write each loss and sum.
+
+    In fp32, rounded once.
+    """
+    exp_SV = logits_SV.float()
+    largest_S1 = exp_SV.amax(1, keepdim=True)
+    label_S1 = exp_SV.gather(1, labels_S1)
+    torch.sum(exp_SV.sub_(largest_S1).exp_(), 1, keepdim=True, out=sums_S1)
+    torch.add(sums_S1.log() + largest_S1, label_S1, alpha=-1, out=loss_S1)
+    exp_SV.scatter_add_(1, labels_S1, -sums_S1)
+    if exp_SV is not logits_SV:
+        logits_SV.copy_(exp_SV)
+
+
+def fusible_exponentials(
+    logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
+) -> None:
+    """Do what ``exponentials`` does, in operations that a compiler joins to one kernel."""
+    fp32_SV = logits_SV.float()
+    largest_S1 = fp32_SV.amax(1, keepdim=True)
+    exp_SV = (fp32_SV - largest_S1).exp()
+    sum_S1 = exp_SV.sum(1, keepdim=True)
+    sums_S1.copy_(sum_S1)
+    loss_S1.copy_(sum_S1.log() + largest_S1 - logits_SV.gather(1, labels_S1).float())
+    is_label_SV = torch.arange(logits_SV.shape[1], device=logits_SV.device) == labels_S1
+    logits_SV.copy_(torch.where(is_label_SV, exp_SV - sum_S1, exp_SV))
+
+
+@dataclass(frozen=True)
+class LogitsKernels:
+    """What is computed of logits: compiled functions have the same arguments."""
+
+    exponentials: InPlace = exponentials
+    cross_entropies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropies
+
+
+EAGER = LogitsKernels()
 
 
 class LossModel(nn.Module):
@@ -58,6 +107,7 @@ class LossModel(nn.Module):
         self.kernel_has_windows = True
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_losses
+        self.logits_kernels = EAGER
         self.objective: Objective = TokenSum()
         self.watch: RouterWatch | None = None
         # A plan sets it to that of the device it is for.
@@ -107,6 +157,7 @@ class LossModel(nn.Module):
             self.config,
             self.token_loss,
             self.logits_bytes,
+            self.logits_kernels,
         )
         return self.objective.sums(losses_N, batch)
 
@@ -136,11 +187,17 @@ def decoder_of(lm: Any) -> Any:
 
 
 def plain_losses(
-    hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
+    hidden_ND: torch.Tensor,
+    head: Any,
+    labels_N: torch.Tensor,
+    config: Any,
+    kernels: LogitsKernels = EAGER,
 ) -> torch.Tensor:
     """Return the cross-entropies of a few tokens from their logits, fp32 [N]."""
-    logits_NV = scale_logits(head(hidden_ND).float(), config)
-    return F.cross_entropy(logits_NV, labels_N, reduction="none")
+    logits_NV = head(hidden_ND)
+    if _scales(config):
+        logits_NV = scale_logits(logits_NV.float(), config)
+    return kernels.cross_entropies(logits_NV, labels_N)
 
 
 def token_losses(
@@ -150,6 +207,7 @@ def token_losses(
     config: Any,
     token_loss: TokenLoss = plain_losses,
     logits_bytes: tuple[int, int] | None = None,
+    kernels: LogitsKernels = EAGER,
 ) -> torch.Tensor:
     """Return the cross-entropy of each of ``labels_N`` under ``head(hidden_ND)``, fp32 [N].
 
@@ -169,8 +227,11 @@ def token_losses(
             labels_N,
             chunk,
             max(1, fp32_bytes // bytes_per_token),
+            kernels.exponentials,
         )
         return frozen
+    if token_loss is plain_losses:
+        token_loss = functools.partial(plain_losses, kernels=kernels)
     chunk = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
@@ -198,6 +259,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         labels_N: torch.Tensor,
         chunk: int,
         num_fp32: int,
+        exponentials: InPlace,
     ) -> torch.Tensor:
         loss_N1 = hidden_ND.new_empty(len(labels_N), 1, dtype=torch.float32)
         sums_N1 = torch.empty_like(loss_N1)
@@ -218,7 +280,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 ),
                 strict=True,
             ):
-                _exponentials(logits_SV, labels_S.unsqueeze(1), loss_S1, sums_S1)
+                exponentials(logits_SV, labels_S.unsqueeze(1), loss_S1, sums_S1)
             if ctx.needs_input_grad[0]:
                 # (softmax - one-hot) W, the softmax's divisor behind the product: C x D, not C x V.
                 grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
@@ -229,24 +291,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> Any:  # type: ignore[override]
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND * grad_N.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
-
-
-def _exponentials(
-    logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
-) -> None:
-    """Make logits their exponentials, less their sum at the label; write each loss and sum.
-
-    In fp32, rounded once.
-    """
-    exp_SV = logits_SV.float()
-    largest_S1 = exp_SV.amax(1, keepdim=True)
-    label_S1 = exp_SV.gather(1, labels_S1)
-    torch.sum(exp_SV.sub_(largest_S1).exp_(), 1, keepdim=True, out=sums_S1)
-    torch.add(sums_S1.log() + largest_S1, label_S1, alpha=-1, out=loss_S1)
-    exp_SV.scatter_add_(1, labels_S1, -sums_S1)
-    if exp_SV is not logits_SV:
-        logits_SV.copy_(exp_SV)
+        return (grad_ND * grad_N.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None, None
 
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
@@ -267,5 +312,9 @@ def _is_plain(head: Any, config: Any) -> bool:
         type(head) is nn.Linear
         and not hasattr(head, "rows_of")
         and head.weight.shape == (config.vocab_size, head.in_features)
-        and not any(getattr(config, name, None) for name in (*_FACTORS, *_CAPS))
+        and not _scales(config)
     )
+
+
+def _scales(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in (*_FACTORS, *_CAPS))

@@ -29,7 +29,7 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_l
 from hpc_tune.engine.adamw import MOMENTS, adamw_of, parameter_groups, set_rate
 from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import EngineSettings, StepResult
-from hpc_tune.engine.compile import compile_blocks
+from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.zero import settings as zero_settings
@@ -82,6 +82,7 @@ class ZeroEngine:
         checkpoint_blocks(blocks, parallel.recompute)
         if train.compiles:
             compile_blocks(blocks)
+            compile_loss(built.module)
         self.levers = recompute_levers(blocks, parallel.recompute)
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         self._engine = self._connect_and_load(built)

@@ -26,7 +26,7 @@ from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import Level, checkpoint_blocks
-from hpc_tune.engine.compile import compile_blocks, compiled_alone, require_compiler
+from hpc_tune.engine.compile import compile_blocks, compile_loss, compiled_alone, require_compiler
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import OF_ALL, log
@@ -159,6 +159,7 @@ def _run(
     checkpoint_blocks(blocks, recompute)
     if compiled:
         compile_blocks(blocks)
+        compile_loss(built.module)
     allocate(built.module, device)
     load_weights(built)
     trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}

@@ -237,6 +237,24 @@ def test_an_input_that_is_shared_is_read_by_one_narrow_product():
     out.sum().backward()
 
 
+def test_gradients_of_an_input_are_added_up_by_the_large_products():
+    fused = attention()
+    use_lora_linear(fused.base_model.model, shares_inputs=True)
+    added = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm_.default:
+                added.append(args[2].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    out = fused(torch.randn(7, 24, dtype=torch.float64, requires_grad=True))
+    with Watch():
+        out.sum().backward()
+    # In each block o, q, k and v, by the features that are summed over; no adapter's rank of 4.
+    assert sorted(added) == [12, 12, 12, 12, 24, 24, 24, 24]
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kept_copies_follow_the_adapters(dtype, settings):

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_tune.engine.compile import compile_loss
 from hpc_tune.model import loss
-from hpc_tune.model.loss import scale_logits, token_losses
+from hpc_tune.model.loss import LossModel, scale_logits, token_losses
 
 VOCAB = 50
 
@@ -63,6 +64,27 @@ def test_value_and_gradient_are_those_worked_out_by_hand(
     assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_compiled_loss_is_that_of_the_operations_one_by_one(frozen, dtype):
+    compiled = LossModel(nn.Linear(1, 1), config())
+    compile_loss(compiled)
+    torch._dynamo.reset()
+    for num_tokens in (1, 150, 301):  # the latter two by one graph
+        hidden_ND, head, labels_N = problem(num_tokens, requires_grad=False)
+        head.requires_grad_(not frozen).to(dtype)
+        hidden_ND = hidden_ND.to(dtype).requires_grad_()
+        trained = [hidden_ND, *([] if frozen else head.parameters())]
+        found = []
+        for kernels in (loss.EAGER, compiled.logits_kernels):
+            losses_N = token_losses(hidden_ND, head, labels_N, config(), kernels=kernels)
+            found.append([losses_N, *torch.autograd.grad(losses_N.sum() / 3, trained)])
+        near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+        for eager, joined in zip(*found, strict=True):
+            torch.testing.assert_close(joined, eager, **near)
+    torch._dynamo.reset()
 
 
 def test_never_more_logits_at_once_than_the_budget(monkeypatch):

@@ -16,6 +16,7 @@ from hpc_tune.engine.compile import compiled_alone
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.loss import fusible_exponentials
 from hpc_tune.train.startup import compile_trial
 from hpc_tune.train.startup.compile_trial import (
     LEAST,
@@ -68,8 +69,8 @@ def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_gra
     graphs, dtype, recompute
 ):
     assert try_compiled(LLAMA, LORA, dtype, CPU, recompute) == ""
-    # Forward and backward of a block; of its first call in a step with a mask, and without.
-    assert 0 < len(graphs) <= 4
+    # Forward and backward of a block, of its first call with a mask and without; the loss.
+    assert 0 < len(graphs) <= 5
 
 
 @pytest.mark.full
@@ -91,7 +92,27 @@ def test_compiled_blocks_that_compute_something_else_are_found(monkeypatch, whic
             return 1.01 * grad if which == "backward" else grad
 
     def compile_wrongly(function):
-        return lambda *args, **kwargs: Wrong.apply(function(*args, **kwargs))
+        def computed(*args, **kwargs):
+            out = function(*args, **kwargs)
+            return out if out is None else Wrong.apply(out)
+
+        return computed
+
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    assert "with compiled blocks" in try_compiled(LLAMA, LORA, torch.float32, CPU, "none")
+
+
+@pytest.mark.parametrize("which", ["losses", "gradients"])
+def test_a_compiled_loss_that_is_something_else_is_found(monkeypatch, which):
+    def compile_wrongly(function):
+        def computed(*args, **kwargs):
+            out = function(*args, **kwargs)
+            if function is fusible_exponentials:
+                logits_SV, _, losses_S1, _ = args
+                (losses_S1 if which == "losses" else logits_SV).mul_(1.01)
+            return out
+
+        return computed
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
     assert "with compiled blocks" in try_compiled(LLAMA, LORA, torch.float32, CPU, "none")
