@@ -13,6 +13,7 @@ from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.rms_norm import use_rms_norm
+from hpc_tune.model.shared_inputs import share_casts
 from hpc_tune.model.swiglu import use_swiglu
 
 
@@ -46,6 +47,8 @@ def use_own_layers(
     if copies is not None:
         copies.keep(blocks, groups)
     use_grouped_experts(blocks, compiled)
+    if not compiled:
+        share_casts(blocks)
     if kernels.swiglu == "own":
         use_swiglu(blocks)
     if kernels.norm != "transformers":

@@ -5,10 +5,10 @@
 
 peft adds its adapters to whole stacks of experts in each forward pass, and makes a dense gradient
 of each in the backward pass. Here adapters are products with the sorted tokens, as the experts are.
-Kept for the backward pass are the tokens as they came, h, and the narrow x A and act A: gating is
+Kept for the backward pass are the tokens, h, and the narrow x A and act A: gating is
 done again, and the gradient of a routing weight is that of act, times act. transformers keeps each
 token once for each of its experts, h, act and y. Under autocast, which torch's grouped products do
-not know, trained weights are cast for each product.
+not know, trained weights are cast for each product, and tokens once.
 
 Experts that transformers decorates (``use_experts_implementation``) are replaced, in all its
 variants but with a norm behind the experts; others keep their own forward, and peft's around it.
@@ -263,6 +263,9 @@ class _GroupedExperts(torch.autograd.Function):
         up = layer.product(0, weights, _autocast_dtype(x_TI.device, weights))
         dtype = up.weight_EIO.dtype
         rows = SortedRows.of(index_TK, len(up.weight_EIO), dtype)
+        ctx.layer, ctx.x_dtype = layer, x_TI.dtype
+        if dtype.itemsize < x_TI.dtype.itemsize:  # a token is cast once, not for each expert
+            x_TI = x_TI.to(dtype)
         x_SI = x_TI.index_select(0, rows.tokens()).to(dtype)
         rows.clear_padding(x_SI)
         h_SM, low_up_SR = up.forward(x_SI, rows)
@@ -271,8 +274,7 @@ class _GroupedExperts(torch.autograd.Function):
         y_SO, low_down_SR = down.forward(layer.gate(h_SM), rows)
         kept = (x_TI, weights_TK, rows.ends_E, rows.places_TK, h_SM, low_up_SR, low_down_SR)
         ctx.save_for_backward(*kept, *weights)
-        ctx.layer = layer
-        return rows.sum_of(y_SO, weights_TK.to(dtype)).to(x_TI.dtype)
+        return rows.sum_of(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:  # type: ignore[override]
@@ -310,7 +312,7 @@ class _GroupedExperts(torch.autograd.Function):
             grads[0] = up.gradient(x_SI, grad_h_SM, rows, is_transposed)
         if is_trained[2]:
             grads[2] = rows.sums_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
-        grad_TI = rows.sum_of(grad_SI).to(x_TI.dtype)
+        grad_TI = rows.sum_of(grad_SI).to(ctx.x_dtype)
         grad_TK = grad_weight_S[places_TK].to(weights_TK.dtype)
         cast = [
             None if grad is None else grad.to(weight.dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.moe import use_experts_implementation
 
 from hpc_tune import torch_versions
@@ -180,8 +181,14 @@ def test_trained_experts_are_computed_in_the_dtype_of_autocast(variant, monkeypa
     stock = model(variant, dtype=torch.float32, trained=True)
     experts = grouped(stock)[0].experts
     monkeypatch.setattr(torch_versions, "grouped_mm", watched)
-    with torch.autocast("cpu", torch.bfloat16):
+    kept = []
+    notes = saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), notes:
         out, grad, grads = step(Routed(experts, chosen_TK, weights_TK), x_TI)
+    assert any(
+        torch.equal(tensor, x_TI.bfloat16()) for tensor in kept if tensor.dtype != x_TI.dtype
+    )
+    assert not any(torch.equal(tensor, x_TI) for tensor in kept if tensor.dtype == x_TI.dtype)
     assert dtypes == {(torch.bfloat16, torch.bfloat16)}
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
     whole = copy.deepcopy(stock[0].experts).double()
