@@ -1,7 +1,8 @@
 """What all ranks do next, by what they have agreed on, beside the training itself (trainer.py).
 
-    decide   at the boundary before a step: one exchange of loss tokens, stop requests, due saves
-             and memory levels; then saves, the governor's actions, and the rows of the step
+    decide   at the boundary before a step: one exchange of loss tokens, stop requests, due saves,
+             memory levels and what the metrics of the step before still lack; then these, saves,
+             the governor's actions, and the rows of the step
     took     after a step: memory, metrics, evaluation, a save that is due by its number
 
 Control flow depends on agreed values only, so that every rank takes the same branch.
@@ -31,7 +32,7 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import Evaluation, evals_so_far, held_out_batches, mark_of
 from hpc_tune.train.governor import Governor, facts_of, loader_levers
 from hpc_tune.train.job import Job
-from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
+from hpc_tune.train.metrics import Extremes, FinishedStep, Recorder, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import require_equal_reference, start_of
 from hpc_tune.train.save_clock import SaveClock
@@ -65,17 +66,24 @@ class StepStatus:
     levels: tuple[float, ...]
     by_source: tuple[float, ...] = ()
 
-    def summed(self, comm: Comm) -> "StepStatus":
-        """Return the sums over the ranks. Collective."""
+    def exchanged(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", list[Extremes]]:
+        """Return the sums over the ranks, and of each what it says ``beside``. Collective.
+
+        The sums are rounded once, so that they are the same in any order of the ranks.
+        """
         *own, levels, by_source = astuple(self)
-        sums = comm.sum([*own, *levels, *by_source])
+        others = astuple(beside)
+        numbers = [*own, *levels, *by_source]
+        rows = comm.gather_numbers([*numbers, *others])
+        sums = [math.fsum(of_ranks) for of_ranks in zip(*rows, strict=True)]
         of_sources = len(own) + len(levels)
         terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage = sums[: len(own)]
-        return StepStatus(
+        summed = StepStatus(
             *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage),
             levels=tuple(sums[len(own) : of_sources]),
-            by_source=tuple(sums[of_sources:]),
+            by_source=tuple(sums[of_sources : len(numbers)]),
         )
+        return summed, [Extremes(*row[len(numbers) :]) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,10 @@ class Control:
         margin_s = self._step_s + 2 * saver.last_save_s
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
-        status = self._status = self._own_status(reason).summed(self._comm)
+        own, of_last = self._own_status(reason), self.recorder.extremes
+        status, of_ranks = own.exchanged(self._comm, of_last)
+        self._status = status
+        self._record(of_ranks)
         if status.garbage:
             gc.collect()
         stop_reason = self._first_reason(reason) if status.stop else None
@@ -219,12 +230,16 @@ class Control:
             [int(tokens) for tokens in status.by_source],
         )
         recomputes = Action.RECOMPUTE.value in self._governor.taken
-        self.recorder.record(finished, sample, recomputes)
+        self.recorder.take(finished, sample, recomputes)
         self._profile.after(step, result, trainer.data_s)
-        if self._evaluation.is_due(step):
-            self._evaluate()
         every = self._settings.every_steps
-        if step == trainer.total_steps or (every is not None and step % every == 0):
+        saves = step == trainer.total_steps or (every is not None and step % every == 0)
+        evaluates = self._evaluation.is_due(step)
+        if saves or evaluates:  # what follows a step is written after it
+            self.recorder.record_now()
+        if evaluates:
+            self._evaluate()
+        if saves:
             self.saver.finish()
             self._save()
 
@@ -258,6 +273,12 @@ class Control:
             levels=self._governor.status(),
             by_source=self.recorder.by_source(self._batches),
         )
+
+    def _record(self, of_ranks: Sequence[Extremes]) -> None:
+        """Write the step before down; that is no work of the step that has begun."""
+        began_s = time.monotonic()
+        self.recorder.record(of_ranks)
+        self.trainer.began_s += time.monotonic() - began_s
 
     def _first_reason(self, reason: str | None) -> str:
         """Return the reason to stop of the lowest rank that has one. Collective."""

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from hpc_tune.units import format_bytes, format_count, format_seconds
 from hpc_tune.world.comm import Comm
 
 _REMEMBERED = 1000
-_MAX_RANKS = 1 << 20
 _STEPS_TO_ESTIMATE = 3
 # Of a step in messages: what the progress line shows, and what is worth advice.
 COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
@@ -233,9 +232,21 @@ class FinishedStep:
     source_tokens: Sequence[int] = ()
 
 
+@dataclass(frozen=True)
+class Extremes:
+    """What a rank adds to a step's line, of which the extremes over all ranks are written."""
+
+    host_bytes: float = 0.0
+    host_ranks_bytes: float = 0.0
+    device_bytes: float = 0.0
+    work_s: float = 0.0
+
+
 class Recorder:
-    """Records each step on all ranks together. ``counts_rows``: of the ranks that work on the same
-    rows, this one counts them. ``tokens``: those of all ranks in the steps so far.
+    """Records each step on all ranks together: ``take`` when it is done, and ``record`` once it is
+    known what all ranks say of it. That comes with the message at the boundary before the next
+    step, since a small message takes longer the more ranks there are. ``tokens``: those of all
+    ranks in the steps so far.
     """
 
     def __init__(
@@ -253,6 +264,7 @@ class Recorder:
         self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self.tokens = 0
+        self._taken: tuple[StepMetrics, RouterSums | None, Extremes] | None = None
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
     def counts(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
@@ -282,51 +294,72 @@ class Recorder:
         names = self._mixture.names if self._mixture is not None else ()
         return dict(zip(names, counts, strict=True)) or None
 
-    def record(self, step: FinishedStep, sample: MemorySample | None, recomputes: bool) -> None:
-        """Write down a step, with the worst ``sample`` of memory in it. Collective."""
+    def take(self, step: FinishedStep, sample: MemorySample | None, recomputes: bool) -> None:
+        """Take in a step with the worst ``sample`` of memory in it; ``record`` writes it down."""
         result, step_s, peak = step.result, step.step_s, self._flops.peak
-        work_s = step_s - step.data_s - result.comm_s
-        worst = _worst_of_all(self._comm, sample, work_s)
-        self._rank_work.add(step.number, work_s)
         self.tokens += step.tokens
         flops = step.tokens * self._flops.weights + step.attention_flops
-        self.metrics.step(
-            StepMetrics(
-                time=time.time(),
-                step=step.number,
-                epoch=round(self._loader.epoch, 6),
-                loss=result.loss,
-                lr=step.lr,
-                grad_norm=result.grad_norm,
-                tokens=step.tokens,
-                loss_tokens=step.loss_tokens,
-                tokens_per_s=step.tokens / step_s,
-                mfu=flops / step_s / peak if peak else None,
-                step_s=step_s,
-                data_s=step.data_s,
-                comm_s=result.comm_s,
-                most_work_s=worst.most_work_s,
-                least_work_s=worst.least_work_s,
-                slowest_rank=worst.slowest_rank,
-                sent_bytes=result.sent_bytes,
-                expected_bytes=expected_bytes(
-                    self.plan,
-                    [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
-                    recomputes,
-                ),
-                device_util=self._monitor.device_utilization(),
-                host_bytes=worst.host_bytes if sample else None,
-                host_ranks_bytes=worst.host_ranks_bytes if sample else None,
-                host_limit_bytes=sample.host_limit_bytes if sample else None,
-                device_bytes=worst.device_bytes if sample and sample.device else None,
-                device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
-                samples_seen=self._loader.rows,
-                preferences=measures_of(result.sums, int(step.terms)),
-                source_tokens=self._named(step.source_tokens),
-                experts=load_of(result.routers, step.tokens),
-            ),
-            result.routers,
+        device = sample.device if sample else None
+        own = Extremes(
+            sample.host_bytes if sample else 0,
+            sample.ranks_bytes if sample else 0,
+            device.used_bytes if device else 0,
+            step_s - step.data_s - result.comm_s,
         )
+        metrics = StepMetrics(
+            time=time.time(),
+            step=step.number,
+            epoch=round(self._loader.epoch, 6),
+            loss=result.loss,
+            lr=step.lr,
+            grad_norm=result.grad_norm,
+            tokens=step.tokens,
+            loss_tokens=step.loss_tokens,
+            tokens_per_s=step.tokens / step_s,
+            mfu=flops / step_s / peak if peak else None,
+            step_s=step_s,
+            data_s=step.data_s,
+            comm_s=result.comm_s,
+            most_work_s=0.0,
+            least_work_s=0.0,
+            slowest_rank=0,
+            sent_bytes=result.sent_bytes,
+            expected_bytes=expected_bytes(
+                self.plan,
+                [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
+                recomputes,
+            ),
+            device_util=self._monitor.device_utilization(),
+            host_bytes=sample.host_bytes if sample else None,
+            host_ranks_bytes=sample.ranks_bytes if sample else None,
+            host_limit_bytes=sample.host_limit_bytes if sample else None,
+            device_bytes=device.used_bytes if device else None,
+            device_limit_bytes=device.limit_bytes if device else None,
+            samples_seen=self._loader.rows,
+            preferences=measures_of(result.sums, int(step.terms)),
+            source_tokens=self._named(step.source_tokens),
+            experts=load_of(result.routers, step.tokens),
+        )
+        self._taken = metrics, result.routers, own
+
+    @property
+    def extremes(self) -> Extremes:
+        """What this rank says of the step that is taken in and not yet written down."""
+        return self._taken[2] if self._taken is not None else Extremes()
+
+    def record(self, of_ranks: Sequence[Extremes]) -> None:
+        """Write down the step that was taken in, if there is one, with what all ranks say."""
+        if self._taken is None:
+            return
+        (metrics, routers, _), self._taken = self._taken, None
+        work_s = [own.work_s for own in of_ranks]
+        self._rank_work.add(metrics.step, work_s)
+        self.metrics.step(replace(metrics, **_worst(metrics, of_ranks)), routers)
+
+    def record_now(self) -> None:
+        """Do that by a message of its own: before an evaluation or a save. Collective."""
+        rows = self._comm.gather_numbers(astuple(self.extremes))
+        self.record([Extremes(*row) for row in rows])
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -334,33 +367,19 @@ class Recorder:
         self._rank_work.close()
 
 
-@dataclass(frozen=True)
-class _Worst:
-    """Bytes of the fullest node and device; compute seconds of the slowest and fastest rank."""
-
-    host_bytes: int
-    host_ranks_bytes: int
-    device_bytes: int
-    most_work_s: float
-    least_work_s: float
-    slowest_rank: int
-
-
-def _worst_of_all(comm: Comm, sample: MemorySample | None, work_s: float) -> _Worst:
-    """Return the extremes over all ranks by one collective."""
-    tenths_of_ms = max(0, round(1e4 * work_s))
-    host, ranks, device, slowest, least = comm.max(
-        [
-            sample.host_bytes if sample else 0,
-            sample.ranks_bytes if sample else 0,
-            sample.device.used_bytes if sample and sample.device else 0,
-            # A rank's time and its number in one value, which a float64 holds exactly.
-            tenths_of_ms * _MAX_RANKS + comm.world.rank,
-            -tenths_of_ms,
-        ],
-    )
-    most, rank = divmod(int(slowest), _MAX_RANKS)
-    return _Worst(int(host), int(ranks), int(device), most / 1e4, -least / 1e4, rank)
+def _worst(metrics: StepMetrics, of_ranks: Sequence[Extremes]) -> dict[str, Any]:
+    """Return the fields of a step that are extremes over all ranks; times to a tenth of a ms."""
+    tenths_of_ms = [max(0, round(1e4 * own.work_s)) for own in of_ranks]
+    most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
+    fields: dict[str, Any] = {
+        "most_work_s": most / 1e4,
+        "least_work_s": min(tenths_of_ms) / 1e4,
+        "slowest_rank": slowest,
+    }
+    for name in ("host_bytes", "host_ranks_bytes", "device_bytes"):
+        if getattr(metrics, name) is not None:
+            fields[name] = int(max(getattr(own, name) for own in of_ranks))
+    return fields
 
 
 def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step: int) -> Recorder:
@@ -377,7 +396,7 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
 
     def make_rank_work() -> RankWork:
         run_dir = job.dir if comm.is_rank_0 else None
-        return RankWork(job.step_comm, run_dir, start_step, data.total_steps)
+        return RankWork(comm.world.size, run_dir, start_step, data.total_steps)
 
     flops = Flops(
         weight_flops(model.size, model.built.config),

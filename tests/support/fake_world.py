@@ -165,6 +165,10 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         values[:] = [value] * size
         values[rank] = value
 
+    def gather_numbers(self, values):
+        counts.add("numbers")
+        return [[float(value) for value in values]] * size
+
     def counted(owner, name, what):
         made = getattr(owner, name)
 
@@ -178,6 +182,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         (dist, "all_reduce", all_reduce),
         (dist, "broadcast_object_list", broadcast_object_list),
         (dist, "all_gather_object", all_gather_object),
+        (Comm, "gather_numbers", gather_numbers),
         # With whole weights on each rank, the first alone writes.
         (Reports, "collect", lambda self, own, between: [own] + [Report()] * (size - 1)),
         counted(dist, "barrier", "barrier"),

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_tune.memory import garbage
 from hpc_tune.train.control import StepStatus
+from hpc_tune.train.metrics import Extremes
 from tests.support.training import PREPARED
 
 
@@ -66,12 +67,14 @@ def test_after_training_all_is_collected_as_before():
 
 def test_all_ranks_collect_if_one_has_garbage():
     class Two:
-        """The sums of this rank and of one that has garbage and nothing else."""
+        """What this rank says, and one that has garbage and nothing else."""
 
-        def sum(self, values):
-            return [v + (i == 7) for i, v in enumerate(values)]
+        def gather_numbers(self, values):
+            return [values, [float(i == 7) for i in range(len(values))]]
 
-    status = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0)).summed(Two())
+    own = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0))
+    status, beside = own.exchanged(Two(), Extremes(7.0, 8.0, 9.0, 0.5))
+    assert beside == [Extremes(7.0, 8.0, 9.0, 0.5), Extremes()]
     assert status == StepStatus(9.0, 1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
 
 
