@@ -245,8 +245,8 @@ class Extremes:
 class Recorder:
     """Records each step on all ranks together: ``take`` when it is done, and ``record`` once it is
     known what all ranks say of it. That comes with the message at the boundary before the next
-    step, since a small message takes longer the more ranks there are. ``tokens``: those of all
-    ranks in the steps so far.
+    step, since a small message takes longer the more ranks there are; a run that fails between the
+    two has no line of its last step. ``tokens``: those of all ranks in the steps so far.
     """
 
     def __init__(
