@@ -32,7 +32,7 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import Evaluation, evals_so_far, held_out_batches, mark_of
 from hpc_tune.train.governor import Governor, facts_of, loader_levers
 from hpc_tune.train.job import Job
-from hpc_tune.train.metrics import Extremes, FinishedStep, Recorder, open_recorder
+from hpc_tune.train.metrics import Extremes, FinishedStep, OfRanks, Recorder, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import require_equal_reference, start_of
 from hpc_tune.train.save_clock import SaveClock
@@ -66,24 +66,23 @@ class StepStatus:
     levels: tuple[float, ...]
     by_source: tuple[float, ...] = ()
 
-    def exchanged(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", list[Extremes]]:
-        """Return the sums over the ranks, and of each what it says ``beside``. Collective.
+    def exchanged(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", OfRanks]:
+        """Return the sums over the ranks, and what each of them says ``beside``. Collective.
 
         The sums are rounded once, so that they are the same in any order of the ranks.
         """
         *own, levels, by_source = astuple(self)
-        others = astuple(beside)
         numbers = [*own, *levels, *by_source]
-        rows = comm.gather_numbers([*numbers, *others])
-        sums = [math.fsum(of_ranks) for of_ranks in zip(*rows, strict=True)]
+        of_ranks = comm.gather_numbers([*numbers, *astuple(beside)])
+        sums = [math.fsum(number) for number in of_ranks[: len(numbers)]]
         of_sources = len(own) + len(levels)
         terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage = sums[: len(own)]
         summed = StepStatus(
             *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage),
             levels=tuple(sums[len(own) : of_sources]),
-            by_source=tuple(sums[of_sources : len(numbers)]),
+            by_source=tuple(sums[of_sources:]),
         )
-        return summed, [Extremes(*row[len(numbers) :]) for row in rows]
+        return summed, OfRanks(*of_ranks[len(numbers) :])
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ class Control:
             by_source=self.recorder.by_source(self._batches),
         )
 
-    def _record(self, of_ranks: Sequence[Extremes]) -> None:
+    def _record(self, of_ranks: OfRanks) -> None:
         """Write the step before down; that is no work of the step that has begun."""
         began_s = time.monotonic()
         self.recorder.record(of_ranks)

@@ -242,6 +242,16 @@ class Extremes:
     work_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class OfRanks:
+    """The same of all ranks, by rank."""
+
+    host_bytes: Sequence[float]
+    host_ranks_bytes: Sequence[float]
+    device_bytes: Sequence[float]
+    work_s: Sequence[float]
+
+
 class Recorder:
     """Records each step on all ranks together: ``take`` when it is done, and ``record`` once it is
     known what all ranks say of it. That comes with the message at the boundary before the next
@@ -347,19 +357,17 @@ class Recorder:
         """What this rank says of the step that is taken in and not yet written down."""
         return self._taken[2] if self._taken is not None else Extremes()
 
-    def record(self, of_ranks: Sequence[Extremes]) -> None:
+    def record(self, of_ranks: OfRanks) -> None:
         """Write down the step that was taken in, if there is one, with what all ranks say."""
         if self._taken is None:
             return
         (metrics, routers, _), self._taken = self._taken, None
-        work_s = [own.work_s for own in of_ranks]
-        self._rank_work.add(metrics.step, work_s)
+        self._rank_work.add(metrics.step, of_ranks.work_s)
         self.metrics.step(replace(metrics, **_worst(metrics, of_ranks)), routers)
 
     def record_now(self) -> None:
         """Do that by a message of its own: before an evaluation or a save. Collective."""
-        rows = self._comm.gather_numbers(astuple(self.extremes))
-        self.record([Extremes(*row) for row in rows])
+        self.record(OfRanks(*self._comm.gather_numbers(astuple(self.extremes))))
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -367,9 +375,9 @@ class Recorder:
         self._rank_work.close()
 
 
-def _worst(metrics: StepMetrics, of_ranks: Sequence[Extremes]) -> dict[str, Any]:
+def _worst(metrics: StepMetrics, of_ranks: OfRanks) -> dict[str, Any]:
     """Return the fields of a step that are extremes over all ranks; times to a tenth of a ms."""
-    tenths_of_ms = [max(0, round(1e4 * own.work_s)) for own in of_ranks]
+    tenths_of_ms = [max(0, round(1e4 * own)) for own in of_ranks.work_s]
     most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
     fields: dict[str, Any] = {
         "most_work_s": most / 1e4,
@@ -378,7 +386,7 @@ def _worst(metrics: StepMetrics, of_ranks: Sequence[Extremes]) -> dict[str, Any]
     }
     for name in ("host_bytes", "host_ranks_bytes", "device_bytes"):
         if getattr(metrics, name) is not None:
-            fields[name] = int(max(getattr(own, name) for own in of_ranks))
+            fields[name] = int(max(getattr(of_ranks, name)))
     return fields
 
 

@@ -149,7 +149,7 @@ class Comm:
         return [value] if self.world.size == 1 else all_gather(value, self.cpu_group)
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, equally many, by rank. Collective.
+        """Return for each of some numbers what all ranks say, by rank. Collective.
 
         One message, and half the hops around gloo's ring that a sum takes.
         """
@@ -160,10 +160,10 @@ class Comm:
         self._require_all()
         own = torch.tensor(values, dtype=torch.float64)
         if self.world.size == 1:
-            return [own.tolist()]
+            return [[number] for number in own.tolist()]
         of_all = own.new_empty(self.world.size * len(values))
         all_gather(of_all, own, self.cpu_group)
-        result: list[list[float]] = of_all.view(self.world.size, -1).tolist()
+        result: list[list[float]] = of_all.view(self.world.size, -1).T.tolist()
         return result
 
     def sum(self, values: Sequence[float]) -> list[float]:

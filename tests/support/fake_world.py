@@ -167,7 +167,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
 
     def gather_numbers(self, values):
         counts.add("numbers")
-        return [[float(value) for value in values]] * size
+        return [[float(value)] * size for value in values]
 
     def counted(owner, name, what):
         made = getattr(owner, name)

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_tune.memory import garbage
 from hpc_tune.train.control import StepStatus
-from hpc_tune.train.metrics import Extremes
+from hpc_tune.train.metrics import Extremes, OfRanks
 from tests.support.training import PREPARED
 
 
@@ -70,11 +70,11 @@ def test_all_ranks_collect_if_one_has_garbage():
         """What this rank says, and one that has garbage and nothing else."""
 
         def gather_numbers(self, values):
-            return [values, [float(i == 7) for i in range(len(values))]]
+            return [[float(value), float(i == 7)] for i, value in enumerate(values)]
 
     own = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0))
     status, beside = own.exchanged(Two(), Extremes(7.0, 8.0, 9.0, 0.5))
-    assert beside == [Extremes(7.0, 8.0, 9.0, 0.5), Extremes()]
+    assert beside == OfRanks([7.0, 0.0], [8.0, 0.0], [9.0, 0.0], [0.5, 0.0])
     assert status == StepStatus(9.0, 1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
 
 

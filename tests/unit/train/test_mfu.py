@@ -36,7 +36,7 @@ class TwoRanks:
         self.world = SimpleNamespace(rank=0 if counts_rows else 1)
 
     def gather_numbers(self, values):
-        return [values, values]
+        return [[value, value] for value in values]
 
 
 def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
