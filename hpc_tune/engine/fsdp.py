@@ -1,5 +1,11 @@
 """FSDP2 over the decoder blocks of a model, and how long gathered weights stay.
 
+    embedding, block, block, ..., block, head    units, gathered one after the other
+    all the rest, such as norms                  the root, first of all
+
+An embedding has done its part when the first block begins, and a head has none until the last has
+ended: each is gathered for itself, unless they are one weight.
+
 Experts that are dealt are units of their own, within their block's: other ranks hold the same.
 """
 
@@ -21,6 +27,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGathe
 from hpc_tune.engine.expert_parallel import experts_in
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.model.loss import HeadUnit, LossModel
 from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.rings import sent_bytes
@@ -35,7 +42,7 @@ def shard(
     device: torch.device,
     collectives: CountedCollectives,
 ) -> None:
-    """Shard dealt experts, ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
+    """Shard dealt experts, ``blocks_per_unit`` blocks at a time, untied ends, and the rest.
 
     What stays whole on every rank is the plan's to say. Frozen
     weights are sharded within each replica and never reduced; trained ones are reduced over the
@@ -65,15 +72,21 @@ def shard(
     for unit in [*experts, *_units(built, blocks, parallel.blocks_per_unit)]:
         of_experts = unit in experts
         ranks = mesh.weights(with_replicas=full, of_experts=of_experts)
+        is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
         fully_shard(
             unit,
             mesh=ranks,
-            reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
+            reshard_after_forward=parallel.reshard == "block" and not is_end,
             shard_placement_fn=partial(_placement, ranks.size(-1)) if of_experts else None,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
         )
+        if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
+            # It stays for its backward pass, which comes next: nothing is to be gathered for that.
+            unit.set_unshard_in_backward(False)
+            whole |= set(unit.parameters())  # sharded, and not once more with the root's
+            del unit.head
     replicas = mesh.layout.replicate if full else 1
     for module in _sharded_modules(built.module):
         _sum_and_count(module, replicas, collectives)
@@ -86,8 +99,11 @@ def _units(
     units: list[nn.Module | list[nn.Module]] = [
         blocks[i : i + blocks_per_unit] for i in range(0, len(blocks), blocks_per_unit)
     ]
-    if built.module.first_stage and built.tied is None:
+    if built.tied is None and built.module.first_stage:
         units.append(built.module.causal_lm().get_input_embeddings())
+    if built.tied is None and built.module.last_stage:
+        built.module.head_unit = HeadUnit(built.module.causal_lm().get_output_embeddings())
+        units.append(built.module.head_unit)
     return [*units, built.module]
 
 
@@ -122,16 +138,22 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
         module.set_all_reduce_hook(count_all_reduce)
 
 
-def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
+def before_backward(module: LossModel, is_last: bool, keep: bool) -> None:
     """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
 
-    Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last.
+    Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last. No
+    backward pass needs an embedding of its own. FSDP2 gathers it beside that of the first block
+    all the same, and where it is frozen the next forward pass finds it there: not in the last.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or not keep)
         module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)
         module.set_reshard_after_backward(is_last or not keep)
+        embedding: nn.Module = module.causal_lm().get_input_embeddings()
+        is_trained = any(parameter.requires_grad for parameter in embedding.parameters())
+        if isinstance(embedding, FSDPModule):
+            embedding.set_unshard_in_backward(not is_last and not is_trained)
 
 
 def release_gathered(module: nn.Module) -> None:

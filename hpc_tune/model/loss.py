@@ -112,6 +112,7 @@ class LossModel(nn.Module):
         self.watch: RouterWatch | None = None
         # A plan sets it to that of the device it is for.
         self.logits_bytes: tuple[int, int] | None = None
+        self.head_unit: HeadUnit | None = None
 
     @property
     def needs_mask(self) -> bool:
@@ -150,7 +151,8 @@ class LossModel(nn.Module):
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
-        losses_N = token_losses(
+        losses_of = self.head_unit or token_losses
+        losses_N = losses_of(
             out_BTD.flatten(0, 1)[kept_N],
             lm.get_output_embeddings(),
             labels_K[kept_N],
@@ -177,6 +179,22 @@ class LossModel(nn.Module):
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
         return same_BTT.tril().unsqueeze(1)
+
+
+class HeadUnit(nn.Module):
+    """``token_losses`` as a module, with the head in it: what FSDP2 gathers for a forward pass.
+
+    Losses take the head's weights in several ways, by calls of it and without. ``head`` may be
+    deleted once it is sharded: it is a part of the model.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Return what ``token_losses`` does."""
+        return token_losses(*args)
 
 
 def decoder_of(lm: Any) -> Any:
@@ -261,7 +279,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
         num_fp32: int,
         exponentials: InPlace,
     ) -> torch.Tensor:
-        loss_N1 = hidden_ND.new_empty(len(labels_N), 1, dtype=torch.float32)
+        losses_N = hidden_ND.new_empty(len(labels_N), dtype=torch.float32)
+        loss_N1 = losses_N.unsqueeze(1)
         sums_N1 = torch.empty_like(loss_N1)
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
@@ -286,7 +305,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
         ctx.save_for_backward(grad_ND)
         ctx.dtype = hidden_ND.dtype
-        return loss_N1.squeeze(1)
+        return losses_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> Any:  # type: ignore[override]

@@ -84,9 +84,9 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     """Yield the gatherings of weights that are sharded (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
-    what is in no block, nor in an embedding of its own, stays from a forward to its backward pass;
-    and such an embedding, where it is frozen, is gathered in a backward pass for the next forward
-    pass.
+    what is in no block stays from a forward to its backward pass, or is an embedding that no
+    backward pass needs; a frozen one is gathered in all but the step's last backward pass, for the
+    next forward pass, of which the first stage of a pipeline has none any more at its end.
     """
     for weights in filter(plan.is_sharded, plan.held_by(place)):
         match plan.parallel.reshard:
@@ -94,12 +94,12 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
                 times = 1
             case "micro":
                 times = num_micro
-            case _ if weights.part == "end" or (weights.part == "embedding" and plan.is_tied):
-                times = num_micro
-            case _ if weights.part == "embedding" and not plan.size.is_full:
-                times = num_micro + 1
-            case _:
+            case _ if weights.part == "blocks":
                 times = 2 * num_micro
+            case _:
+                is_apart = weights.part == "embedding" and not plan.is_tied
+                is_in_vain = is_apart and not plan.size.is_full and plan.layout.pipeline > 1
+                times = num_micro + (is_in_vain and num_micro > 1)
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
         num_bytes = plan.padded(weights, num_bytes)
         yield _over(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
