@@ -162,7 +162,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
 def _note_waits(recorder: Recorder) -> None:
     collectives: Any = counted_collectives.CountedCollectives
     exchange: Any = expert_parallel._Exchange
-    finish, rows_for = collectives.finish, exchange.rows_for
+    finish, read = collectives.finish, exchange._counted
 
     def finished(self: Any, works: Any) -> None:
         finish(self, works)
@@ -170,9 +170,9 @@ def _note_waits(recorder: Recorder) -> None:
 
     def counted(self: Any, ids_S: Any) -> Any:  # noqa: N803
         recorder.note("host", "numbers of experts' rows are read", 0)
-        return rows_for(self, ids_S)
+        return read(self, ids_S)
 
-    collectives.finish, exchange.rows_for = finished, counted
+    collectives.finish, exchange._counted = finished, counted
 
 
 def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:

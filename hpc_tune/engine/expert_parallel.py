@@ -29,6 +29,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.experts import stacks_of
+from hpc_tune.model.scoped import batch_context
 from hpc_tune.step.slices import Stacked, stacked_in
 
 
@@ -118,9 +119,19 @@ class _Exchange:
     def rows_for(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows come from whom for which expert (G x E / G), and as sums.
 
-        The sums, of what is sent and what comes, are read by the host: it allocates by them. In a
-        trace, which has no values, experts are chosen evenly.
+        The sums, of what is sent and what comes, are read by the host: it allocates by them. A
+        layer that is recomputed has them of its first pass: no message, and the host does not wait.
         """
+        kept = batch_context.batch.kept
+        if kept is None:
+            return self._counted(ids_S)
+        if self not in kept:
+            kept[self] = self._counted(ids_S)
+        rows: tuple[torch.Tensor, list[int], list[int]] = kept[self]
+        return rows
+
+    def _counted(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Count and read; in a trace, which has no values, experts are chosen evenly."""
         ranks = self.group.size()
         sent = torch.zeros(ranks * self.each, dtype=torch.int64, device=ids_S.device)
         sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
@@ -170,8 +181,13 @@ def _dispatched(local: Callable[..., torch.Tensor], exchange: _Exchange) -> Call
     ) -> torch.Tensor:
         num_tokens, num_chosen = chosen_NK.shape
         ids_S, order_S = torch.sort(chosen_NK.reshape(-1).long(), stable=True)
+        # Before the host waits for counts, what needs none of them.
+        send_SH = hidden_NH[order_S // num_chosen]
+        inverse_S = torch.empty_like(order_S)
+        inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         rows, send, receive = exchange.rows_for(ids_S)
-        come_H = exchange(hidden_NH[order_S // num_chosen], send, receive)
+        come_H = exchange(send_SH, send, receive)
+        del send_SH
         own = torch.arange(exchange.each, device=rows.device).repeat(len(rows))
         own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
         if not receive or not sum(receive):  # the products want a row, and weights their gradient
@@ -182,8 +198,6 @@ def _dispatched(local: Callable[..., torch.Tensor], exchange: _Exchange) -> Call
         ones = weights_NK.new_ones(len(own), 1)
         out_H = local(come_H, own.unsqueeze(1), ones)[: sum(receive)]
         back_SH = exchange(out_H, receive, send)
-        inverse_S = torch.empty_like(order_S)
-        inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         each_NKH = back_SH[inverse_S].view(num_tokens, num_chosen, -1)
         summed_NH = (each_NKH * weights_NK.unsqueeze(-1)).sum(1)
         return summed_NH.to(hidden_NH.dtype)

@@ -132,7 +132,7 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT)
+        of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT, kept={})
         first_pass: AbstractContextManager[None] = nullcontext()
         if self.watch is not None and self.training:
             of_batch = replace(of_batch, real_BT=real_tokens(batch))

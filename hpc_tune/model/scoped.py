@@ -9,7 +9,7 @@ own threads.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class MicroBatch:
     ``documents`` make up all rows; attention stays within each. On a GPU ``starts`` are where they
     begin. With neither, transformers' masks keep documents apart. ``positions_BT`` begin again at 0
     with each document. ``real_BT``: which tokens are no padding, where routers are watched.
+    ``kept``: what layers find out in a first pass and need again when they are recomputed, by
+    whom; None where nothing may be kept.
     """
 
     rows: Sequence[int] = ()
@@ -34,6 +36,7 @@ class MicroBatch:
     starts: Starts | None = None
     positions_BT: torch.Tensor | None = None
     real_BT: torch.Tensor | None = None
+    kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
 
 
 class Current:

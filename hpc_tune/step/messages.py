@@ -196,8 +196,8 @@ def expert_messages(
 
     Where routers choose evenly: each of a token's experts gets its hidden values and sends as many
     back, and so their gradients. Before them goes how many there are for each expert, in 8 bytes. A
-    block that runs again sends them again, and a first block with nothing trained in front of its
-    experts sends back no gradients of its input: not counted off.
+    block that runs again sends the values again, not how many, and a first block with nothing
+    trained in front of its experts sends back no gradients of its input: not counted off.
     """
     if plan.layout.expert == 1:
         return
@@ -205,7 +205,7 @@ def expert_messages(
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
     rows = plan.values(computed) * chosen_experts(plan.model)
     yield over(rows * plan.wire_itemsize, 2 * mixtures * (forward + 1))
-    yield over(8 * num_experts(plan.model), mixtures * forward * len(computed))
+    yield over(8 * num_experts(plan.model), mixtures * len(computed))
 
 
 def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:

@@ -232,6 +232,7 @@ CASES = [
     ("linear", [FULL, FP32, "parallel.tensor=2"]),
     ("mixture", [LORA, FP32, "parallel.shard=4", "parallel.expert=2", BLOCK, EXPERTS]),
     ("mixture", [FULL, BF16, IN_FP32, "parallel.tensor=2"]),
+    ("mixture", [LORA, FP32, "parallel.shard=2", "parallel.expert=2", "parallel.recompute=full"]),
     ("llama", [FULL, BF16, IN_FP32, "parallel.shard=2", BLOCK]),
     ("llama", [LORA, FP32, "parallel.pipeline=2", "parallel.shard=2", BLOCK]),
     ("odd", [FULL, FP32, "parallel.shard=4", BLOCK]),
