@@ -11,6 +11,7 @@ Experts that are dealt are units of their own, within their block's: other ranks
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,6 +86,7 @@ def shard(
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays for its backward pass, which comes next: nothing is to be gathered for that.
             unit.set_unshard_in_backward(False)
+            unit.register_forward_pre_hook(_let_go_of_buffer)
             whole |= set(unit.parameters())  # sharded, and not once more with the root's
             del unit.head
     replicas = mesh.layout.replicate if full else 1
@@ -105,6 +107,18 @@ def _units(
         built.module.head_unit = HeadUnit(built.module.causal_lm().get_output_embeddings())
         units.append(built.module.head_unit)
     return [*units, built.module]
+
+
+def _let_go_of_buffer(unit: Any, _args: Any) -> None:
+    """Free what the head was gathered into, of which it has a copy, before there are logits.
+
+    FSDP2 keeps it until the next unit has its own, or as here the root's forward pass has ended.
+    """
+    context = unit._get_fsdp_state()._comm_ctx
+    if (gathered := context.all_gather_state) is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(gathered.event)
+        context.all_gather_state = None
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard:

@@ -13,7 +13,9 @@ NUM_EXPERTS = 4
 
 @pytest.fixture
 def group(tmp_path):
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}"
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
