@@ -168,9 +168,9 @@ def _note_waits(recorder: Recorder) -> None:
         finish(self, works)
         recorder.note("wait messages", torch.cuda.current_stream(), 0)
 
-    def counted(self: Any, ids_S: Any) -> Any:  # noqa: N803
+    def counted(self: Any, sent: Any, num_rows: int) -> Any:
         recorder.note("host", "numbers of experts' rows are read", 0)
-        return read(self, ids_S)
+        return read(self, sent, num_rows)
 
     collectives.finish, exchange._counted = finished, counted
 

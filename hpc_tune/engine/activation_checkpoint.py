@@ -17,9 +17,15 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
     get_device_states,
@@ -60,6 +66,7 @@ _KEPT = frozenset(
 )
 # The widest blocks are 8 x wider inside than outside (Gemma); adapters go from 16 to 4096 and more.
 MIN_INNER = 8
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
@@ -108,6 +115,23 @@ def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, whose operations selective recompute does not count.
+
+    It finds what it kept by counting the operations of a block, and fails if the recomputation has
+    others than the first pass: gathering weights may be done in the one and not in the other.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(_get_current_dispatch_mode(), _SELECTIVE):
+            return function(*args, **kwargs)
+        with _pop_mode_temporarily():
             return function(*args, **kwargs)
 
     return outside

@@ -17,7 +17,7 @@ E experts of G ranks.
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
@@ -116,30 +117,35 @@ class _Exchange:
     ) -> None:
         self.group, self.collectives, self.each = group, collectives, each
 
+    @outside_recompute
     def rows_for(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows come from whom for which expert (G x E / G), and as sums.
 
         The sums, of what is sent and what comes, are read by the host: it allocates by them. A
         layer that is recomputed has them of its first pass: no message, and the host does not wait.
         """
+        sent = torch.zeros(self.group.size() * self.each, dtype=torch.int64, device=ids_S.device)
+        sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
         kept = batch_context.batch.kept
         if kept is None:
-            return self._counted(ids_S)
+            return self._counted(sent, len(ids_S))
         if self not in kept:
-            kept[self] = self._counted(ids_S)
-        rows: tuple[torch.Tensor, list[int], list[int]] = kept[self]
-        return rows
+            kept[self] = sent, self._counted(sent, len(ids_S))
+        first, rows = kept[self]
+        if first is not sent and not isinstance(sent, FakeTensor):
+            _require_same(first, sent)
+        return cast("tuple[torch.Tensor, list[int], list[int]]", rows)
 
-    def _counted(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Count and read; in a trace, which has no values, experts are chosen evenly."""
+    def _counted(
+        self, sent: torch.Tensor, num_rows: int
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Exchange counts and read them; in a trace, without values, experts are chosen evenly."""
         ranks = self.group.size()
-        sent = torch.zeros(ranks * self.each, dtype=torch.int64, device=ids_S.device)
-        sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
         come = torch.empty_like(sent)
         self.collectives.all_to_all(come, sent, None, None, self.group)
         both = torch.stack([sent, come]).view(2, ranks, self.each)
-        if isinstance(ids_S, FakeTensor):
-            first, rest = divmod(len(ids_S), ranks)
+        if isinstance(sent, FakeTensor):
+            first, rest = divmod(num_rows, ranks)
             even = [first + (number < rest) for number in range(ranks)]
             return both[1], even, even
         send, receive = both.sum(2).tolist()
@@ -149,6 +155,12 @@ class _Exchange:
         """Return what comes when rows of ``x`` are sent; its gradient goes the other way."""
         out: torch.Tensor = _AllToAll.apply(x, send, receive, self)
         return out
+
+
+def _require_same(first: torch.Tensor, again: torch.Tensor) -> None:
+    """Let the device fail if counts differ: the host does not wait for it."""
+    chosen_anew = "a recomputed router chose other experts than in its first pass"
+    torch._assert_async((first == again).all(), chosen_anew)
 
 
 class _AllToAll(torch.autograd.Function):

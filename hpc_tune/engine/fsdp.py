@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
 from hpc_tune.engine.expert_parallel import experts_in
 from hpc_tune.engine.mesh import Mesh
@@ -83,6 +84,8 @@ def shard(
             offload_policy=offload,
             ignored_params=whole,
         )
+        if of_experts:
+            _gather_outside_recompute(unit)
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays for its backward pass, which comes next: nothing is to be gathered for that.
             unit.set_unshard_in_backward(False)
@@ -107,6 +110,13 @@ def _units(
         built.module.head_unit = HeadUnit(built.module.causal_lm().get_output_embeddings())
         units.append(built.module.head_unit)
     return [*units, built.module]
+
+
+def _gather_outside_recompute(unit: Any) -> None:
+    """Let selective recompute of the block around a unit not see how that is gathered."""
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        for number, hook in hooks.items():
+            hooks[number] = outside_recompute(hook)
 
 
 def _let_go_of_buffer(unit: Any, _args: Any) -> None:

@@ -73,6 +73,19 @@ def test_layouts_change_no_loss_and_experts_stop_and_go_on_elsewhere(tmp_path):
     assert 0 < sent["all_to_all"] < 2 * expected["all_to_all"]  # as routers choose
 
 
+def test_recomputed_experts_in_bf16_have_the_losses_of_those_that_are_kept(tmp_path):
+    # Their weights are cast when they are gathered, which a recomputation need not do again.
+    words = [*words_of(tmp_path, "qwen2_moe"), "tune.method=full", "model.dtype=bf16"]
+    layouts = {
+        level: [*ON_TWO_TOO["expert"], f"parallel.recompute={level}"]
+        for level in ("none", "selective", "full")
+    }
+    assert many_runs(2, jobs_of(tmp_path, words, layouts), tmp_path) == [0, 0, 0]
+    for key in ("loss", "grad_norm"):
+        kept, *recomputed = (rows(tmp_path / level, key) for level in layouts)
+        assert recomputed == [kept, kept]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss", "deepseek_v3"])

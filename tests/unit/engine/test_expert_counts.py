@@ -25,9 +25,9 @@ def exchange(group):
     """Return a function that makes a layer's exchange, and notes what it counts in ``read``."""
 
     class Noting(_Exchange):
-        def _counted(self, ids_S):
-            self.read.append(ids_S.tolist())
-            return super()._counted(ids_S)
+        def _counted(self, sent, num_rows):
+            self.read.append(sent.tolist())
+            return super()._counted(sent, num_rows)
 
     def make():
         made = Noting(group, CountedCollectives(torch.device("cpu")), NUM_EXPERTS)
@@ -51,7 +51,16 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
         assert send == receive == [1 + n + m]
         assert rows.tolist() == [torch.bincount(ids[n, m], minlength=NUM_EXPERTS).tolist()]
     for m, layer in enumerate(layers):
-        assert layer.read == [ids[n, m].tolist() for n in range(3)], "in the first passes alone"
+        counts = [torch.bincount(ids[n, m], minlength=NUM_EXPERTS).tolist() for n in range(3)]
+        assert layer.read == counts, "in the first passes alone"
+
+
+def test_a_router_that_chooses_anew_when_recomputed_ends_the_run(exchange):
+    layer = exchange()
+    with batch_context.of(MicroBatch(kept={})):
+        layer.rows_for(torch.tensor([0, 1, 1]))
+        with pytest.raises(RuntimeError, match="a recomputed router chose other experts"):
+            layer.rows_for(torch.tensor([0, 0, 1]))
 
 
 def test_where_nothing_may_be_kept_each_pass_counts(exchange):
