@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 
-_OF_ALL_RANKS = ("train", "supervise")  # and no word: train
+_ALL_RANK_COMMANDS = ("train", "supervise")  # and no word: train
 
 
 def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads this file too
@@ -19,15 +19,15 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
             "or name another python\n" % (sys.version_info[:2] + (sys.executable,))
         )
         return 2
-    from hpc_tune.first_signals import leave_on_signals
+    from hpc_tune.first_signals import exit_on_signals
 
     word = sys.argv[1] if len(sys.argv) > 1 else "train"
-    if word in _OF_ALL_RANKS or word.startswith("-") or "=" in word:
-        leave_on_signals()
+    if word in _ALL_RANK_COMMANDS or word.startswith("-") or "=" in word:
+        exit_on_signals()
     from hpc_tune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 
     for stream in (sys.stdout, sys.stderr):
-        _print_anything(stream)
+        _escape_unencodable(stream)
     try:
         from hpc_tune.cli import main as run
 
@@ -37,8 +37,8 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_stdout():
-            return _without_stdout(error)
+        if isinstance(error, OSError) and _is_stdout_broken():
+            return _report_broken_stdout(error)
         from hpc_tune.packages import why_unusable
 
         why = why_unusable(error)
@@ -46,22 +46,22 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
             sys.stderr.write("hpc_tune: %s\n" % why)
             return EXIT_USER
         if isinstance(error, OSError) and error.filename is not None:
-            from hpc_tune.errors import remedy_of
+            from hpc_tune.errors import find_remedy
 
-            words = "%s%s" % (error.strerror, remedy_of(error))
+            words = "%s%s" % (error.strerror, find_remedy(error))
             sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, words))
             return EXIT_USER if isinstance(error, PermissionError) else EXIT_FAILED
         raise
     return code
 
 
-def _print_anything(stream):  # type: ignore[no-untyped-def]
+def _escape_unencodable(stream):  # type: ignore[no-untyped-def]
     """Let what a stream's encoding has not be printed by its number; a closed stream is None."""
     with contextlib.suppress(AttributeError, OSError):
         stream.reconfigure(errors="backslashreplace")
 
 
-def _is_of_stdout():  # type: ignore[no-untyped-def]
+def _is_stdout_broken():  # type: ignore[no-untyped-def]
     """Return whether an error is that stdout takes nothing any more: one more line would tell."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
@@ -70,7 +70,7 @@ def _is_of_stdout():  # type: ignore[no-untyped-def]
     return False
 
 
-def _without_stdout(error):  # type: ignore[no-untyped-def]
+def _report_broken_stdout(error):  # type: ignore[no-untyped-def]
     """Say it once, unless the reader had enough, as in `| head`; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_NO_FSYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 @contextmanager
-def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
+def replace_atomically(path: Path, durable: bool = False) -> Iterator[Path]:
     """Give the path of a temporary file beside ``path`` that takes its place at the block's end.
 
     If the block fails, what was at ``path`` before is untouched. ``durable``: what is there
@@ -34,10 +34,10 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 def write_file(path: Path, content: str | bytes, durable: bool = False) -> None:
     """Write a file as a whole; text becomes UTF-8, and what cannot is written by its number, as in
-    names of files that are of other bytes. Raises as ``replacing`` does.
+    names of files that are of other bytes. Raises as ``replace_atomically`` does.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    with replacing(path, durable) as temporary:
+    with replace_atomically(path, durable) as temporary:
         temporary.write_bytes(data)
 
 
@@ -61,7 +61,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_FOR_FOLDERS:
+        if error.errno not in _NO_FSYNC_ERRORS:
             raise
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PreferencePairs:
     """What a preference objective needs beside the tokens of a micro-batch with P pairs.
 
     A pair is two documents of one row, the chosen answer before the rejected one, both after the
@@ -37,10 +37,10 @@ class Pairs:
         """All three."""
         return self.counts_P2, self.reference_P2, self.desirable_P
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Pairs":
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return these with each tensor changed."""
         counts_P2, reference_P2, desirable_P = map(change, self.tensors)
-        return Pairs(counts_P2, reference_P2, desirable_P, self.kl)
+        return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl)
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Batch:
     row_stride: int = 1
     document_lengths: Sequence[Sequence[int]] = ()
     padding: Sequence[int] = ()
-    pairs: Pairs | None = None
+    pairs: PreferencePairs | None = None
     mismatched: "Batch | None" = None
     weights_N: torch.Tensor | None = None
 
     def with_kl(self, kl: float) -> "Batch":
-        """Return this batch of labelled answers with the step's ``Pairs.kl``."""
+        """Return this batch of labelled answers with the step's ``PreferencePairs.kl``."""
         return replace(self, pairs=self.pairs and replace(self.pairs, kl=kl))
 
     @cached_property
@@ -118,7 +118,7 @@ class Batch:
 
     def pinned(self) -> "Batch":
         """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
-        return self._each(lambda t: t.int().pin_memory(), lambda t: t.pin_memory())
+        return self._map_tensors(lambda t: t.int().pin_memory(), lambda t: t.pin_memory())
 
     @property
     def real_lengths(self) -> list[int]:
@@ -132,12 +132,12 @@ class Batch:
         if device.type == "cpu":
             return self
         source = self if self.tokens_BT.is_pinned() else self.pinned()
-        return source._each(
+        return source._map_tensors(
             lambda t: t.to(device, non_blocking=True).long(),
             lambda t: t.to(device, non_blocking=True),
         )
 
-    def _each(
+    def _map_tensors(
         self,
         token_wise: Callable[[torch.Tensor], torch.Tensor],
         other: Callable[[torch.Tensor], torch.Tensor],
@@ -153,7 +153,7 @@ class Batch:
             labels_BT=labels_BT,
             positions_BT=positions_BT,
             pairs=self.pairs and self.pairs.each(other),
-            mismatched=self.mismatched and self.mismatched._each(token_wise, other),
+            mismatched=self.mismatched and self.mismatched._map_tensors(token_wise, other),
             weights_N=None if self.weights_N is None else other(self.weights_N),
         )
 
@@ -181,5 +181,5 @@ def empty_batch(first_row: int, form: Form = "answers") -> Batch:
     if form == "answers":
         return batch
     none = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool)
-    batch = replace(batch, pairs=Pairs(*none))
+    batch = replace(batch, pairs=PreferencePairs(*none))
     return replace(batch, mismatched=batch) if form == "labels" else batch

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 from hpc_tune import __version__
 from hpc_tune.cluster.launchers import rank_hint, size_hint
-from hpc_tune.commands import COMMANDS, OF_ALL_RANKS, SETTINGS
+from hpc_tune.commands import ALL_RANK_COMMANDS, COMMANDS, SETTINGS_ARGUMENTS
 from hpc_tune.config.load import config_hint, describe_fields, field_names, load_config
-from hpc_tune.config.secrets import mask
+from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure, log
-from hpc_tune.packages import in_front
+from hpc_tune.packages import find_shadowing_packages
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]
-        if not _has_part_in(options.command):
+        if not _runs_here(options.command):
             return EXIT_DONE
         if not rank_hint(os.environ):
-            for warning in in_front():
+            for warning in find_shadowing_packages():
                 log.warning(warning)
         return run(options)
     except HpcTuneError as error:
-        return _refuse(error)
+        return _print_error(error)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -66,12 +66,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
-        data = _data_of(options) if "data" in options else []
+        data = _data_settings(options) if "data" in options else []
         options.config = load_config(options.files, [*options.settings, *data])
     return options
 
 
-def _data_of(options: argparse.Namespace) -> list[str]:
+def _data_settings(options: argparse.Namespace) -> list[str]:
     """Return data.path as the argument DATA of a command sets it; a setting there is one.
 
     Raises:
@@ -91,14 +91,14 @@ def _data_of(options: argparse.Namespace) -> list[str]:
     return [] if named is None else [f"data.path={named}"]
 
 
-def _has_part_in(command: str) -> bool:
+def _runs_here(command: str) -> bool:
     """Return whether this process runs a command, of which most are for one process alone.
 
     Raises:
         ConfigError: for several of ``supervise``, each of which would start all ranks.
     """
     rank = rank_hint()
-    if command in OF_ALL_RANKS or (rank == 0 and size_hint() == 1):
+    if command in ALL_RANK_COMMANDS or (rank == 0 and size_hint() == 1):
         return True
     if command == "supervise":
         raise ConfigError(
@@ -122,9 +122,9 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from hpc_tune.probe.software import for_a_bug_report
+        from hpc_tune.probe.software import bug_report_lines
 
-        print("\n".join(for_a_bug_report()))
+        print("\n".join(bug_report_lines()))
         parser.exit()
 
 
@@ -145,7 +145,7 @@ def _build_parser() -> _Parser:
         help="print a command's arguments",
     )
     for name, (run, arguments) in COMMANDS.items():
-        text, epilog = run.__doc__, parser.epilog if SETTINGS[0] in arguments else None
+        text, epilog = run.__doc__, parser.epilog if SETTINGS_ARGUMENTS[0] in arguments else None
         command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         for argument, kwargs in arguments:
             command.add_argument(argument, **kwargs)
@@ -170,12 +170,12 @@ def _settings_text() -> str:
     return "\n".join(lines)
 
 
-def _refuse(error: HpcTuneError) -> int:
+def _print_error(error: HpcTuneError) -> int:
     """Print the error once: on rank 0, or on a rank that is still alive after rank 0 would have."""
     rank, had_world = rank_hint(os.environ), "torch" in sys.modules
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)
     if not (rank and had_world):
         who = f"rank {rank}: " if rank else ""
-        print(mask(f"hpc_tune: {who}{error}"), file=sys.stderr, flush=True)
+        print(mask_secrets(f"hpc_tune: {who}{error}"), file=sys.stderr, flush=True)
     return error.exit_code

@@ -1,6 +1,6 @@
 """The commands: of each its arguments, its help (the docstring) and what it does.
 
-``options`` are the arguments as argparse reads them; where SETTINGS are among them,
+``options`` are the arguments as argparse reads them; where SETTINGS_ARGUMENTS are among them,
 ``options.config`` is the configuration that they describe. A command imports what it needs when it
 runs, so that --help and wrong arguments are answered without importing torch.
 """
@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hpc_tune.completion import SHELLS, script
+from hpc_tune.completion import SHELLS, completion_script
 from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
-from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
-from hpc_tune.config.load import is_tiny, variables_named
-from hpc_tune.config.paths import in_cache
+from hpc_tune.config.init import METHODS, QUESTIONS, ask_on_terminal, collect_answers, write_config
+from hpc_tune.config.load import find_variables, is_tiny
+from hpc_tune.config.paths import cached_path
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.log import log
 from hpc_tune.units import parse_memory
 
@@ -48,13 +48,13 @@ def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs
     elif isinstance(kind, tuple):
         kwargs["choices"] = kind
     else:
-        kwargs["type"] = _reader(kind, least)
+        kwargs["type"] = _make_reader(kind, least)
     if isinstance(kwargs.get("default"), str | int | float):
         help += " (default: %(default)s)"
     return name, {"help": help, **kwargs}
 
 
-def _reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+def _make_reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     """Return a type for argparse that explains what is wrong."""
 
     def read(text: str) -> Any:
@@ -74,12 +74,12 @@ def _reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
 def model_folder(path: str) -> Path:
     """Return the folder of a model that a path names, or OWNER/NAME in the hub's cache."""
     try:
-        return Path(in_cache("the model", path, "model"))
+        return Path(cached_path("the model", path, "model"))
     except ConfigError as error:
         raise ArgumentTypeError(str(error)) from None
 
 
-SETTINGS = (
+SETTINGS_ARGUMENTS = (
     argument(
         "--config",
         str,
@@ -94,18 +94,20 @@ SETTINGS = (
         "settings", str, "settings that override FILE's", nargs="*", metavar="key=value", default=[]
     ),
 )
-RUN = argument("run", Path, "a run directory or one of its checkpoints", metavar="RUN")
-JSON = argument("--json", bool, "print JSON instead of a table")
+RUN_ARGUMENT = argument("run", Path, "a run directory or one of its checkpoints", metavar="RUN")
+JSON_ARGUMENT = argument("--json", bool, "print JSON instead of a table")
 
 
-@command(argument("--force", bool, "start even if the run is predicted not to fit"), *SETTINGS)
+@command(
+    argument("--force", bool, "start even if the run is predicted not to fit"), *SETTINGS_ARGUMENTS
+)
 def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
         log.info("config  no --config: defaults apply to all settings not given here (see --help)")
     # Torch reads it when it is imported: each rank would print frames of C++ where one is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with lazy_imports():
+    with fast_imports():
         from hpc_tune.train.run import run
     return run(options.config, force=options.force)
 
@@ -119,14 +121,14 @@ def train(options: Namespace) -> int:
 )
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
-    from hpc_tune.cluster.submission import schedulers_here
+    from hpc_tune.cluster.submission import find_schedulers
     from hpc_tune.memory.host import find_limit
-    from hpc_tune.plan.first_sizes import sizes_for
+    from hpc_tune.plan.first_sizes import plan_sizes
 
-    given = answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
+    given = collect_answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
     host_bytes, out = find_limit().num_bytes, Path(options.out)
-    section: Literal["slurm", "pbs"] = "pbs" if schedulers_here() == ["pbs"] else "slurm"
-    print("\n".join(write_config(out, given, host_bytes, sizes_for, section)))
+    section: Literal["slurm", "pbs"] = "pbs" if find_schedulers() == ["pbs"] else "slurm"
+    print("\n".join(write_config(out, given, host_bytes, plan_sizes, section)))
     return EXIT_DONE
 
 
@@ -153,16 +155,16 @@ def convert(options: Namespace) -> int:
         "--requeue", shlex.split, "command that requeues the job (default: the scheduler's own)"
     ),
     argument("--python", shlex.split, "Python of the ranks", default=shlex.quote(sys.executable)),
-    *SETTINGS,
+    *SETTINGS_ARGUMENTS,
 )
 def supervise(options: Namespace) -> int:
     """In a batch job, start the ranks, restart them after a failure, and requeue the job."""
     from hpc_tune.cluster.nodes import Nodes
-    from hpc_tune.cluster.schedulers import section_of
+    from hpc_tune.cluster.schedulers import choose_section
     from hpc_tune.supervise import Supervisor
 
     config, launch = options.config, [*options.launch, *options.python]
-    job = section_of(config.slurm, config.pbs, os.environ)
+    job = choose_section(config.slurm, config.pbs, os.environ)
     nodes = Nodes(launch, os.environ, job, config.parallel)
     arguments, run = _arguments_for(options), config.run
     return Supervisor(
@@ -177,14 +179,14 @@ def supervise(options: Namespace) -> int:
         ("slurm", "pbs"),
         "who gets it (default: whose section is given, or who is on this host)",
     ),
-    *SETTINGS,
+    *SETTINGS_ARGUMENTS,
 )
 def submit(options: Namespace) -> int:
     """Write a batch script from the slurm or pbs settings and submit it with sbatch or qsub."""
     from hpc_tune.cluster import submission
 
     config = options.config
-    job = submission.choose(config.slurm, config.pbs, options.scheduler)
+    job = submission.choose_scheduler(config.slurm, config.pbs, options.scheduler)
     if problems := check_job(job, config.parallel, config.run.device):
         raise ConfigError("; ".join(problems))
     if not job.is_given:
@@ -192,14 +194,14 @@ def submit(options: Namespace) -> int:
             "no %s setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour",
             job.section,
         )
-    named = variables_named(options.files, options.settings)
-    variables = submission.variables_for(named, os.environ)
+    named = find_variables(options.files, options.settings)
+    variables = submission.job_variables(named, os.environ)
     text = submission.render(job, _arguments_for(options), Path.cwd(), variables)
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
     number = submission.submit(text, job, Path.cwd(), os.environ)
-    shows = submission.showing(job, number)
+    shows = submission.status_command(job, number)
     print(f"submitted job {number}, run directory {config.run.dir}; {shows} shows its state")
     return EXIT_DONE
 
@@ -210,7 +212,7 @@ def _arguments_for(options: Namespace) -> list[str]:
 
 
 @command(
-    JSON,
+    JSON_ARGUMENT,
     argument("--links", float, "seconds of link tests (default: 10 + 0.5 per node)", least=0),
     argument(
         "--products",
@@ -218,7 +220,7 @@ def _arguments_for(options: Namespace) -> list[str]:
         "seconds in which all ranks multiply matrices (default: 2 on GPUs, 0.5 on CPUs)",
         least=0,
     ),
-    *SETTINGS,
+    *SETTINGS_ARGUMENTS,
 )
 def doctor(options: Namespace) -> int:
     """Check that nodes, network and software are ready for a run; launch it like the run."""
@@ -227,7 +229,7 @@ def doctor(options: Namespace) -> int:
     return run_doctor(options.config, options.json, options.links, options.products)
 
 
-@command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS)
+@command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS_ARGUMENTS)
 def prepare(options: Namespace) -> int:
     """Tokenise a dataset into one .h5 file, to be used as data.path."""
     from hpc_tune.prepare import run_prepare
@@ -244,7 +246,7 @@ def prepare(options: Namespace) -> int:
         nargs="?",
     ),
     argument("--rows", int, "number of rows to print", least=0, default=5),
-    *SETTINGS,
+    *SETTINGS_ARGUMENTS,
 )
 def show(options: Namespace) -> int:
     """Print examples as the model sees them, with the tokens that count in the loss marked."""
@@ -275,28 +277,28 @@ def show(options: Namespace) -> int:
     argument("--masked", bool, "for GPUs below compute capability 8.0, whose attention has a mask"),
     argument("--measured", str, "with parallel=auto: file with what doctor --json printed there"),
     argument("--hardware", str, "with parallel=auto: kind of cluster, such as h100-ib400"),
-    JSON,
-    *SETTINGS,
+    JSON_ARGUMENT,
+    *SETTINGS_ARGUMENTS,
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.lazy_imports import is_installed
+    from hpc_tune.lazy_imports import is_importable
     from hpc_tune.plan.advice import check_remedies
-    from hpc_tune.plan.hardware import machine_asked_for
+    from hpc_tune.plan.hardware import requested_machine
     from hpc_tune.plan.report import as_json, as_lines, make_plan
-    from hpc_tune.train.sources import planned_sources
+    from hpc_tune.train.sources import describe_planned_sources
 
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
     on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
-    machine, assumed = machine_asked_for(config.job, *named_machine, on_cpus)
+    machine, assumed = requested_machine(config.job, *named_machine, on_cpus)
     if assumed:
         log.info("assumed, since nothing names it: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
         named = options.measured, options.hardware
-        choice, machine, config = search.choose_for(config, machine, *named)
+        choice, machine, config = search.choose_for_command(config, machine, *named)
         if options.json:
             print(search.as_json(choice))
             return EXIT_DONE
@@ -314,16 +316,16 @@ def plan(options: Namespace) -> int:
 
     planned = make_plan(config, *how)
     advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
-    if config.parallel.zero_stage is not None and not is_installed("deepspeed"):
+    if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
     lines = as_lines(planned, advice)
-    lines += planned_sources(config.data, config.train, config.batch.global_size)
+    lines += describe_planned_sources(config.data, config.train, config.batch.global_size)
     print(as_json(planned, advice) if options.json else "\n".join(lines))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 
 
 @command(
-    RUN,
+    RUN_ARGUMENT,
     argument(
         "--to",
         ("adapter", "merged", "gguf"),
@@ -338,7 +340,7 @@ def export(options: Namespace) -> int:
     """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.gguf_file import export_gguf
-    from hpc_tune.checkpoint.locate import locate, require_base, with_newest
+    from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest
     from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
@@ -353,7 +355,7 @@ def export(options: Namespace) -> int:
         to_one = export_merged if options.to == "merged" else export_gguf
         return to_one(*what, DTYPES.get(options.dtype))
 
-    print(with_newest(run, options.run, export_it))
+    print(retry_with_newest(run, options.run, export_it))
     return EXIT_DONE
 
 
@@ -373,11 +375,11 @@ def export(options: Namespace) -> int:
 )
 def generate(options: Namespace) -> int:
     """Answer a prompt, or a chat with tools, with a fine-tuned model."""
-    from hpc_tune.generate import answer, asked
+    from hpc_tune.generate import generate_answer, read_chat
 
-    chat = asked(options.prompt, options.system, options.tools, options.chat)
+    chat = read_chat(options.prompt, options.system, options.tools, options.chat)
     sampling = options.max_tokens, options.temperature, options.seed
-    print(answer(options.run, options.model, not options.base, chat, *sampling))
+    print(generate_answer(options.run, options.model, not options.base, chat, *sampling))
     return EXIT_DONE
 
 
@@ -394,11 +396,11 @@ def inspect(options: Namespace) -> int:
 
         lines, is_valid = describe_prepared(path)
     else:
-        from hpc_tune.checkpoint.locate import differences, list_checkpoints
+        from hpc_tune.checkpoint.locate import diff_settings, list_checkpoints
 
         lines, is_valid = list_checkpoints(path, options.verify)
         if options.against:
-            lines += differences(path, options.against) or ["no setting differs"]
+            lines += diff_settings(path, options.against) or ["no setting differs"]
     print("\n".join(lines))
     return EXIT_DONE if is_valid else EXIT_FAILED
 
@@ -420,7 +422,7 @@ def report(options: Namespace) -> int:
 
 
 @command(
-    RUN,
+    RUN_ARGUMENT,
     argument("--every", float, "seconds between updates", least=0.01, default=2.0),
     argument("--once", bool, "print the current state once and exit"),
 )
@@ -435,13 +437,13 @@ def watch(options: Namespace) -> int:
 @command(argument("shell", SHELLS, "the shell that reads the script"))
 def completion(options: Namespace) -> int:
     """Print a completion script: eval "$(hpc_tune completion bash)"."""
-    print(script(options.shell, COMMANDS), end="")
+    print(completion_script(options.shell, COMMANDS), end="")
     return EXIT_DONE
 
 
-_ALL = (
+_ALL_COMMANDS = (
     *(train, init, convert, show, plan, doctor, prepare, submit, supervise),
     *(report, watch, inspect, generate, export, completion),
 )
-COMMANDS = {command.run.__name__: command for command in _ALL}
-OF_ALL_RANKS = ("train", "doctor", "prepare")  # the others are for one process
+COMMANDS = {command.run.__name__: command for command in _ALL_COMMANDS}
+ALL_RANK_COMMANDS = ("train", "doctor", "prepare")  # the others are for one process

@@ -6,7 +6,7 @@ eval "$(hpc_tune completion bash)"
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_tune.config.chat_templates import NAMED
+from hpc_tune.config.chat_templates import NAMED_TEMPLATES
 from hpc_tune.config.load import describe_fields
 
 SHELLS = ("bash", "zsh")
@@ -38,13 +38,13 @@ complete -F _hpc_tune hpc_tune
 """
 
 
-def script(shell: str, commands: Mapping[str, Any]) -> str:
+def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
     """Return the script for a shell, from the arguments that the ``commands`` declare."""
     fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
-        words = _words(kind.replace("bool", "true | false"))
+        words = _literal_values(kind.replace("bool", "true | false"))
         is_template = name == "data.chat_template"
-        words = [*NAMED] if is_template else words
+        words = [*NAMED_TEMPLATES] if is_template else words
         values += [_case(f'*" {name}="', words, files=is_template)] if words else []
     for command, (_, declared) in commands.items():
         words, takes_files = ["--help"], False
@@ -72,7 +72,7 @@ def _case(pattern: str, words: Sequence[str], files: bool) -> str:
     return f'        {pattern}) words="{" ".join(words)}" files={"1" if files else ""} ;;'
 
 
-def _words(kind: str) -> list[str]:
+def _literal_values(kind: str) -> list[str]:
     """Return the literal values of a field's type; a field of one type has none."""
     types = [] if kind.startswith("list[") else kind.split(" | ")
     literals = [text for text in types if text not in ("int", "str", "float") and "[" not in text]

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.rights import is_refusal, missing_right
+from hpc_tune.rights import is_permission_error, missing_permission
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class HpcTuneError(Exception):
@@ -29,7 +29,7 @@ class ConfigError(HpcTuneError):
     exit_code = EXIT_USER
 
 
-def require_text(word: str) -> str:
+def require_utf8(word: str) -> str:
     """Return a word of the command line, if it can be written as UTF-8.
 
     Raises:
@@ -96,14 +96,14 @@ class DiskError(HpcTuneError):
     @classmethod
     def of(cls, error: OSError, doing: str) -> "DiskError | None":
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
-        if is_refusal(error.errno) and error.filename is not None:
-            return cls(f"{error.filename}: {error.strerror}{remedy_of(error)}")
-        if error.errno in _NO_DESCRIPTORS:
-            return cls(f"{error.filename or doing}: {error.strerror}{remedy_of(error)}")
+        if is_permission_error(error.errno) and error.filename is not None:
+            return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
+        if error.errno in _OUT_OF_FILES:
+            return cls(f"{error.filename or doing}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
         where = f"{error.filename} cannot be written" if error.filename else doing
-        advice = remedy_of(error) or ". Make room, or choose a run.dir on another file system"
+        advice = find_remedy(error) or ". Make room, or choose a run.dir on another file system"
         return cls(f"{where}: {error.strerror}{advice}")
 
 
@@ -155,7 +155,7 @@ class RemoteError(HpcTuneError):
         self.exit_code = exit_code
 
 
-def remedy_of(error: BaseException, path: Path | None = None) -> str:
+def find_remedy(error: BaseException, path: Path | None = None) -> str:
     """Return what to do about a limit or a right that an open or a write met, to follow the
     error's own words; "" for none. ``path`` is what was opened, where the error may not name it.
 
@@ -166,7 +166,7 @@ def remedy_of(error: BaseException, path: Path | None = None) -> str:
         number = int(told[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
-    if number in _NO_DESCRIPTORS:
+    if number in _OUT_OF_FILES:
         return (
             ". It has as many files open as it may: raise the limit before the launcher "
             "(ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
@@ -174,17 +174,21 @@ def remedy_of(error: BaseException, path: Path | None = None) -> str:
     if number == errno.EDQUOT:
         return ". The quota there is used up: make room, or choose another file system"
     named = getattr(error, "filename", None) or path
-    if is_refusal(number) and named is not None and (words := missing_right(Path(named))):
+    if (
+        is_permission_error(number)
+        and named is not None
+        and (words := missing_permission(Path(named)))
+    ):
         return f": {words}"
     return ""
 
 
-def require_descriptors(error: BaseException) -> None:
+def raise_if_out_of_files(error: BaseException) -> None:
     """Raise again an error that says nothing of its file: this process may open no more files.
 
     To be called where a file that cannot be opened counts as an empty one.
     """
-    if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+    if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
         raise error
 
 

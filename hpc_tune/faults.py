@@ -8,14 +8,14 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Place = Literal["boundary", "step", "extremes", "save"]
+FaultPoint = Literal["boundary", "step", "extremes", "save"]
 
 
-def _nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 
-def _same(level: str) -> str:
+def _return_same(level: str) -> str:
     return level
 
 
@@ -45,10 +45,10 @@ class Faults:
     """
 
     join: Callable[..., Any] | None = None
-    at: Callable[[Place, int], None] = _nothing
-    compute: Callable[[int], None] = _nothing
-    write: Callable[[int, Set[int]], None] = _nothing
-    level: Callable[[str], str] = _same
+    at: Callable[[FaultPoint, int], None] = _do_nothing
+    compute: Callable[[int], None] = _do_nothing
+    write: Callable[[int, Set[int]], None] = _do_nothing
+    level: Callable[[str], str] = _return_same
     device: Any = None
     sample_s: float | None = None
     moves_on_host: bool = False

@@ -11,7 +11,7 @@ _EXIT_INTERRUPTED, _EXIT_RESUMABLE = 130, 75  # of errors.py, which takes longer
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def leave_on_signals(prints: bool = True) -> None:
+def exit_on_signals(prints: bool = True) -> None:
     """Make every signal that asks to stop end this process, with the exit code of a stopped run.
 
     ``prints``: say so. What is ignored, as SIGHUP under nohup, stays ignored.
@@ -20,20 +20,20 @@ def leave_on_signals(prints: bool = True) -> None:
     def leave(number: int, frame: object) -> None:
         if prints:
             name = signal.Signals(number).name
-            say(f"{name}: stopped immediately. Rerun the same command to go on\n")
+            write_stderr(f"{name}: stopped immediately. Rerun the same command to go on\n")
         os._exit(_EXIT_INTERRUPTED if number == signal.SIGINT else _EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:
-        if not is_ignored(number):
+        if not is_hup_ignored(number):
             signal.signal(number, leave)
 
 
-def is_ignored(number: int) -> bool:
+def is_hup_ignored(number: int) -> bool:
     """Return whether the process was started to ignore SIGHUP, as nohup does."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to stderr, from a signal handler too.
 
     Where the terminal is gone, nothing that is printed later may fail for it.

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint.locate import locate, require_base, with_newest
+from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.chats import end_of_answer
+from hpc_tune.data.chats import find_answer_end
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import Chat, NotLearned, to_example
-from hpc_tune.data.values import WrongRecord, name_of
-from hpc_tune.errors import ConfigError, require_text
+from hpc_tune.data.values import WrongRecord, json_type_name
+from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.log import log
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
@@ -27,7 +27,9 @@ from hpc_tune.model.template_syntax import refuse_syntax_errors
 from hpc_tune.model.tokenizer import load_tokenizer, stop_ids
 
 
-def asked(prompt: str | None, system: str | None, tools: Path | None, chat: Path | None) -> Chat:
+def read_chat(
+    prompt: str | None, system: str | None, tools: Path | None, chat: Path | None
+) -> Chat:
     """Return what is asked: a prompt (``-``: that of stdin) with what is beside it, or a chat.
 
     ``tools`` and ``chat`` are JSON files, of what rows of training have as tools, and of a row's
@@ -44,26 +46,26 @@ def asked(prompt: str | None, system: str | None, tools: Path | None, chat: Path
                 f"--chat and {' and '.join(given)} are given: put all messages into {chat}, or "
                 "leave --chat out"
             )
-        content = _json_of("--chat", chat)
+        content = _read_json("--chat", chat)
         record = content if isinstance(content, dict) else {"messages": content}
     else:
         turns = [("system", system)] if system else []
-        turns.append(("user", _stdin() if prompt == "-" else str(prompt)))
-        record = {"messages": [{"role": role, "content": require_text(t)} for role, t in turns]}
+        turns.append(("user", _read_stdin() if prompt == "-" else str(prompt)))
+        record = {"messages": [{"role": role, "content": require_utf8(t)} for role, t in turns]}
     if tools is not None:
         if record.get("tools") or record.get("functions"):
             raise ConfigError(f"--tools is given, and {chat} has tools too; keep one of them")
-        content = _json_of("--tools", tools)
+        content = _read_json("--tools", tools)
         if not isinstance(content, list) or not content:
             raise ConfigError(
-                f"--tools {tools}: found {name_of(content)}, expected a list of tools, as rows of "
-                "training data have it"
+                f"--tools {tools}: found {json_type_name(content)}, expected a list of tools, as "
+                "rows of training data have it"
             )
         record = {**record, "tools": content}
-    return _as_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
+    return _parse_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
 
 
-def _as_chat(record: dict[str, Any], where: str) -> Chat:
+def _parse_chat(record: dict[str, Any], where: str) -> Chat:
     try:
         found = to_example(record)
     except (WrongRecord, NotLearned) as error:
@@ -81,7 +83,7 @@ def _as_chat(record: dict[str, Any], where: str) -> Chat:
     return found
 
 
-def _json_of(option: str, file: Path) -> Any:
+def _read_json(option: str, file: Path) -> Any:
     """Return what a file holds as JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -97,14 +99,14 @@ def _json_of(option: str, file: Path) -> Any:
     return content
 
 
-def _stdin() -> str:
+def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompt -: stdin holds no UTF-8: {error}") from None
 
 
-def answer(
+def generate_answer(
     run: Path | None,
     model: Path | None,
     with_adapter: bool,
@@ -147,10 +149,10 @@ def answer(
     allocate(built.module, device)
     load_weights(built)
     if trained is not None and run is not None and with_adapter:
-        with_newest(trained, run, partial(load_trained, built))
+        retry_with_newest(trained, run, partial(load_trained, built))
     lm = built.module.causal_lm().to(dtype).eval()
     ids_BT = _encode(tokenizer, chat).to(device)
-    ends = _ends(tokenizer, directory)
+    ends = _stop_tokens(tokenizer, directory)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"temperature": temperature} if temperature else {}
     out_BT = lm.generate(
@@ -163,19 +165,19 @@ def answer(
         do_sample=bool(temperature),
         **sampling,
     )
-    return _said(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
+    return _decode_answer(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
 
 
-def _said(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
+def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
     """Return an answer without what ends it; other control tokens are part of it, as of calls."""
     stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()
 
 
-def _ends(tokenizer: Any, directory: Path) -> list[int]:
+def _stop_tokens(tokenizer: Any, directory: Path) -> list[int]:
     """Return the tokens at which generation stops."""
-    end = tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))
+    end = tokenizer.convert_tokens_to_ids(find_answer_end(tokenizer))
     return sorted((stop_ids(tokenizer, directory) | {end}) - {None})
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["model", "dataset"]
-SNAPSHOTS, BLOBS, MAIN = "snapshots", "blobs", "main"
+HubKind = Literal["model", "dataset"]
+SNAPSHOTS, BLOBS, MAIN_REF = "snapshots", "blobs", "main"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
 _MIN_PREFIX = 7  # characters of a revision, as git shortens it
 
@@ -36,23 +36,23 @@ def is_cache(folder: Path) -> bool:
     )
 
 
-def revisions_of(folder: Path) -> list[Path]:
+def list_revisions(folder: Path) -> list[Path]:
     """Return the folders of all revisions that a folder of the cache has."""
     return sorted(path for path in (folder / SNAPSHOTS).iterdir() if path.is_dir())
 
 
-def snapshot(folder: Path, revision: str = MAIN) -> Snapshot | None:
+def find_snapshot(folder: Path, revision: str = MAIN_REF) -> Snapshot | None:
     """Return a revision of a folder of the cache, by its own name or by one of ``refs``.
 
     None: it is not there. Where refs/main is not there, either, the only revision is meant by it.
     """
-    found = revisions_of(folder)
-    named = _named_by(folder, revision)
+    found = list_revisions(folder)
+    named = _read_ref(folder, revision)
     chosen = [path for path in found if path.name == (named or revision)]
     why = f"refs/{revision}" if named else "as named"
     if not chosen and len(revision) >= _MIN_PREFIX:
         chosen = [path for path in found if path.name.startswith(revision)]
-    if not chosen and revision == MAIN:
+    if not chosen and revision == MAIN_REF:
         chosen, why = found, "the only one"
     if len(chosen) != 1:
         return None
@@ -67,7 +67,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HF_HOME") or others).expanduser() / "hub"
 
 
-def by_name(name: str, kind: Kind) -> Snapshot | None:
+def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     """Return what OWNER/NAME or OWNER/NAME@REVISION is in the cache; None if that has none of it.
 
     Raises:
@@ -80,22 +80,22 @@ def by_name(name: str, kind: Kind) -> Snapshot | None:
     folder = cache_folder(os.environ) / f"{kind}s--{owner}--{short}"
     if not is_cache(folder):
         return None
-    found = snapshot(folder, revision or MAIN)
+    found = find_snapshot(folder, revision or MAIN_REF)
     if found is None:
-        others = ", ".join(f"{owner}/{short}@{path.name}" for path in revisions_of(folder)[:5])
+        others = ", ".join(f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5])
         what = f"revision {revision}" if revision else "refs/main"
         raise ValueError(f"{folder} has no {what}; name one that it has: {others or 'it has none'}")
     return found
 
 
-def where_looked(name: str, kind: Kind) -> str:
+def cache_hint(name: str, kind: HubKind) -> str:
     """Return that a name of the hub is not in the cache; nothing for what is no such name."""
     if not _HUB_NAME.fullmatch(name):
         return ""
     return f"; nor is a {kind} of that name in the hub's cache, {cache_folder(os.environ)}"
 
 
-def _named_by(folder: Path, reference: str) -> str:
+def _read_ref(folder: Path, reference: str) -> str:
     try:
         return (folder / "refs" / reference).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

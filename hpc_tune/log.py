@@ -1,7 +1,7 @@
 """Rank-aware logging and the progress display.
 
 Rank 0 logs for the world: ``log.info`` prints there only. A warning is printed by the rank that
-has it, after its number, but by rank 0 alone with ``extra=OF_ALL``: all ranks have that one.
+has it, after its number, but by rank 0 alone with ``extra=ON_ALL_RANKS``: all ranks have that one.
 Everything goes to stderr, so that a command's result on stdout can be piped. In a run each rank
 also has a file, where every line has its time.
 """
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.rights import is_refusal, missing_right
+from hpc_tune.rights import is_permission_error, missing_permission
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
 # They warn of kernels that this machine cannot load.
-_CHATTER = ("torchao", "bitsandbytes", "torch.utils._pytree")
+_NOISY_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 # It advises of packages that would be faster on a GPU: rank 0 prints it.
-_ADVICE = ("transformers.integrations.hub_kernels",)
-OF_ALL = {"of_all": True}
+_ADVICE_LOGGERS = ("transformers.integrations.hub_kernels",)
+ON_ALL_RANKS = {"of_all": True}
 PLAIN_LINE_EVERY_S = 10.0
 
 
@@ -61,20 +61,20 @@ def configure(rank: int) -> None:
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.INFO)
-    for name in (*_CHATTER, *(_ADVICE if rank else ())):
+    for name in (*_NOISY_LOGGERS, *(_ADVICE_LOGGERS if rank else ())):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def say_unreadable(path: Path, error: Exception) -> None:
+def warn_unreadable(path: Path, error: Exception) -> None:
     """Warn that a file counts as missing which is there and may not, or cannot, be opened."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
-        whose = missing_right(path) if is_refusal(error.errno) else ""
+        whose = missing_permission(path) if is_permission_error(error.errno) else ""
         words = f"{error.strerror}: {whose}" if whose else error.strerror
         log.warning("%s cannot be read and counts as missing: %s", path, words)
 
 
 @contextlib.contextmanager
-def logging_to(file: Path) -> Iterator[None]:
+def log_to_file(file: Path) -> Iterator[None]:
     """Append every line of this process's log to ``file`` too, within a block.
 
     Each with its time and level. What cannot be written is left out.

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
 
-_OWN = "hpc_tune"
-_ALWAYS = ("omegaconf", "pydantic", "torch")  # where one lacks, so does all that pip would bring
-_PACKAGES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # modules that have another name
+_OWN_NAME = "hpc_tune"
+_CORE = ("omegaconf", "pydantic", "torch")  # where one lacks, so does all that pip would bring
+_PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # modules that have another name
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
@@ -24,32 +24,34 @@ def why_unusable(error: BaseException) -> str | None:
     """Return which package an error while importing is about, and what to do; else None."""
     if not isinstance(error, ImportError) and not _is_while_importing(error):
         return None
-    package, file = _package_of(error)
-    if package == _OWN:
+    package, file = _find_package(error)
+    if package == _OWN_NAME:
         return None
     if file is None and isinstance(error, ModuleNotFoundError):
         return _why_missing(package)
     folder = Path(file).parent.parent if file else None
-    found = next((v for name, v in _installed(folder) if name == _plain(package)), None)
+    found = next(
+        (v for name, v in _list_installed(folder) if name == _normalize_name(package)), None
+    )
     found = found or getattr(sys.modules.get(package), "__version__", None)
     what = f"{package} {found}" if found else package
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
-    needs = required().get(_plain(package))
-    if remedy := _remedy_of_mapping(lines[0]):
+    needs = required_versions().get(_normalize_name(package))
+    if remedy := _mapping_remedy(lines[0]):
         return f"{text}. {remedy}"
     text += f"; expected {package}{needs}" if needs else ""
     return f"{text}. {_remedy(folder)}"
 
 
-def in_front(environ: Mapping[str, str] = os.environ) -> list[str]:
+def find_shadowing_packages(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each package of a version that hpc_tune does not take and that
     PYTHONPATH puts in front of the installed one.
     """
-    needed, warnings = required(), []
-    for folder in _folders_of(environ):
-        for name, version in _installed(folder):
-            if name in needed and not _is_within(version, needed[name]):
+    needed, warnings = required_versions(), []
+    for folder in _pythonpath_folders(environ):
+        for name, version in _list_installed(folder):
+            if name in needed and not _is_in_range(version, needed[name]):
                 warnings.append(
                     f"PYTHONPATH has {name} {version} in {folder}, in front of the installed one; "
                     f"expected {name}{needed[name]}. {_remedy(folder, environ)}"
@@ -57,12 +59,12 @@ def in_front(environ: Mapping[str, str] = os.environ) -> list[str]:
     return warnings
 
 
-def hidden_torch() -> str | None:
+def hidden_torch_warning() -> str | None:
     """Return a warning where another torch is installed behind the one that is imported.
 
     That may be the one which a centre has built for its GPUs.
     """
-    found = {str(one.locate_file("")): one.version for one in _distributions_of("torch")}
+    found = {str(one.locate_file("")): one.version for one in _find_distributions("torch")}
     (folder, version), *others = [*found.items()] or [("", "")]
     if not others:
         return None
@@ -74,18 +76,20 @@ def hidden_torch() -> str | None:
     )
 
 
-def _distributions_of(name: str) -> list[importlib.metadata.Distribution]:
+def _find_distributions(name: str) -> list[importlib.metadata.Distribution]:
     return [*importlib.metadata.distributions(name=name)]
 
 
-def required() -> dict[str, str]:
+def required_versions() -> dict[str, str]:
     """Return the versions that hpc_tune takes, such as ``>=2.9,<3``, by package."""
     try:
-        lines = importlib.metadata.requires(_OWN) or []
+        lines = importlib.metadata.requires(_OWN_NAME) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
         return {}
     matches = [_REQUIREMENT.fullmatch(line) for line in lines]
-    return {_plain(m[1]): m[2].strip() for m in matches if m and "extra" not in (m[3] or "")}
+    return {
+        _normalize_name(m[1]): m[2].strip() for m in matches if m and "extra" not in (m[3] or "")
+    }
 
 
 def is_installed(module: str) -> bool:
@@ -98,8 +102,8 @@ def is_installed(module: str) -> bool:
 
 def _why_missing(module: str) -> str:
     """Return what to do about a module that is not there; a whole environment may lack."""
-    package = _PACKAGES.get(module, _plain(module))
-    if any(importlib.util.find_spec(name) is None for name in _ALWAYS):
+    package = _PACKAGE_NAMES.get(module, _normalize_name(module))
+    if any(importlib.util.find_spec(name) is None for name in _CORE):
         return (
             f"the Python at {sys.executable} has no module {module}; expected one in which "
             "hpc_tune is installed: activate that environment (source .venv/bin/activate), or "
@@ -107,7 +111,7 @@ def _why_missing(module: str) -> str:
         )
     return (
         f"{package} is needed for this and is not installed: {sys.executable} -m pip install "
-        f"'{package}{required().get(package, '')}'"
+        f"'{package}{required_versions().get(package, '')}'"
     )
 
 
@@ -119,7 +123,7 @@ def _is_while_importing(error: BaseException) -> bool:
     )
 
 
-def _package_of(error: BaseException) -> tuple[str, str | None]:
+def _find_package(error: BaseException) -> tuple[str, str | None]:
     """Return the package that an error names, or in whose file it was raised, and a file of it."""
     name, last = None, _frames(error)[-1].f_globals
     if isinstance(error, ImportError):
@@ -135,24 +139,26 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _installed(folder: Path | None) -> Iterator[tuple[str, str]]:
+def _list_installed(folder: Path | None) -> Iterator[tuple[str, str]]:
     """Yield the name and version of each package that pip has put into a folder."""
     for path in folder.glob("*-info") if folder is not None else ():
         name, _, version = path.stem.partition("-")
-        yield _plain(name), version.partition("-")[0]
+        yield _normalize_name(name), version.partition("-")[0]
 
 
-def _folders_of(environ: Mapping[str, str]) -> list[Path]:
+def _pythonpath_folders(environ: Mapping[str, str]) -> list[Path]:
     return [Path(folder) for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
-    if folder is not None and folder.resolve() in [f.resolve() for f in _folders_of(environ)]:
+    if folder is not None and folder.resolve() in [
+        f.resolve() for f in _pythonpath_folders(environ)
+    ]:
         return f"Unset PYTHONPATH, or take {folder} out of it"
     return "Install the versions that docs/laptop.md names into this environment"
 
 
-def _remedy_of_mapping(problem: str) -> str | None:
+def _mapping_remedy(problem: str) -> str | None:
     """Return what to do where the kernel refuses to map a library: its version is not the cause."""
     if "failed to map segment" not in problem and "Cannot allocate memory" not in problem:
         return None
@@ -165,24 +171,24 @@ def _remedy_of_mapping(problem: str) -> str | None:
     )
 
 
-def release_of(version: str) -> tuple[int, ...]:
+def parse_release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: a vendor's pre-release is what it is ahead of."""
-    return _numbers(version)[:2]
+    return _parse_numbers(version)[:2]
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _is_within(version: str, needs: str) -> bool:
+def _is_in_range(version: str, needs: str) -> bool:
     """Compare the numbers of a version with such as ``>=2.9,<3``."""
-    have = _numbers(version)
+    have = _parse_numbers(version)
     for bound in filter(None, map(str.strip, needs.split(","))):
-        sign, limit = re.match(r"[<>=!~]*", bound)[0], _numbers(bound)  # type: ignore[index]
+        sign, limit = re.match(r"[<>=!~]*", bound)[0], _parse_numbers(bound)  # type: ignore[index]
         if (sign == ">=" and have < limit) or (sign == "<" and have >= limit):
             return False
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -10,9 +10,9 @@ from typing import Any
 
 from hpc_tune.config.data import Form, is_prepared
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.data.files import shown
+from hpc_tune.data.files import join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.show import COLOURS, PLAIN, Look, show, show_prepared
+from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, TextStyle, show, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import log
@@ -20,9 +20,9 @@ from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
-from hpc_tune.train.exit import joined
-from hpc_tune.train.model import ready_model
-from hpc_tune.train.sources import Wanted, naming, wanted_for_training
+from hpc_tune.train.exit import in_world
+from hpc_tune.train.model import prepare_model_dir
+from hpc_tune.train.sources import SourceConfig, list_training_sources, name_in_errors
 from hpc_tune.world.bootstrap import shutdown
 
 
@@ -38,9 +38,9 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             "sources itself, once, into data.cache"
         )
     path = data.path
-    with joined(config.run, run_dir=None) as comm:
+    with in_world(config.run, run_dir=None) as comm:
         comm.on_rank_0("making the output folder", lambda: make_folder(folder))
-        directory = ready_model(config.model.path, comm, folder)
+        directory = prepare_model_dir(config.model.path, comm, folder)
         tokenizer = comm.run_and_agree(
             "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
         )
@@ -59,28 +59,30 @@ def run_prepare(config: RunConfig, out: Path) -> int:
 
 def run_show(config: RunConfig, num_rows: int) -> int:
     """Print data.path, or each source, as model.path will see it; write nothing to disk."""
-    look = COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
+    look = COLOUR_STYLE if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_STYLE
     refuse_shape(config.model.path)
-    for source in wanted_for_training(config.data):
+    for source in list_training_sources(config.data):
         if source.name:
             print(f"== {source.name}")
-        with naming(source):
-            tokenizer = _tokenizer(config.model.path, source.data.chat_template)
-            for line in _shown(source, tokenizer, config.tune.form, num_rows, look):
+        with name_in_errors(source):
+            tokenizer = _load_tokenizer(config.model.path, source.data.chat_template)
+            for line in _preview_lines(source, tokenizer, config.tune.form, num_rows, look):
                 print(line)
     return EXIT_DONE
 
 
-def _shown(source: Wanted, tokenizer: Any, form: Form, num_rows: int, look: Look) -> Iterator[str]:
+def _preview_lines(
+    source: SourceConfig, tokenizer: Any, form: Form, num_rows: int, look: TextStyle
+) -> Iterator[str]:
     if is_prepared(source.path):
-        store = TokenStore.open(shown(source.path))
+        store = TokenStore.open(join_paths(source.path))
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         return show_prepared(store, tokenizer, num_rows, look)
     settings = prepare_settings(source.data, form=form)
     return show(source.path, tokenizer, settings, num_rows, look)
 
 
-def _tokenizer(model_path: str, chat_template: str | None) -> Any:
+def _load_tokenizer(model_path: str, chat_template: str | None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(model_path)
         if model_path == BUILTIN_TINY:

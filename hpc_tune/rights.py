@@ -11,12 +11,12 @@ from pathlib import Path
 _REFUSALS = (errno.EACCES, errno.EPERM)
 
 
-def is_refusal(number: int | None) -> bool:
+def is_permission_error(number: int | None) -> bool:
     """Whether an error of this number says that this user lacks a right."""
     return number in _REFUSALS
 
 
-def missing_right(path: Path, of: Path | None = None) -> str:
+def missing_permission(path: Path, of: Path | None = None) -> str:
     """Return whose ``path`` is and how this user gets the right to it; "" if its mode gives it.
 
     ``of`` is the folder whose files the right is needed to, ``path`` by default. Of a path that is
@@ -29,33 +29,37 @@ def missing_right(path: Path, of: Path | None = None) -> str:
     else:
         return ""
     wanted = "r" if stat.S_ISREG(status.st_mode) else "rx"
-    if _may(there, wanted):
+    if _has_access(there, wanted):
         wanted = "w"
-        if _may(there, wanted):
+        if _has_access(there, wanted):
             return ""
-    return _said(there, status, wanted, of or there)
+    return _describe_refusal(there, status, wanted, of or there)
 
 
 def may_write(path: Path) -> bool:
     """Whether this user may write a file, or make and remove files in a folder."""
-    return _may(path, "rw" if path.is_file() else "rwx")
+    return _has_access(path, "rw" if path.is_file() else "rwx")
 
 
 def may_read(path: Path) -> bool:
     """Whether this user may read a file, or see and open what is in a folder."""
-    return _may(path, "r" if path.is_file() else "rx")
+    return _has_access(path, "r" if path.is_file() else "rx")
 
 
-def _may(path: Path, letters: str) -> bool:
+def _has_access(path: Path, letters: str) -> bool:
     bits = {"r": os.R_OK, "w": os.W_OK, "x": os.X_OK}
     return os.access(path, sum(bits[letter] for letter in letters), effective_ids=True)
 
 
-def _said(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
+def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
         return f"its {mode} does not let its owner: chmod u+{wanted} {there}"
-    owner, group, me = _user(status.st_uid), _group(status.st_gid), _user(os.geteuid())
+    owner, group, me = (
+        _user_name(status.st_uid),
+        _group_name(status.st_gid),
+        _user_name(os.geteuid()),
+    )
     is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
     regroup = "" if is_mine else f"chgrp -R to a group that {me} is in too, "
     return (
@@ -65,14 +69,14 @@ def _said(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
     )
 
 
-def _user(number: int) -> str:
+def _user_name(number: int) -> str:
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
 
 
-def _group(number: int) -> str:
+def _group_name(number: int) -> str:
     try:
         return grp.getgrgid(number).gr_name
     except KeyError:

@@ -24,12 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from hpc_tune.cluster.blame import LauncherLines, accused_by
+from hpc_tune.cluster.blame import LauncherLines, find_lost_hosts
 from hpc_tune.cluster.nodes import Nodes
-from hpc_tune.cluster.own_command import why_it_failed
-from hpc_tune.cluster.schedulers import job_end, job_of, leave_before_s
+from hpc_tune.cluster.own_command import why_command_failed
+from hpc_tune.cluster.schedulers import find_job, find_job_end, leave_before_s
 from hpc_tune.cluster.slurm import SLURM
-from hpc_tune.config.secrets import mask
+from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -37,15 +37,15 @@ from hpc_tune.errors import (
     EXIT_USER,
     CheckpointError,
     ConfigError,
-    remedy_of,
+    find_remedy,
 )
-from hpc_tune.log import log, say_unreadable
+from hpc_tune.log import log, warn_unreadable
 from hpc_tune.rundir import heartbeat, left_out, outcome, unended
 from hpc_tune.rundir.json_lines import STARTS
-from hpc_tune.rundir.owner import owner_of
+from hpc_tune.rundir.owner import find_owner
 from hpc_tune.train.report import write_report
 
-FILE = STARTS
+STARTS_FILE = STARTS
 MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for want of memory the next start takes one rung of the ladder more.
 MAX_MEMORY_RESTARTS = 8
@@ -65,17 +65,17 @@ _POLL_S = 0.2
 _READ_S = 2.0  # for what a launcher printed last
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
-_BY_LAUNCHER = " to the ranks alone"
+_SENT_BY_LAUNCHER = " to the ranks alone"
 _REFUSED = "refused"  # before the run directory was taken
 # A signal while the ranks import, and before their first line of Python: of a child, of a shell.
-_EARLY = (EXIT_RESUMABLE, -signal.SIGUSR1, 128 + signal.SIGUSR1)
-_ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
+_EARLY_EXIT_CODES = (EXIT_RESUMABLE, -signal.SIGUSR1, 128 + signal.SIGUSR1)
+_OUTSIDE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
-Next = Literal["done", "again", "requeue", "give up"]
+NextStep = Literal["done", "again", "requeue", "give up"]
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRecord:
     """One start of the ranks, and how it ended.
 
     ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
@@ -99,13 +99,13 @@ class Start:
     error: str = ""
 
 
-def decide(
-    starts: Sequence[Start],
+def decide_next(
+    starts: Sequence[StartRecord],
     left_s: float | None,
     can_requeue: bool,
     spares: int = 0,
     too_few: str | None = None,
-) -> tuple[Next, str]:
+) -> tuple[NextStep, str]:
     """Return what follows the last of ``starts``, and why.
 
     ``left_s`` is the time left to the job, None without a limit. ``spares``: nodes that the job had
@@ -118,7 +118,7 @@ def decide(
         return "requeue", f"not on {last.missing} nodes fewer: {last.reason}"
     if last.exit_code == EXIT_USER:
         return "give up", f"restarting would not help: {last.reason}"
-    if last.reason in ("STOP file", *_ENDED_BY):
+    if last.reason in ("STOP file", *_OUTSIDE_SIGNALS):
         return "give up", f"it was asked to stop ({last.reason})"
     barren = _starts_without_progress(starts)
     # An error that the user must fix is no crash, such as a run directory that is in use.
@@ -142,13 +142,13 @@ def decide(
     return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "time limit reached"
 
 
-def _starts_without_progress(starts: Sequence[Start]) -> list[Start]:
+def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]:
     """Return the last starts that saved no newer checkpoint, the newest first."""
     return list(takewhile(lambda start: start.to_step <= start.from_step, reversed(starts)))
 
 
 class Supervisor:
-    """Starts the ranks of one run until ``decide`` ends it."""
+    """Starts the ranks of one run until ``decide_next`` ends it."""
 
     def __init__(
         self,
@@ -172,12 +172,12 @@ class Supervisor:
         self._nodes = nodes or Nodes(launch, {})
         self._report = report
         self._run_dir, self._requeue = run_dir, list(requeue or [])
-        self._job = job = job_of(environ)
+        self._job = job = find_job(environ)
         if job is not None and not self._requeue:
             self._requeue = list(job.scheduler.requeue_command(job.id))
-        self._end_s = job_end(environ, ask=True)
-        self._ask_s = leave_before_s(environ, _ASK_S)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._end_s = find_job_end(environ, ask=True)
+        self._leave_before_s = leave_before_s(environ, _ASK_S)
+        self._launcher: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
 
     def run(self) -> int:
@@ -192,27 +192,27 @@ class Supervisor:
                 "ranks, such as srun or 'mpirun -np 16'. Load the module that has it, or name it "
                 "with its folder"
             )
-        for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _ENDED_BY)):
+        for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _OUTSIDE_SIGNALS)):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
             signal.signal(number, self._on_signal)
-        starts = _read(self._run_dir)
-        lost = _unended(self._run_dir)
+        starts = _read_starts(self._run_dir)
+        lost = _read_unfinished_start(self._run_dir)
         while True:
             if lost is not None and unended.has_ended(self._run_dir):
-                starts.append(_keep(self._run_dir, lost))
+                starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             start = self._start()
             if start.status == _REFUSED:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER
             if lost is not None:  # it took until now to know that it had ended
-                starts.append(_keep(self._run_dir, lost))
+                starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             starts.append(start)
-            _append(self._run_dir, starts[-1])
+            _append_start(self._run_dir, starts[-1])
             following, why = self._decide(starts)
-            log.info("%s", self._told(starts[-1], following, why))
+            log.info("%s", self._describe_decision(starts[-1], following, why))
             if self._report and following in ("again", "give up") and self._asked is None:
                 write_report(self._run_dir)
             match following:
@@ -225,15 +225,15 @@ class Supervisor:
             if self._asked is not None:
                 return EXIT_RESUMABLE
 
-    def _decide(self, starts: Sequence[Start]) -> tuple[Next, str]:
+    def _decide(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
         if self._end_s is not None:  # until the ranks would be asked to stop, and a minute
-            left_s = self._end_s - time.time() - (self._ask_s - _ASK_S)
+            left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_S)
         nodes = self._nodes
-        return decide(starts, left_s, bool(self._requeue), nodes.spares, nodes.too_few())
+        return decide_next(starts, left_s, bool(self._requeue), nodes.spares, nodes.why_too_few())
 
-    def _told(self, last: Start, following: Next, why: str) -> str:
-        if following != "give up" or last.reason not in _ENDED_BY:
+    def _describe_decision(self, last: StartRecord, following: NextStep, why: str) -> str:
+        if following != "give up" or last.reason not in _OUTSIDE_SIGNALS:
             # What to do is what happens now.
             why = why.partition(". Rerun the same command")[0]
             word = "starting again, because" if following == "again" else f"{following}:"
@@ -246,15 +246,15 @@ class Supervisor:
         ended = f"{saved}; the job was ended from outside ({last.reason})"
         return f"{ended}. If {who} requeues it, it goes on from there"
 
-    def _start(self) -> Start:
+    def _start(self) -> StartRecord:
         """Run the ranks once, and return how that ended."""
-        before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
+        before, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
         command, without = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
         if command.told:
             log.warning("%s: the global batch and the losses stay the same", command.told)
-        log.info("from step %d: %s", from_step, shlex.join(map(mask, self._argv)))
+        log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
         told = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
         if unended.has_ended(self._run_dir):  # else this start will be refused
@@ -266,64 +266,64 @@ class Supervisor:
         else:
             code, lines = self._launch(command.environment, before)
         # A node that does not find Python exits with this code too.
-        may_be_sick = code == EXIT_USER and _stamp(self._run_dir) == before
-        if lost := may_be_sick and self._leave_out(command.nodes, {}, True):
+        may_be_sick = code == EXIT_USER and _outcome_stamp(self._run_dir) == before
+        if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
         until_s = time.time() + _SETTLE_S
-        while _stamp(self._run_dir) == before and time.time() < until_s:
+        while _outcome_stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
-        ended = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        ended = outcome.read(self._run_dir) if _outcome_stamp(self._run_dir) != before else None
         if code == EXIT_USER and (ended or {}).get("exit_code") != EXIT_USER:
             # The ranks have written nothing, and what is there now is another job's.
             ended = {"status": _REFUSED, "reason": _why_refused(self._run_dir)}
         if ended is None:
             reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
             ended = {"status": "failed", "reason": reason}
-            if code in _EARLY and not lines.accused(False):
+            if code in _EARLY_EXIT_CODES and not lines.find_suspects(False):
                 ended = {"status": "stopped", "reason": "a signal while it started"}
-            elif code in _EARLY:  # the launcher has ended the others for a node's
+            elif code in _EARLY_EXIT_CODES:  # the launcher has ended the others for a node's
                 code = EXIT_FAILED
         exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
-        reason = self._reason(ended)
+        reason = self._end_reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
-        newest = _newest(self._run_dir)
-        start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
+        newest = _newest_step(self._run_dir)
+        start = StartRecord(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
         start = replace(start, error=str(ended.get("error", "")))
-        has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
+        has_failed = start.status == "failed" or reason.endswith(_SENT_BY_LAUNCHER)
         if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
             return replace(start, lost_nodes=lost)
         has_report = "exit_code" in ended
-        accused = accused_by(ended) | lines.accused(has_report)
-        if heartbeat.was_memory(heartbeat.read(self._run_dir)):
+        accused = find_lost_hosts(ended) | lines.find_suspects(has_report)
+        if heartbeat.died_of_memory(heartbeat.read(self._run_dir)):
             accused = {}  # the next start takes less of it
         has_cause = ended.get("error") == CheckpointError.__name__
-        certain = lines.certain(has_report)
-        lost = self._leave_out(command.nodes, accused, newest > from_step, has_cause, certain)
+        certain = lines.find_certain_suspects(has_report)
+        lost = self._exclude_nodes(command.nodes, accused, newest > from_step, has_cause, certain)
         return replace(start, lost_nodes=lost)
 
     def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
         """Run the launcher to its end; return its exit code, and what it said of nodes."""
         lines = LauncherLines()
         # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
-        self._child = subprocess.Popen(
+        self._launcher = subprocess.Popen(
             self._argv,
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if self._nodes.can_choose else None,
+            stderr=subprocess.PIPE if self._nodes.can_choose_nodes else None,
             env={**os.environ, **added},
             start_new_session=True,
             preexec_fn=_stop_with_parent(),
         )
-        reader = lines.copy(self._child.stderr) if self._child.stderr is not None else None
+        reader = lines.copy(self._launcher.stderr) if self._launcher.stderr is not None else None
         if self._asked is not None:
             self._forward()  # the signal came meanwhile
-        code = self._wait(self._child, before)
+        code = self._wait(self._launcher, before)
         if reader is not None:
             reader.join(_READ_S)
         self._nodes.end_steps()
         return code, lines
 
-    def _leave_out(
+    def _exclude_nodes(
         self,
         nodes: Sequence[str],
         accused: Mapping[str, str],
@@ -335,19 +335,19 @@ class Supervisor:
         blame. See ``Nodes.examine``.
         """
         found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
-        left_out.tell(self._run_dir, found)
+        left_out.report_excluded(self._run_dir, found)
         return lost
 
-    def _reason(self, ended: Mapping[str, object]) -> str:
+    def _end_reason(self, ended: Mapping[str, object]) -> str:
         """Return why the ranks ended: for a signal, by who has sent it."""
-        if self._asked is not None and signal.Signals(self._asked).name in _ENDED_BY:
+        if self._asked is not None and signal.Signals(self._asked).name in _OUTSIDE_SIGNALS:
             return signal.Signals(self._asked).name
         job = self._job
         if ended["status"] != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; the user did not.
-        by_launcher = ended["reason"] in _ENDED_BY
-        return f"{ended['reason']}{_BY_LAUNCHER}" if by_launcher else str(ended["reason"])
+        by_launcher = ended["reason"] in _OUTSIDE_SIGNALS
+        return f"{ended['reason']}{_SENT_BY_LAUNCHER}" if by_launcher else str(ended["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever once outcome.json is written."""
@@ -356,10 +356,10 @@ class Supervisor:
             time.sleep(_POLL_S)
             now_s = time.time()
             # A run that begins removes the last outcome.json.
-            if ended_s is None and _stamp(self._run_dir) not in (None, before):
+            if ended_s is None and _outcome_stamp(self._run_dir) not in (None, before):
                 ended_s = now_s
             left_s = None if self._end_s is None else self._end_s - now_s
-            if left_s is not None and left_s < self._ask_s and self._asked is None:
+            if left_s is not None and left_s < self._leave_before_s and self._asked is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
             lingers = ended_s is not None and now_s - ended_s > self._linger_s()
@@ -382,14 +382,14 @@ class Supervisor:
 
     def _forward(self) -> None:
         """Ask the ranks to save and stop, by SIGUSR1, which every launcher forwards to them."""
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGUSR1)
+        if self._launcher is not None and self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGUSR1)
 
     def _requeue_job(self) -> int:
         try:
             subprocess.run(self._requeue, check=True, timeout=_SCHEDULER_S)
         except (OSError, subprocess.SubprocessError) as error:
-            log.error("the job cannot be requeued (%s): submit it again", why_it_failed(error))
+            log.error("the job cannot be requeued (%s): submit it again", why_command_failed(error))
         return EXIT_RESUMABLE
 
 
@@ -402,68 +402,70 @@ def _stop_with_parent() -> Callable[[], object]:
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
 
 
-def _stamp(run_dir: Path) -> tuple[int, int] | None:
+def _outcome_stamp(run_dir: Path) -> tuple[int, int] | None:
     """Return what changes when outcome.json is rewritten, without comparing clocks."""
     try:
-        stat = (run_dir / outcome.FILE).stat()
+        stat = (run_dir / outcome.OUTCOME_FILE).stat()
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
 
 
 def _why_refused(run_dir: Path) -> str:
-    owner = owner_of(run_dir)
+    owner = find_owner(run_dir)
     if owner is None:
         return "the start was refused, see the message above"
     return f"run.dir={run_dir} is in use by {owner}"
 
 
-def _newest(run_dir: Path) -> int:
+def _newest_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
     names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def _read(run_dir: Path) -> list[Start]:
+def _read_starts(run_dir: Path) -> list[StartRecord]:
     starts = []
     try:
-        for line in (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            (run_dir / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             with contextlib.suppress(ValueError, TypeError):
-                starts.append(Start(**json.loads(line)))
+                starts.append(StartRecord(**json.loads(line)))
     except OSError as error:
-        say_unreadable(run_dir / FILE, error)
+        warn_unreadable(run_dir / STARTS_FILE, error)
     return starts
 
 
-def _unended(run_dir: Path) -> Start | None:
+def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     """Return a start that took its job's supervise with it, as far as it has told how it ended."""
     if (lost := unended.read(run_dir)) is None:
         return None
-    status, reason, exit_code = unended.how_it_ended(run_dir, lost)
+    status, reason, exit_code = unended.find_ending(run_dir, lost)
     fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
-    fields |= {"to_step": _newest(run_dir), "status": status, "reason": reason}
+    fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
     try:
-        return Start(**fields)
+        return StartRecord(**fields)
     except TypeError:  # of another version
         return None
 
 
-def _keep(run_dir: Path, lost: Start) -> Start:
+def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
     log.info("the last start ended: step %d: %s", lost.to_step, lost.reason)
-    _append(run_dir, lost)
+    _append_start(run_dir, lost)
     unended.end(run_dir)
     return lost
 
 
-def _append(run_dir: Path, start: Start) -> None:
+def _append_start(run_dir: Path, start: StartRecord) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / FILE).open("a", encoding="utf-8") as file:
+        with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
         log.warning(
             "%s cannot be written (%s): this start will not be counted by later jobs",
-            FILE,
-            f"{error}{remedy_of(error)}",
+            STARTS_FILE,
+            f"{error}{find_remedy(error)}",
         )

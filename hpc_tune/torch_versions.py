@@ -20,15 +20,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
-_RELEASE = release_of(torch.__version__)
-TESTED = ((2, 9), (2, 14))  # the oldest and the newest that runs were compared on
+_RELEASE = parse_release(torch.__version__)
+TESTED_RELEASES = ((2, 9), (2, 14))  # the oldest and the newest that runs were compared on
 
 grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-GROUPS_ANY_ADDRESS = _RELEASE >= (2, 11)
+GROUPED_MM_ANY_ADDRESS = _RELEASE >= (2, 11)
 _VARLEN_HAS_WINDOWS = _RELEASE >= (2, 11)
-_VARLEN_HAS_GROUPS = _RELEASE >= (2, 12)
+_VARLEN_HAS_GQA = _RELEASE >= (2, 12)
 _FSDP_TAKES_INTEGERS = _RELEASE >= (2, 13)
 
 all_gather: Any
@@ -67,7 +67,7 @@ def varlen_attention(
     from torch.nn.attention import varlen  # it imports the compiler
 
     kernel: Any = varlen.varlen_attn
-    options = {"enable_gqa": True} if _VARLEN_HAS_GROUPS else {}
+    options = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
     out_SHD = kernel(
         *(query_SHD, key_SKD, value_SKD, *documents),
         scale=scale,
@@ -77,20 +77,20 @@ def varlen_attention(
     return out_SHD
 
 
-def untested() -> str | None:
+def untested_warning() -> str | None:
     """Return a warning where this torch is older or newer than those that runs were compared on."""
-    oldest, newest = TESTED
+    oldest, newest = TESTED_RELEASES
     if oldest <= _RELEASE <= newest:
         return None
     word = "newer" if newest < _RELEASE else "older"
     return (
         f"torch {torch.__version__} is {word} than those that hpc_tune was tested with "
-        f"({_shown(oldest)} to {_shown(newest)}); compare the first losses with those of a run on "
+        f"({_text(oldest)} to {_text(newest)}); compare the first losses with those of a run on "
         "a tested one"
     )
 
 
-def _shown(release: tuple[int, ...]) -> str:
+def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 

@@ -35,11 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.precision import autocast
-from hpc_tune.model.adapters import lora_config, names_as_they_are, targets_of
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.adapters import make_lora_config, resolve_targets, without_target_conversion
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.world.affinity import KERNELS_KEPT
+from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TUNES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ TUNES: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
 }
 CPU = torch.device("cpu")
-OURS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_KEPT), "LRU_CACHE_CAPACITY": "1"}
+OURS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_CACHE_SIZE), "LRU_CACHE_CAPACITY": "1"}
 VOCABULARY = 1024
 WARM_UP = 3  # rounds that do not count
 Step = Callable[[Any], torch.Tensor]  # the loss of a row of tokens
@@ -171,8 +171,8 @@ def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
         folder, dtype=torch.float32 if is_full else dtype
     )
     if not is_full:
-        with names_as_they_are():
-            stock = get_peft_model(stock, lora_config(tune, targets_of(stock, tune)))
+        with without_target_conversion():
+            stock = get_peft_model(stock, make_lora_config(tune, resolve_targets(stock, tune)))
 
     def loss(tokens: Any) -> torch.Tensor:
         ids = torch.from_numpy(tokens).view(1, -1)
@@ -185,7 +185,7 @@ def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
 
 def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     built = build(folder, dtype, tune, 0)
-    use_own_layers(built.module, list(block_list(built.module)), False, dtype, CPU)
+    use_own_layers(built.module, list(find_blocks(built.module)), False, dtype, CPU)
     allocate(built.module, CPU)
     load_weights(built)
 

@@ -28,7 +28,7 @@ from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.resolve import most_micro_rows, resolve
+from hpc_tune.plan.resolve import max_micro_rows, resolve
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, flops_per_token, measure
@@ -125,7 +125,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     settings = EngineSettings(plan, device, config.optim, config.train, faults=faults)
     engine = NativeEngine(replace(built, index=index), settings)
     index.forget()
-    rows, length = most_micro_rows(config.batch, layout), config.data.seq_len
+    rows, length = max_micro_rows(config.batch, layout), config.data.seq_len
     num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
     generator = torch.Generator().manual_seed(comm.world.rank)
     tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
-from hpc_tune.model.balance import choosers_of
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.balance import find_router_modules
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 
@@ -75,7 +75,7 @@ def _write(family: str, spread: int, folder: Path) -> None:
     config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
-        for router in choosers_of(model).values():
+        for router in find_router_modules(model).values():
             for parameter in router.parameters():
                 parameter.normal_(std=0.02 * spread)
     model.save_pretrained(folder)
@@ -95,7 +95,7 @@ def _row(folder: Path, num_tokens: int) -> str:
     ]
     built = build(folder, torch.bfloat16, TuneConfig(), 0)
     cpu = torch.device("cpu")
-    use_own_layers(built.module, list(block_list(built.module)), False, torch.bfloat16, cpu)
+    use_own_layers(built.module, list(find_blocks(built.module)), False, torch.bfloat16, cpu)
     allocate(built.module, cpu)
     load_weights(built)
 
@@ -145,12 +145,12 @@ def _chosen(
 
 @contextmanager
 def _watched(model: torch.nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
-    seen: dict[str, list[torch.Tensor]] = {path: [] for path in choosers_of(model)}
+    seen: dict[str, list[torch.Tensor]] = {path: [] for path in find_router_modules(model)}
     handles = [
         router.register_forward_hook(
             lambda _module, _inputs, out, path=path: seen[path].append(out[2].sort(1).values)
         )
-        for path, router in choosers_of(model).items()
+        for path, router in find_router_modules(model).items()
     ]
     try:
         yield seen

@@ -24,7 +24,7 @@ sys.path.insert(0, str(TOOLS.parent))  # a copy of the repository need not be in
 
 from gpu_parts import ROOT, Check, Part, run_parts  # noqa: E402
 
-from hpc_tune.probe.software import git_commit, versions  # noqa: E402
+from hpc_tune.probe.software import git_commit, package_versions  # noqa: E402
 
 TRAINING = ("torch", "transformers", "safetensors", "pydantic", "omegaconf", "yaml", "h5py")
 
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT) if (ROOT / ".git").exists() else None,
         "platform": platform.platform(),
-        "versions": versions(),
+        "versions": package_versions(),
     }
     check = Check(asked.out, asked.device, asked.minutes, facts)
     return 0 if run_parts(chosen, check) else 1

@@ -161,7 +161,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
 
 def _note_waits(recorder: Recorder) -> None:
     collectives: Any = counted_collectives.CountedCollectives
-    exchange: Any = expert_parallel._Exchange
+    exchange: Any = expert_parallel._TokenExchange
     finish, read = collectives.finish, exchange._counted
 
     def finished(self: Any, works: Any) -> None:

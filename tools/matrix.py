@@ -28,20 +28,20 @@ from matrix_ranks import LENGTHS, LR, RANKS, ROWS_PER_LAUNCH, SEED, STEPS, docum
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.model.adapters import names_as_they_are, targets_of
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.adapters import resolve_targets, without_target_conversion
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
-from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.experts import has_experts, routers_of
-from hpc_tune.model.grouped_experts import is_decorated, stack_names
-from hpc_tune.model.language import read_config, read_shape, stock_class
+from hpc_tune.model.dropout import disable_dropout
+from hpc_tune.model.experts import find_routers, has_experts
+from hpc_tune.model.grouped_experts import has_grouped_form, stack_names
+from hpc_tune.model.language import read_config, read_language_config, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.special_linears import special_linears
-from hpc_tune.model.stock import NoTrial, write_small
+from hpc_tune.model.special_linears import find_uncalled_linears
+from hpc_tune.model.stock import NoTrial, write_small_model
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.startup.proof import Proof, prove
+from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture_cached
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable]  # what runs a rank
@@ -114,7 +114,7 @@ def _round(model: Any, quantised: Any) -> None:
     for name, layer in quantised.named_modules():
         if isinstance(layer, Linear4bit):
             _round_matrix(model.get_parameter(f"{name}.weight"))
-    for experts in filter(is_decorated, model.modules()):
+    for experts in filter(has_grouped_form, model.modules()):
         for name in stack_names(experts):
             for matrix in experts.get_parameter(name):
                 _round_matrix(matrix)
@@ -138,8 +138,8 @@ def _linears_outside_blocks(model: Any) -> list[str]:
     The decoder's blocks without routers and special layers: those of parts for images may be more
     and larger.
     """
-    blocks = block_list(decoder_of(model))
-    whole = {*routers_of(blocks), *special_linears(blocks)}
+    blocks = find_blocks(decoder_of(model))
+    whole = {*find_routers(blocks), *find_uncalled_linears(blocks)}
     inside = set(blocks.modules()) - {blocks.get_submodule(path) for path in whole}
     return [
         name
@@ -159,7 +159,7 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
     load_weights(ours)
     parameters = dict(ours.module.named_parameters())
     values = {saved: parameters[name].detach() for name, saved in ours.saved_names.items()}
-    targets = targets_of(model, settings(row).tune)
+    targets = resolve_targets(model, settings(row).tune)
     modules = targets.modules
     if not isinstance(modules, str):  # of a head within a part of it the whole model does not know
         modules = [name for name in modules if not name.endswith(".lm_head")]
@@ -171,7 +171,7 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
         use_dora=method == "dora",
         task_type="CAUSAL_LM",
     )
-    with names_as_they_are():
+    with without_target_conversion():
         model = get_peft_model(model, adapters)
     if passed_over := set_peft_model_state_dict(model, values).unexpected_keys:
         raise ValueError(f"peft passes over {len(passed_over)} adapters, such as {passed_over[0]}")
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not proof.loss
             for method in options.methods
             for layout in options.layouts
-            if has_experts(read_shape(work / name)) or "expert" not in method + layout
+            if has_experts(read_language_config(work / name)) or "expert" not in method + layout
             if not _refused(name, proof, layout, work / name)
             and not (method == "qlora" and proof.adapters)
         ]
@@ -248,26 +248,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _prepare(name: str, work: Path) -> Proof:
+def _prepare(name: str, work: Path) -> ArchitectureCheck:
     """Write the small model of an architecture and return what its trial shows."""
     print(f"trying {name}", file=sys.stderr, flush=True)
     try:
         config = config_of(name)
-        without_dropout(config)
+        disable_dropout(config)
         (work / name).mkdir(parents=True, exist_ok=True)
-        proof = prove(config, TuneConfig(method="qlora"))
+        proof = check_architecture_cached(config, TuneConfig(method="qlora"))
         if not proof.loss:
-            write_small(config, work / name, SEEDS.get(name, 0))
+            write_small_model(config, work / name, SEEDS.get(name, 0))
         return proof
     except (NoTrial, ValueError, TypeError) as error:
-        return Proof(loss=f"no small model of this kind could be tried: {error}")
+        return ArchitectureCheck(loss=f"no small model of this kind could be tried: {error}")
 
 
-def _refused(name: str, proof: Proof, layout: str, directory: Path) -> str:
+def _refused(name: str, proof: ArchitectureCheck, layout: str, directory: Path) -> str:
     """Return why a layout is not for an architecture; nothing if it is."""
     if layout not in ("tensor", "pipeline"):
         return ""
-    config = read_shape(directory)
+    config = read_language_config(directory)
     if layout == "tensor":
         return next(iter(slicing_problems(config, 2)), "") or proof.tensor
     return next(iter(staging_problems(config, 2, 1)), "") or proof.pipeline
@@ -322,7 +322,7 @@ def _gap(losses: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _page(
-    proofs: dict[str, Proof],
+    proofs: dict[str, ArchitectureCheck],
     cells: dict[tuple[str, str, str], str],
     methods: Sequence[str],
     work: Path,
@@ -333,7 +333,7 @@ def _page(
         if proof.loss:
             page.notes.append(Note(name, "", _short(proof.loss)))
             continue
-        shape = read_shape(work / name)
+        shape = read_language_config(work / name)
 
         def note(*about: str, text: str, name: str = name, kind: str = shape.model_type) -> None:
             of_any = text.replace(f" a {kind} model", " such a model").replace(f" {kind} ", " ")

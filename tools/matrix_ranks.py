@@ -102,7 +102,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
         engine = make(built, given)
     except HpcTuneError as caught:
         error = caught
-    comm.agree(error, "making the engine")
+    comm.agree_on_error(error, "making the engine")
     assert engine is not None
     mine = batches(row, layout, layout.coordinates(comm.world.rank).data)
     tokens = sum(length - 1 for length in LENGTHS)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.builtin import write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,7 @@ def _losses(python: Path, files: Path, method: str, layout: str) -> list[float] 
 
 def _write_files(folder: Path) -> Path:
     """Write a mixture of experts and pairs of answers."""
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoConfig, AutoModelForCausalLM
 
     experts = folder / "experts"

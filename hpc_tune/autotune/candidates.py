@@ -1,6 +1,6 @@
 """parallel.layout=auto: every legal layout, the ranks in it, and its predicted step.
 
-legal_layouts -> candidates: in the fastest order of ranks each, the fastest layout first
+legal_layouts -> predict_candidates: in the fastest order of ranks each, the fastest layout first
 """
 
 import functools
@@ -15,12 +15,12 @@ from hpc_tune.config.schema import BatchConfig
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import keeps_gathered, layout_problems, most_micro_rows
+from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
 from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import static_bytes
 
-_FEW_RANKS, _MARGIN, _CLEARLY = 5, 0.03, 0.8
+_FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Candidate:
         return self.time.seconds * (1 + _MARGIN * (axes + (self.layout.size < num_ranks)))
 
 
-def candidates(
+def predict_candidates(
     layouts: Iterable[Layout],
     parallel: ParallelConfig,
     batch: BatchConfig,
@@ -70,13 +70,13 @@ def candidates(
     A layout whose weights, gradients and optimizer state are more than a rank has is left out.
     """
     choices = []
-    orders_of = functools.cache(functools.partial(orders, network))
+    orders_of = functools.cache(functools.partial(rank_orders, network))
     for layout in layouts:
         if static_bytes(work.size, layout) + process_bytes(machine) > machine.bytes_per_rank:
             continue
-        reshard = keeps_gathered(parallel, work.size, layout, machine.bytes_per_rank)
+        reshard = choose_reshard(parallel, work.size, layout, machine.bytes_per_rank)
         settings = parallel.model_copy(update={"reshard": reshard})
-        rows = most_micro_rows(batch, layout)
+        rows = max_micro_rows(batch, layout)
         best = min(
             (
                 Candidate(layout, ranks, reshard, rows, time)
@@ -118,7 +118,7 @@ def legal_layouts(
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 
-def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
+def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     """Return which ranks may take the positions of a layout, in order.
 
     All of them for up to five ranks. Of more, as the launcher numbers them, and each next one by
@@ -149,8 +149,8 @@ def ring_order(network: Network) -> tuple[int, ...]:
         return network.ring_s("all_gather", [ranks], 1.0)
 
     launched = tuple(range(size))
-    best = min((o for o in orders(network, size) if o[0] == 0), key=gathers_s)
-    return best if gathers_s(best) < _CLEARLY * gathers_s(launched) else launched
+    best = min((o for o in rank_orders(network, size) if o[0] == 0), key=gathers_s)
+    return best if gathers_s(best) < _CLEAR_GAIN * gathers_s(launched) else launched
 
 
 def _slowest_neighbours(ranks: Sequence[int], network: Network) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.autotune.candidates import Candidate, ring_order
-from hpc_tune.autotune.measured import Measured
+from hpc_tune.autotune.measured import Measurements
 from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
 from hpc_tune.autotune.search import from_json
 from hpc_tune.config.constraints import allows_tensor
@@ -25,18 +25,18 @@ from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, trim_heap
 from hpc_tune.model.build import compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY
-from hpc_tune.model.language import read_shape
+from hpc_tune.model.language import read_language_config
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.plan.hardware import Machine, machine_of
+from hpc_tune.plan.hardware import Machine, detect_machine
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.process import run_plan
-from hpc_tune.plan.resolve import least_micro_rows
-from hpc_tune.plan.shape import shape_of
-from hpc_tune.probe.links import in_words, measure_collectives, measure_pairs
+from hpc_tune.plan.resolve import min_micro_rows
+from hpc_tune.plan.shape import open_shape
+from hpc_tune.probe.links import describe_links, measure_collectives, measure_pairs
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.regroup import regroup
 
-LINKS_S = 10.0
+LINKS_TIME_S = 10.0
 
 
 def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None]:
@@ -50,19 +50,19 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
     path, comm = config.model.path, world.with_step_timeout()  # no rank may work for hours here
     refuse_shape(path)
     if path != BUILTIN_TINY:
-        comm.run_and_agree("reading the model's shape", lambda: read_shape(Path(path)))
+        comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
     log.info("auto    measuring links and a decoder block")
-    machine = machine_of(comm, find_limit(config.memory.host_limit).num_bytes)
-    measured, ordered = take_measures(config, comm, machine)
+    machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
+    measured, ordered = measure_world(config, comm, machine)
     write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
-    best, lines = choose_from(measured, write_settings, ordered, machine, limit_s)
+    best, lines = choose_on_rank_0(measured, write_settings, ordered, machine, limit_s)
     for line in lines:
         log.info("%s", line)
-    best = replace(best, links=in_words(measured.links))
+    best = replace(best, links=describe_links(measured.links))
     return best, regroup(ordered, measured.positions(best.ranks), config.run.timeout)
 
 
-def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measured, Comm]:
+def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
     """Measure links and compute, in some ten seconds. Collective.
 
     Returns a comm of all ranks, in an order that has no slow link in its ring if that can be:
@@ -72,7 +72,7 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
         ConfigError: if the model's blocks are too large for that.
     """
     nodes = tuple(peer.node for peer in comm.roster)
-    links = measure_pairs(comm, LINKS_S)
+    links = measure_pairs(comm, LINKS_TIME_S)
     order = ring_order(Network.measured(links, nodes))
     ordered = regroup(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
@@ -80,21 +80,21 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     links = replace(links, collectives=measure_collectives(ordered), order=order)
     network, seq_len = Network.measured(links, nodes), config.data.seq_len
     dtype = compute_dtype(config.model.dtype, ordered.device)
-    with shape_of(config.model.path, dtype, config.tune, config.train.seed) as shape:
+    with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
         sections = (config.parallel, config.optim)
         models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
-        rows, with_tensor = least_micro_rows(config.batch), allows_tensor(config.tune, config.train)
+        rows, with_tensor = min_micro_rows(config.batch), allows_tensor(config.tune, config.train)
         compute = measure_compute(models, rows, network, order, with_tensor)
     trim_heap()
     if comm.device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()
-    return Measured(nodes, links, compute), ordered
+    return Measurements(nodes, links, compute), ordered
 
 
-def choose_from(
-    measured: Measured,
+def choose_on_rank_0(
+    measured: Measurements,
     write_settings: Callable[[Path], None],
     comm: Comm,
     machine: Machine,

@@ -24,12 +24,12 @@ from hpc_tune.engine.adamw_8bit import make_optimizer
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.policy import TRIED_STATE_SHARE
+from hpc_tune.memory.policy import MEASURED_STATE_SHARE
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.shape import ModelShape
-from hpc_tune.plan.step_time import Compute, tensor_s
+from hpc_tune.plan.step_time import Compute, tensor_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
 from hpc_tune.step.plan import StepPlan
@@ -37,10 +37,10 @@ from hpc_tune.step.size import STATE_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
-FEW, MORE = 1, 2
+FEW_BLOCKS, MORE_BLOCKS = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
 _MAX_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
-_VALUES, _WIDTH, _MAX_PRODUCTS = 1 << 22, 256, 100
+_VALUES, _WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
 _SHORT_S = 1.0
 
 
@@ -116,42 +116,42 @@ def measure_compute(
     """
     comm, seconds, batch = models.comm, {}, models.batch(rows)
     num_ranks = comm.world.size
-    for num_blocks in (FEW, MORE):
+    for num_blocks in (FEW_BLOCKS, MORE_BLOCKS):
         once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_once, batch)
         seconds[num_blocks] = _slowest_s(once, comm)
     comm.barrier("the first rank to compute alone")
-    times = [_time_of(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
+    times = [_time_work(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
     [alone_s] = comm.max([statistics.median(times or [0.0])])
-    block_s = max(1e-12, (seconds[MORE] - seconds[FEW]) / (MORE - FEW))
+    block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
     unshard_s = _copy_s(comm)
     # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
     gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
-        once = partial(models.engine(MORE, Layout(1, num_ranks)).run_once, batch)
-        more_s = _slowest_s(once, comm) - seconds[MORE] - gathers_s
+        once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_once, batch)
+        more_s = _slowest_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
         unshard_s = max(unshard_s, more_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and with_tensor:
-        sync_s = _sync_in_blocks_s(models, batch, seconds[MORE], network, order)
+        sync_s = _sync_in_blocks_s(models, batch, seconds[MORE_BLOCKS], network, order)
     if sync_s is None:
         sync_s = _sync_s(comm, block_s / (FORWARD_SUMS + BACKWARD_SUMS))
     tokens = batch.num_tokens
     return Compute(
         block_s / tokens,
-        max(0.0, seconds[FEW] - FEW * block_s) / tokens,
+        max(0.0, seconds[FEW_BLOCKS] - FEW_BLOCKS * block_s) / tokens,
         _update_s(comm, models.optim),
         unshard_s,
         sync_s,
-        max(1.0, seconds[MORE] / alone_s),
+        max(1.0, seconds[MORE_BLOCKS] / alone_s),
         overlaps=comm.device.type == "cuda",
     )
 
 
 def _check_room(size: ModelSize, room: int) -> None:
     needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
-    if needed > TRIED_STATE_SHARE * room:
+    if needed > MEASURED_STATE_SHARE * room:
         raise ConfigError(
-            f"parallel.layout=auto: {MORE} decoder blocks of this model take "
+            f"parallel.layout=auto: {MORE_BLOCKS} decoder blocks of this model take "
             f"{format_bytes(needed)}, too much of {format_bytes(room)} to measure them; set "
             "parallel.shard, .tensor or .pipeline"
         )
@@ -165,18 +165,18 @@ def _slowest_s(work: Callable[[], object], comm: Comm) -> float:
     """
     comm.barrier("all ranks to begin")
     if comm.device.type == "cuda":
-        _time_of(work, comm.device)
-    [once_s] = comm.max([_time_of(work, comm.device)])
+        _time_work(work, comm.device)
+    [once_s] = comm.max([_time_work(work, comm.device)])
     repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
     times = []
     for _ in range(_REPEATS):
         comm.barrier("all ranks to begin")
-        spent_s = _time_of(lambda: [work() for _ in range(repeats)], comm.device)
+        spent_s = _time_work(lambda: [work() for _ in range(repeats)], comm.device)
         times += comm.max([spent_s / repeats])
     return statistics.median(times)
 
 
-def _time_of(work: Callable[[], object], device: torch.device) -> float:
+def _time_work(work: Callable[[], object], device: torch.device) -> float:
     began_s = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -207,16 +207,17 @@ def _sync_in_blocks_s(
 ) -> float | None:
     """Return what a small sum of all ranks adds, in blocks that are cut over all of them.
 
-    ``whole_s``: seconds of ``MORE`` blocks that are not cut. None where they cannot be cut so.
+    ``whole_s``: seconds of ``MORE_BLOCKS`` blocks that are not cut. None where they cannot be cut
+    so.
     """
     comm = models.comm
     cut = Layout(1, 1, comm.world.size)
     if cut not in legal_layouts(models.parallel, models.plan.model, cut.size):
         return None
-    spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), comm)
+    spent_s = _slowest_s(partial(models.engine(MORE_BLOCKS, cut).run_once, batch), comm)
     micro = batch.num_tokens, batch.num_loss_tokens
-    messages = tensor_s(models.plan, order, network, micro)
-    without_s = whole_s / cut.size + messages.moving_s
+    messages = tensor_time(models.plan, order, network, micro)
+    without_s = whole_s / cut.size + messages.transfer_s
     return max(0.0, spent_s - without_s) / messages.num_sums
 
 
@@ -227,7 +228,7 @@ def _sync_s(comm: Comm, work_s: float) -> float:
     matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
     little = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
-    products = max(1, min(_MAX_PRODUCTS, round(work_s / _slowest_s(multiply, comm))))
+    products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_s(multiply, comm))))
 
     def between_sums(sums: bool) -> float:
         def work() -> None:

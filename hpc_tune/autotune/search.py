@@ -14,25 +14,29 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, candidates, legal_layouts
-from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
+from hpc_tune.autotune.candidates import Candidate, legal_layouts, predict_candidates
+from hpc_tune.autotune.measured import (
+    Measurements,
+    compute_from_data_sheet,
+    measurements_from_data_sheet,
+)
 from hpc_tune.config.constraints import allows_expert, allows_tensor
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.model.experts import require_dealable
+from hpc_tune.model.experts import require_shardable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
-from hpc_tune.plan.memory_model import most_bytes, surely_fits
+from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.report import Plan, make_plan
+from hpc_tune.plan.report import MemoryPlan, make_plan
 from hpc_tune.plan.resolve import resolve, with_layout
-from hpc_tune.plan.shape import planned_dtype, shape_of
+from hpc_tune.plan.shape import open_shape, planned_dtype
 from hpc_tune.plan.step_time import StepTime, StepWork, step_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, measure, static_bytes
 from hpc_tune.units import format_bytes
 
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -54,35 +58,35 @@ class Choice:
         return self.rows[0]
 
 
-def choose_for(
+def choose_for_command(
     config: RunConfig, machine: Machine, measured_file: str | None, cluster_name: str | None
 ) -> tuple[Choice, Machine, RunConfig]:
     """Choose for the command line; return also the machine of the ranks that are used, and the
     configuration with the layout.
 
     Raises:
-        ConfigError: as ``choose``; or if neither a file nor a known cluster is named.
+        ConfigError: as ``search_layout``; or if neither a file nor a known cluster is named.
     """
     if cluster_name is not None and cluster_name not in CLUSTERS:
         raise ConfigError(f"--hardware {cluster_name}: expected {', '.join(CLUSTERS)}")
     cluster = CLUSTERS[cluster_name] if cluster_name else None
     if measured_file is not None:
-        measured = Measured.read(Path(measured_file))
+        measured = Measurements.read(Path(measured_file))
     elif cluster is not None:
-        measured = by_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
+        measured = measurements_from_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
     else:
         raise ConfigError(
-            f"parallel=auto: how fast are the links there? --hardware {_names()}, or --measured "
-            "FILE with what `python -m hpc_tune doctor --json` printed on those nodes"
+            f"parallel=auto: how fast are the links there? --hardware {_cluster_names()}, or "
+            "--measured FILE with what `python -m hpc_tune doctor --json` printed on those nodes"
         )
-    choice = choose(config, _of_ranks(machine, measured.nodes), measured, cluster)
-    used = _of_ranks(machine, [measured.nodes[rank] for rank in choice.best.ranks])
+    choice = search_layout(config, _restrict_machine(machine, measured.nodes), measured, cluster)
+    used = _restrict_machine(machine, [measured.nodes[rank] for rank in choice.best.ranks])
     parallel = with_layout(config.parallel, choice.best.layout)
     return choice, used, config.model_copy(update={"parallel": parallel})
 
 
-def choose(
-    config: RunConfig, machine: Machine, measured: Measured, cluster: Cluster | None = None
+def search_layout(
+    config: RunConfig, machine: Machine, measured: Measurements, cluster: Cluster | None = None
 ) -> Choice:
     """Return the fastest layout that fits ``machine``, and the next ones.
 
@@ -93,30 +97,30 @@ def choose(
     """
     asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
-    with shape_of(config.model.path, dtype, config.tune, config.train.seed) as shape:
+    with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
     compute = measured.compute
     if compute is None and cluster is not None:
         recomputes = asked.recompute == "full"
-        compute = compute_by_data_sheet(cluster, size, built.config, seq_len, recomputes)
+        compute = compute_from_data_sheet(cluster, size, built.config, seq_len, recomputes)
     if compute is None:
         raise ConfigError(
-            f"how fast ranks compute is not known: name a cluster, --hardware {_names()}"
+            f"how fast ranks compute is not known: name a cluster, --hardware {_cluster_names()}"
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
     may_deal = allows_expert(asked, config.train)
-    num_experts = require_dealable(built.module, asked.expert) if may_deal else 1
+    num_experts = require_shardable_experts(built.module, asked.expert) if may_deal else 1
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    legal = candidates(layouts, asked, config.batch, work, machine, compute, network)
+    legal = predict_candidates(layouts, asked, config.batch, work, machine, compute, network)
 
-    def plan_of(candidate: Candidate) -> Plan:
+    def plan_of(candidate: Candidate) -> MemoryPlan:
         parallel = with_layout(asked, candidate.layout)
-        used = _of_ranks(machine, [measured.nodes[rank] for rank in candidate.ranks])
+        used = _restrict_machine(machine, [measured.nodes[rank] for rank in candidate.ranks])
         return make_plan(config.model_copy(update={"parallel": parallel}), used)
 
     def with_rows(candidate: Candidate, rows: int) -> Candidate:
@@ -140,22 +144,22 @@ def as_lines(choice: Choice) -> list[str]:
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
     lines = [
         head,
-        *(_line(row, "<- this one" if row is best else "") for row in choice.rows),
+        *(_format_row(row, "<- this one" if row is best else "") for row in choice.rows),
     ]
     shown = list(choice.rows)
     for other, note in ((simple, "what memory alone would choose"), (alone, "")):
         if other is not None and all(row.layout != other.layout for row in shown):
-            lines.append(_line(other, note))
+            lines.append(_format_row(other, note))
             shown.append(other)
-    lines += [_line(row, "does not fit") for row in choice.refused]
+    lines += [_format_row(row, "does not fit") for row in choice.refused]
     reasons = []
     if simple and alone and simple.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
-        reasons.append(_reason(best, choice.rows[1]))
+        reasons.append(_explain(best, choice.rows[1]))
     if best.layout.size < choice.num_ranks:
         whole = next((row for row in shown if row.layout.size == choice.num_ranks), None)
-        more = f": all {choice.num_ranks} would take {_time(whole)}" if whole else ""
+        more = f": all {choice.num_ranks} would take {_format_time(whole)}" if whole else ""
         reasons.append(f"{choice.num_ranks - best.layout.size} ranks stay idle{more}")
     return lines + [f"        {text}" for text in reasons]
 
@@ -185,7 +189,7 @@ def from_json(text: str) -> tuple[Candidate, list[str]]:
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedCandidate:
     """What a step of a layout takes beside weights, gradients and optimizer state.
 
     ``advice``: what would make it fit.
@@ -195,7 +199,7 @@ class _Planned:
     rest_bytes: int
     advice: Sequence[str]
 
-    def at_least(self, other: Candidate, size: ModelSize) -> int:
+    def min_bytes(self, other: Candidate, size: ModelSize) -> int:
         """Return the bytes that ``other`` takes at least; 0 if nothing can be said.
 
         What a step keeps is divided by no more than the tensor and pipeline axes. Weights that are
@@ -220,9 +224,9 @@ class _Search:
     work: StepWork
     machine: Machine
     num_ranks: int
-    plan_of: Callable[[Candidate], Plan]
+    plan_of: Callable[[Candidate], MemoryPlan]
     with_rows: Callable[[Candidate, int], Candidate] | None
-    planned: list[_Planned] = field(default_factory=list)
+    planned: list[_PlannedCandidate] = field(default_factory=list)
 
     def fastest_that_fit(
         self, legal: Sequence[Candidate]
@@ -239,7 +243,7 @@ class _Search:
             if self._preference(candidate) < best:
                 weighed = self._with_memory(candidate)
                 (rows if weighed.fits else refused).append(weighed)
-            elif len(rows) < SHOWN:
+            elif len(rows) < MAX_SHOWN:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
         if not rows:
@@ -254,10 +258,10 @@ class _Search:
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
         tokens = candidate.micro_rows * work.seq_len
-        most = most_bytes(work.size, layout, work.model, tokens, machine)
+        most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
         if layout.expert == 1 and surely_fits(most, machine):  # of tokens that are sent are copies
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
-        least = max((p.at_least(candidate, work.size) for p in self.planned), default=0)
+        least = max((p.min_bytes(candidate, work.size) for p in self.planned), default=0)
         if least > room:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
@@ -265,7 +269,7 @@ class _Search:
         steady = next(phase for phase in plan.phases if phase.name == "steady")
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         rest_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned.append(_Planned(candidate, rest_bytes, plan.advice))
+        self.planned.append(_PlannedCandidate(candidate, rest_bytes, plan.advice))
         fitting = plan.tokens_that_fit // work.seq_len
         if self.with_rows and 0 < fitting < candidate.micro_rows:
             candidate = self.with_rows(candidate, 1 << (fitting.bit_length() - 1))
@@ -275,8 +279,8 @@ class _Search:
         room = format_bytes(self.machine.bytes_per_rank)
         if self.planned:
             size = self.work.size
-            best = min(self.planned, key=lambda p: p.at_least(p.candidate, size))
-            least = format_bytes(best.at_least(best.candidate, size))
+            best = min(self.planned, key=lambda p: p.min_bytes(p.candidate, size))
+            least = format_bytes(best.min_bytes(best.candidate, size))
             return (
                 f"parallel.layout=auto: none of {num_legal} layouts fits; the least that a rank's "
                 f"steps were found to take is {least} of {room}, with {best.candidate}. "
@@ -289,22 +293,22 @@ class _Search:
         )
 
 
-def _of_ranks(machine: Machine, nodes: Sequence[int]) -> Machine:
+def _restrict_machine(machine: Machine, nodes: Sequence[int]) -> Machine:
     """Return the machine as ranks on these nodes see it."""
     counts = Counter(nodes)
     return replace(machine, nodes=len(counts), ranks_per_node=max(counts.values()))
 
 
-def _line(row: Candidate, note: str) -> str:
-    text = f"        {row!s:<54}{row.layout.size:>6}{row.memory:>12}{_time(row):>12}"
+def _format_row(row: Candidate, note: str) -> str:
+    text = f"        {row!s:<54}{row.layout.size:>6}{row.memory:>12}{_format_time(row):>12}"
     return f"{text}{row.time.comm_share:>7.0%}  {note}".rstrip()
 
 
-def _time(row: Candidate) -> str:
+def _format_time(row: Candidate) -> str:
     return f"{row.time.seconds:.3g} s"
 
 
-def _reason(best: Candidate, other: Candidate) -> str:
+def _explain(best: Candidate, other: Candidate) -> str:
     more_s = other.time.seconds - best.time.seconds
     if more_s < 0.01 * best.time.seconds:
         return f"{other} is as fast, and less simple"
@@ -313,5 +317,5 @@ def _reason(best: Candidate, other: Candidate) -> str:
     return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
 
 
-def _names() -> str:
+def _cluster_names() -> str:
     return "|".join(CLUSTERS)

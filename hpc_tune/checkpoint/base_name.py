@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_CACHED = "models--"
-_NO_NAME = re.compile(r"snapshots|blobs|refs|[0-9a-f]{40}|[0-9a-f]{64}")
+_CACHE_PREFIX = "models--"
+_NAMELESS_FOLDER = re.compile(r"snapshots|blobs|refs|[0-9a-f]{40}|[0-9a-f]{64}")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
@@ -26,14 +26,14 @@ class BaseName:
     revision: str | None = None
 
 
-def name_of(base: Path) -> BaseName:
+def find_base_name(base: Path) -> BaseName:
     """Return the name of the base model in the folder ``base``, through links as people know it."""
     path = Path(os.path.abspath(base))
     for parts in (path.parts, path.resolve().parts):
-        cached = next((part for part in reversed(parts) if part.startswith(_CACHED)), None)
+        cached = next((part for part in reversed(parts) if part.startswith(_CACHE_PREFIX)), None)
         if cached is not None:
-            name = cached.removeprefix(_CACHED).replace("--", "/")
+            name = cached.removeprefix(_CACHE_PREFIX).replace("--", "/")
             known = _REVISION.fullmatch(parts[-1])
             return BaseName(name, name, parts[-1] if known else None)
-    named = (part for part in reversed(path.parts) if not _NO_NAME.fullmatch(part))
+    named = (part for part in reversed(path.parts) if not _NAMELESS_FOLDER.fullmatch(part))
     return BaseName(next(named), str(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from hpc_tune import __version__
-from hpc_tune.checkpoint.base_name import name_of
+from hpc_tune.checkpoint.base_name import find_base_name
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
@@ -16,9 +16,9 @@ from hpc_tune.rundir.energy import read as read_energy
 from hpc_tune.safe_yaml import load_yaml
 
 CARD, CONFIG = "README.md", "training_config.yaml"
-_CAUSAL = "AutoModelForCausalLM"
+_CAUSAL_CLASS = "AutoModelForCausalLM"
 
-_USE = {
+_USAGE = {
     "adapter": """from peft import PeftModel
 from transformers import {auto}
 
@@ -55,7 +55,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
     tune, optim, run = config.tune, config.optim, config.run
     warmup = optim.num_warmup_steps(state.total_steps)
-    rows = {"base model": name_of(base).name, "method": str(tune.method)}
+    rows = {"base model": find_base_name(base).name, "method": str(tune.method)}
     if tune.method != "full":
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
         patterns = "".join(
@@ -68,7 +68,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     if state.experts:
         rows["experts"] = state.experts
     rows |= {
-        "data": ", ".join(_data_of(config.data)),
+        "data": ", ".join(_describe_data(config.data)),
         "optimizer steps": f"{state.step} of {state.total_steps}",
         "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
         "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
@@ -84,7 +84,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     if energy is not None and energy.joules is not None:
         rows["energy of training"] = f"{energy.words}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
-    auto = _class_of(base / "config.json") if whole else _CAUSAL
+    auto = _auto_class(base / "config.json") if whole else _CAUSAL_CLASS
     about = f"{title}\n\n{run.notes}" if run.notes else title
     card = _card(about, base, [tune.method, *run.tags], rows, kind, auto)
     (out / CARD).write_text(card, encoding="utf-8")
@@ -96,8 +96,8 @@ def _card(
     about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
 ) -> str:
     head = {
-        "base_model": name_of(base).name,
-        **_license_of(base),
+        "base_model": find_base_name(base).name,
+        **_read_license(base),
         "library_name": _LIBRARY[kind],
         "pipeline_tag": "text-generation",
         "tags": ["hpc_tune", *tags],
@@ -109,19 +109,19 @@ def _card(
         f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
         f"licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
-        f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
+        f"```python\n{_USAGE[kind].format(auto=auto)}\n```\n"
     )
 
 
-def _data_of(data: DataConfig) -> Iterator[str]:
+def _describe_data(data: DataConfig) -> Iterator[str]:
     """Yield the names of the files, and in a mixture how much of each is learned."""
     for source in data.sources or []:
         share = f"epochs {source.epochs}" if source.epochs else f"weight {source.weight:g}"
-        yield f"{source.called} ({share})"
+        yield f"{source.label} ({share})"
     yield from (Path(path).name for path in as_list(data.path or []))
 
 
-def _license_of(base: Path) -> dict[str, str]:
+def _read_license(base: Path) -> dict[str, str]:
     """Return what the head of the base model's card says of its licence."""
     card = base / CARD
     if not card.is_file():
@@ -136,10 +136,10 @@ def _license_of(base: Path) -> dict[str, str]:
     return found or _UNKNOWN_LICENSE
 
 
-def _class_of(config: Path) -> str:
+def _auto_class(config: Path) -> str:
     """Return transformers' class for a whole model: its own, where it has parts for images."""
     if not config.is_file():
-        return _CAUSAL
+        return _CAUSAL_CLASS
     named = json.loads(config.read_text(encoding="utf-8")).get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
-    return first if first.endswith("ForConditionalGeneration") else _CAUSAL
+    return first if first.endswith("ForConditionalGeneration") else _CAUSAL_CLASS

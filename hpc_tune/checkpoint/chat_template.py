@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 from hpc_tune.errors import DataError
-from hpc_tune.model.tokenizer import load_tokenizer, template_of_processor
-from hpc_tune.model.tokenizer_file import may_be_by_class, name_whole_file_class
+from hpc_tune.model.tokenizer import load_tokenizer, read_processor_template
+from hpc_tune.model.tokenizer_file import may_have_own_class, name_whole_file_class
 
-TEMPLATE, OTHERS = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
 
 
@@ -26,8 +26,8 @@ def write_template(template: str | None, base: Path, out: Path) -> None:
     if template is not None:
         _write(template, out)
     else:
-        _carry(base, out)
-    if may_be_by_class(out):
+        _copy_missing(base, out)
+    if may_have_own_class(out):
         try:
             name_whole_file_class(load_tokenizer(base), out)
         except DataError:
@@ -43,17 +43,17 @@ def _write(template: str, out: Path) -> None:
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _carry(base: Path, out: Path) -> None:
+def _copy_missing(base: Path, out: Path) -> None:
     """Write those of the base's templates that are not in the files that were copied."""
-    for file in sorted((base / OTHERS).glob("*.jinja")):
-        (out / OTHERS).mkdir(exist_ok=True)
-        shutil.copyfile(file, out / OTHERS / file.name)
+    for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
+        (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
     config = json.loads((out / _CONFIG).read_text("utf-8")) if (out / _CONFIG).is_file() else {}
     if (out / TEMPLATE).exists() or config.get("chat_template"):
         return
-    if found := template_of_processor(base):
+    if found := read_processor_template(base):
         named = found[1] if isinstance(found[1], dict) else {"default": found[1]}
         for name, text in named.items():
-            file = out / TEMPLATE if name == "default" else out / OTHERS / f"{name}.jinja"
+            file = out / TEMPLATE if name == "default" else out / OTHER_TEMPLATES / f"{name}.jinja"
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")

@@ -15,20 +15,20 @@ from pathlib import Path
 import torch
 
 from hpc_tune.atomic_file import sync_folder
-from hpc_tune.checkpoint.adapter_config import write_config
+from hpc_tune.checkpoint.adapter_config import write_adapter_config
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
-from hpc_tune.checkpoint.chat_template import OTHERS, write_template
-from hpc_tune.checkpoint.merge import Merged, read_tensor
-from hpc_tune.checkpoint.mixture import of_mixture, passed_over_by_peft, stacks_in
-from hpc_tune.checkpoint.per_expert import per_expert
-from hpc_tune.checkpoint.store import synced
+from hpc_tune.checkpoint.chat_template import OTHER_TEMPLATES, write_template
+from hpc_tune.checkpoint.merge import MergedModel, read_tensor
+from hpc_tune.checkpoint.mixture import find_expert_stacks, layers_ignored_by_peft, mixture_targets
+from hpc_tune.checkpoint.per_expert import split_experts
+from hpc_tune.checkpoint.store import sync_written
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, remedy_of
+from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, find_remedy
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
-from hpc_tune.model.scaled import QUANTIZATION
+from hpc_tune.model.scaled import QUANTIZATION_KEYS
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
@@ -42,16 +42,22 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
-PER_EXPERT = "-per-expert"  # behind the name of an adapter's folder
+PER_EXPERT_SUFFIX = "-per-expert"  # behind the name of an adapter's folder
 GGUF_FILE = "model.gguf"
-_COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
-_SUFFIXES = (*_COMPANIONS, ".safetensors", ".gguf")
+_COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
+_EXPORT_SUFFIXES = (*_COMPANION_SUFFIXES, ".safetensors", ".gguf")
 # How the files of a tokenizer begin: those of a vocabulary that is not in tokenizer.json, and all.
-_VOCABULARY = (
+_VOCABULARY_FILES = (
     *("vocab", "merges", "spiece", "sentencepiece", "spm", "bpe.codes", "dict.txt", "byte_maps"),
     *("tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"),
 )
-_TOKENIZER = (*_VOCABULARY, "tokenizer", "special_tokens_map", "added_tokens", "chat_template")
+_TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "chat_template",
+)
 _LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # as a part of a model
 
 
@@ -60,7 +66,7 @@ def export_adapter(
 ) -> Path:
     """Write the adapter of a checkpoint as a directory that stock peft loads.
 
-    One on routed experts is written beside it once more, expert by expert (``PER_EXPERT``).
+    One on routed experts is written beside it once more, expert by expert (``PER_EXPERT_SUFFIX``).
     ``template``: the chat template that was trained with, where it is not the base's.
 
     Raises:
@@ -70,16 +76,16 @@ def export_adapter(
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
     index = index_checkpoint(checkpoint)
-    with replacing(out, base) as temporary:
+    with replacing_folder(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
         write_template(template, base, temporary)
         named = (name.removeprefix(ADAPTER_PREFIX) for name in index.pieces)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
-    stacks = stacks_in(base)
-    _say_scales(index, tune, out)
-    if lost := passed_over_by_peft(index, base) if stacks else []:
+    stacks = find_expert_stacks(base)
+    _warn_scales(index, tune, out)
+    if lost := layers_ignored_by_peft(index, base) if stacks else []:
         log.warning(
             "peft does not load %d of the adapters in %s, such as of %s: for this kind of model it "
             "takes their names for others. Use export --to merged",
@@ -90,7 +96,7 @@ def export_adapter(
     return out
 
 
-def _say_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
+def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
     """Warn of scales that are not alpha / rank: most programs but peft know no others."""
     parts = (name.removeprefix(ADAPTER_PREFIX).partition(".lora_") for name in index.pieces)
     scales = {tune.scale_of(layer) for layer, lora, _ in parts if lora}
@@ -108,11 +114,11 @@ def _say_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
 
 def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str | None) -> None:
     """Write the adapter in ``peft`` once more, expert by expert, into a folder beside it."""
-    out = peft.with_name(peft.name + PER_EXPERT)
-    if (adapter := per_expert(index_checkpoint(checkpoint), base)) is None:
+    out = peft.with_name(peft.name + PER_EXPERT_SUFFIX)
+    if (adapter := split_experts(index_checkpoint(checkpoint), base)) is None:
         log.warning("%s is not written: no names are known for single experts of this model", out)
         return
-    with replacing(out, base) as temporary:
+    with replacing_folder(out, base) as temporary:
         adapter.write(peft, temporary)
         copy_tokenizer(base, temporary)
         write_template(template, base, temporary)
@@ -125,7 +131,12 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
 
     One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
     """
-    from hpc_tune.model.adapters import NAMES_OF_EXPERTS, Targets, lora_config, taken_for_stacks
+    from hpc_tune.model.adapters import (
+        EXPERT_NAMES,
+        Targets,
+        find_names_taken_for_stacks,
+        make_lora_config,
+    )
     from hpc_tune.model.token_rows import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
@@ -137,12 +148,12 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     written = write_regions(out / ADAPTER_FILE, regions)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
-    stacks = stacks_in(base)
+    stacks = find_expert_stacks(base)
     targets = Targets(tune.targets)
     if stacks:  # a layer named by its weight has no DoRA
-        taken = taken_for_stacks(base) if tune.method == "dora" else NAMES_OF_EXPERTS
-        targets = of_mixture(index, layers, stacks, taken)
-    config = lora_config(tune, targets)
+        taken = find_names_taken_for_stacks(base) if tune.method == "dora" else EXPERT_NAMES
+        targets = mixture_targets(index, layers, stacks, taken)
+    config = make_lora_config(tune, targets)
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:
         config.lora_dropout = 0.0  # else peft refuses them; an adapter that is loaded drops nothing
@@ -157,7 +168,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
             config.modules_to_save = sorted(saved)
     if tune.trainable_tokens:
         config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
-    write_config(config, base, out)
+    write_adapter_config(config, base, out)
     return written
 
 
@@ -182,13 +193,13 @@ def export_merged(
         MemoryBudgetError: if there is no room for one tensor.
     """
     stored = index_model_directory(base)
-    merged = Merged(index_checkpoint(checkpoint), stored, tune, base, dtype)
-    check_room(merged)
+    merged = MergedModel(index_checkpoint(checkpoint), stored, tune, base, dtype)
+    require_merge_memory(merged)
     shards = _shards(merged)
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
-    with replacing(out, base) as temporary:
+    with replacing_folder(out, base) as temporary:
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_regions(temporary / file, [merged.region(name) for name in names])
@@ -224,12 +235,12 @@ def pack_adapter(
     try:
         out.mkdir()
         weights = write_adapter(TensorIndex(files, CheckpointError), tune, base, out)
-        config = synced(out / "adapter_config.json")
+        config = sync_written(out / "adapter_config.json")
         sync_folder(out)
         for file in files:
             file.unlink()
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
+        raise CheckpointError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
     return [replace(file, name=f"{ADAPTER_FOLDER}/{file.name}") for file in (weights, config)]
 
 
@@ -242,7 +253,7 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
     return largest_tensor_bytes + PIECE_BYTES + STOCK_MODEL_BYTES
 
 
-def check_room(merged: Merged) -> None:
+def require_merge_memory(merged: MergedModel) -> None:
     """Refuse to merge where memory is short, before the kernel kills the process."""
     needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
     limit = find_limit()
@@ -255,7 +266,7 @@ def check_room(merged: Merged) -> None:
         )
 
 
-def _shards(merged: Merged) -> list[list[str]]:
+def _shards(merged: MergedModel) -> list[list[str]]:
     """Cut the tensors into files of about SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -276,7 +287,7 @@ def _is_companion(file: Path) -> bool:
     ModelOpt's of a quantisation a server for scales, which merged weights have none of.
     """
     others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
-    return file.suffix in _COMPANIONS and not file.name.endswith(others)
+    return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
@@ -284,7 +295,7 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
-        for key in part.keys() & QUANTIZATION:
+        for key in part.keys() & QUANTIZATION_KEYS:
             del part[key]
         for key in {"dtype", "torch_dtype"} & part.keys() if dtype is not None else ():
             part[key] = str(dtype).removeprefix("torch.")
@@ -297,16 +308,16 @@ def copy_tokenizer(base: Path, out: Path) -> None:
     One of a vocabulary and merges alone gets a tokenizer.json as well: transformers would find out
     from config.json of what class it is, which is not beside an adapter.
     """
-    files = [f for f in base.iterdir() if f.name.startswith(_TOKENIZER) and _is_companion(f)]
-    has_vocabulary = any(file.name.startswith(_VOCABULARY) for file in files)
+    files = [f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _is_companion(f)]
+    has_vocabulary = any(file.name.startswith(_VOCABULARY_FILES) for file in files)
     if has_vocabulary and not (base / "tokenizer.json").is_file():
         load_tokenizer(base).save_pretrained(out)
     for file in files:
-        if not _is_told_again(file):
+        if not _is_duplicate(file):
             _copy(file, out)
 
 
-def _is_told_again(file: Path) -> bool:
+def _is_duplicate(file: Path) -> bool:
     """Whether added_tokens.json has what tokenizer.json has: SGLang takes it for an adapter's own.
 
     Such adapters, with tokens of their own, are refused by some of its versions.
@@ -341,12 +352,15 @@ def _is_export(out: Path) -> bool:
     weights = (ADAPTER_FILE, "model.safetensors.index.json", GGUF_FILE)
     return not entries or (
         any(entry.name in weights for entry in entries)
-        and all(e.suffix in _SUFFIXES or e.name in (CARD, CONFIG, OTHERS) for e in entries)
+        and all(
+            e.suffix in _EXPORT_SUFFIXES or e.name in (CARD, CONFIG, OTHER_TEMPLATES)
+            for e in entries
+        )
     )
 
 
 @contextmanager
-def replacing(out: Path, base: Path) -> Iterator[Path]:
+def replacing_folder(out: Path, base: Path) -> Iterator[Path]:
     """Give a temporary folder that becomes ``out`` when the block ends well, else is removed.
 
     Raises:
@@ -367,6 +381,6 @@ def replacing(out: Path, base: Path) -> Iterator[Path]:
             shutil.rmtree(out)
         temporary.rename(out)
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
+        raise CheckpointError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -16,14 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_tune.checkpoint.base_name import name_of
+from hpc_tune.checkpoint.base_name import find_base_name
 from hpc_tune.checkpoint.card import write_card
 from hpc_tune.checkpoint.chat_template import write_template
-from hpc_tune.checkpoint.export import GGUF_FILE, check_room, copy_tokenizer, replacing
-from hpc_tune.checkpoint.merge import Merged
+from hpc_tune.checkpoint.export import (
+    GGUF_FILE,
+    copy_tokenizer,
+    replacing_folder,
+    require_merge_memory,
+)
+from hpc_tune.checkpoint.merge import MergedModel
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.lazy_imports import is_installed
+from hpc_tune.lazy_imports import is_importable
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import llama3_divisors
@@ -34,13 +39,13 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 _LLAMA3 = "llama3"
 # Those that llama.cpp adds.
 _BIASES = {"llama": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
-_INSTEAD = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+_ALTERNATIVE = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 # The rules by which byte-level tokenizers cut text, by the name that llama.cpp has for each.
-_WORDS = (
+_WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CUTS = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
+_SPLIT_RULES = {_WORD_PATTERN % "{1,3}": "llama-bpe", _WORD_PATTERN % "": "qwen2"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's kinds of token
 
 
@@ -64,7 +69,7 @@ def export_gguf(
         has a tokenizer that is not written, or ``out`` holds something that is not an export.
         MemoryBudgetError: if there is no room for one tensor.
     """
-    if not is_installed("gguf"):
+    if not is_importable("gguf"):
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )
@@ -72,8 +77,8 @@ def export_gguf(
     config = transformers_config.to_dict()
     architecture = _architecture_of(config)
     stored = index_model_directory(base)
-    merged = Merged(index_checkpoint(checkpoint), stored, tune, base, dtype)
-    check_room(merged)
+    merged = MergedModel(index_checkpoint(checkpoint), stored, tune, base, dtype)
+    require_merge_memory(merged)
     regions = _regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
         divisors = llama3_divisors(transformers_config)
@@ -82,9 +87,9 @@ def export_gguf(
         regions[name] = Region.whole(name, divisors.dtype, shape, lambda: divisors)
     from gguf import GGUFWriter
 
-    with replacing(out, base) as temporary:
+    with replacing_folder(out, base) as temporary:
         writer = GGUFWriter(temporary / GGUF_FILE, architecture)
-        writer.add_name(name_of(base).name.rpartition("/")[2])
+        writer.add_name(find_base_name(base).name.rpartition("/")[2])
         _add_shape(writer, config)
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
@@ -127,7 +132,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
     elif config.get("hidden_act", "silu") != "silu":
         why = f"hidden_act={config['hidden_act']}, expected silu"
     if why is not None:
-        raise ConfigError(f"--to gguf does not write this model: {why}; {_INSTEAD}")
+        raise ConfigError(f"--to gguf does not write this model: {why}; {_ALTERNATIVE}")
     return _ARCHITECTURES[str(kind)]
 
 
@@ -148,7 +153,7 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _regions(architecture: str, config: dict[str, Any], merged: Merged) -> dict[str, Region]:
+def _regions(architecture: str, config: dict[str, Any], merged: MergedModel) -> dict[str, Region]:
     """Return the tensors to write, by GGUF's names.
 
     Raises:
@@ -166,7 +171,7 @@ def _regions(architecture: str, config: dict[str, Any], merged: Merged) -> dict[
         if found is None or (name.endswith(".bias") and not name.endswith(_BIASES[architecture])):
             raise ConfigError(
                 f"--to gguf does not write this model: it has {name}, which llama.cpp's "
-                f"{architecture} has no place for; {_INSTEAD}"
+                f"{architecture} has no place for; {_ALTERNATIVE}"
             )
         regions[found] = merged.region(name)
     return regions
@@ -196,7 +201,7 @@ def _write_tensors(
     heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
     for done, (name, region) in enumerate(regions.items(), 1):
         turned = heads.get(name.split(".")[-2]) if architecture == "llama" else None
-        writer.write_tensor_data(_values(region, matrices.get(name, torch.float32), turned))
+        writer.write_tensor_data(_integer_bits(region, matrices.get(name, torch.float32), turned))
         progress.update(done)
     progress.close()
     for file in writer.fout:
@@ -205,16 +210,18 @@ def _write_tensors(
     writer.close()
 
 
-def _values(region: Region, dtype: torch.dtype, num_heads: int | None) -> np.ndarray[Any, Any]:
+def _integer_bits(
+    region: Region, dtype: torch.dtype, num_heads: int | None
+) -> np.ndarray[Any, Any]:
     """Return a tensor's bits as integers; ``num_heads``: of one whose rows are rotated."""
     tensor = region.values().to(dtype)
     if num_heads is not None:
-        tensor = _in_pairs(tensor, num_heads)
+        tensor = _interleave_halves(tensor, num_heads)
     integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     return tensor.contiguous().view(integers).numpy()
 
 
-def _in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _interleave_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Put the rows that a rotation turns together side by side, as llama.cpp's llama has them.
 
     transformers has the halves of a head one after the other: 0 1 2 3 -> 0 2 1 3.
@@ -233,9 +240,9 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
 
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"--to gguf needs the base model's tokenizer.json; {_INSTEAD}")
+        raise ConfigError(f"--to gguf needs the base model's tokenizer.json; {_ALTERNATIVE}")
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    cut = _cut_of(tokenizer)
+    cut = _split_rule(tokenizer)
     tokens = [f"[PAD{i}]" for i in range(num_tokens)]
     kinds = [_UNUSED] * num_tokens
     found = [(number, text, _NORMAL) for text, number in tokenizer["model"]["vocab"].items()]
@@ -255,7 +262,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     SpecialVocab(folder, load_merges=has_merges, n_vocab=num_tokens).add_to_gguf(writer, quiet=True)
 
 
-def _cut_of(tokenizer: dict[str, Any]) -> str:
+def _split_rule(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the rule by which a byte-level BPE tokenizer cuts text."""
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
@@ -269,10 +276,10 @@ def _cut_of(tokenizer: dict[str, Any]) -> str:
         return "smollm"
     if is_bytes and types == ["Split", "ByteLevel"]:
         rule = steps[0].get("pattern", {}).get("Regex")
-        if rule in _CUTS:
-            return _CUTS[rule]
+        if rule in _SPLIT_RULES:
+            return _SPLIT_RULES[rule]
     kind = "byte-level BPE that cuts text by another rule" if is_bytes else model.get("type")
     raise ConfigError(
         f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that cuts "
-        f"text as those of GPT-2, Llama 3, Qwen or SmolLM do; {_INSTEAD}"
+        f"text as those of GPT-2, Llama 3, Qwen or SmolLM do; {_ALTERNATIVE}"
     )

@@ -9,24 +9,24 @@ from typing import TypeVar
 from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flat, said
-from hpc_tune.data.mixture import phases_from_json, reached
-from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, remedy_of
+from hpc_tune.config.section import flatten, format_setting
+from hpc_tune.data.mixture import compute_progress, phases_from_json
+from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, find_remedy
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
-from hpc_tune.model.identity import identity_of, sample_of
+from hpc_tune.model.identity import fingerprint_weights, hash_model
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.units import format_bytes
-from hpc_tune.world.liveness import ALIVE_S
+from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
 TEMPLATE_FILE = "chat_template.jinja"
-_LOOKS = 10  # at a run that goes on, and removes what is being looked at
+_MAX_ATTEMPTS = 10  # at a run that goes on, and removes what is being looked at
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedCheckpoint:
     """A verified checkpoint, its run directory, the configuration it was saved with, its base
     model's directory, the chat template it was trained with if that is not the base's, its state.
     """
@@ -39,7 +39,7 @@ class Located:
     state: RunState
 
 
-def locate(path: Path, moved_base: Path | None = None) -> Located:
+def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     """Return the checkpoint at ``path``, or the newest valid one of the run at ``path``.
 
     ``moved_base`` is where its base model is now.
@@ -54,19 +54,19 @@ def locate(path: Path, moved_base: Path | None = None) -> Located:
         state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     else:
         run_dir = path
-        checkpoint, state = _newest(path)
+        checkpoint, state = _find_newest(path)
     config = state.run_config(str(checkpoint))
     is_builtin = config.model.path == BUILTIN_TINY
     base = run_dir / "builtin-tiny" if is_builtin else Path(config.model.path)
     if moved_base is not None:
         base = moved_base
-        if identity_of(base, index_model_directory(base)) != state.model_identity:
+        if hash_model(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
-    template = template_of(run_dir, config.data.chat_template)
-    return Located(checkpoint, run_dir, config, base, template, state)
+    template = read_template(run_dir, config.data.chat_template)
+    return LocatedCheckpoint(checkpoint, run_dir, config, base, template, state)
 
 
-def with_newest(run: Located, path: Path, work: Callable[[Path], T]) -> T:
+def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path], T]) -> T:
     """Return what ``work`` gives for the checkpoint of ``run``, which was located at ``path``.
 
     If that is gone in the middle, as a run that goes on removes old ones, it is done again with the
@@ -76,18 +76,18 @@ def with_newest(run: Located, path: Path, work: Callable[[Path], T]) -> T:
         HpcTuneError, OSError: what ``work`` raises while its checkpoint is there.
     """
     checkpoint = run.checkpoint
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_ATTEMPTS):
         try:
             return work(checkpoint)
         except (HpcTuneError, OSError):
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
-        gone, (checkpoint, _) = checkpoint, _newest(path)
+        gone, (checkpoint, _) = checkpoint, _find_newest(path)
         log.info("%s was removed by its run, which goes on: taking %s", gone, checkpoint.name)
     return work(checkpoint)
 
 
-def require_base(located: Located, option: str) -> Path:
+def require_base(located: LocatedCheckpoint, option: str) -> Path:
     """Return the folder of the base model; ``option`` is the user's way to name another.
 
     Raises:
@@ -103,7 +103,7 @@ def require_base(located: Located, option: str) -> Path:
     if (
         is_used
         and state.model_sample
-        and state.has_other_weights(sample_of(index_model_directory(located.base)))
+        and state.has_other_weights(fingerprint_weights(index_model_directory(located.base)))
     ):
         raise ConfigError(
             f"{located.base} is not the model that {located.checkpoint} was made from: "
@@ -112,7 +112,7 @@ def require_base(located: Located, option: str) -> Path:
     return located.base
 
 
-def template_of(run_dir: Path, chat_template: str | None) -> str | None:
+def read_template(run_dir: Path, chat_template: str | None) -> str | None:
     """Return the chat template of a run whose data.chat_template named one: the copy it kept."""
     if chat_template is None:
         return None
@@ -122,7 +122,7 @@ def template_of(run_dir: Path, chat_template: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the run was made with the chat template {chat_template}, and its copy of it, {kept}, "
-            f"cannot be read ({error}{remedy_of(error)}); put the template there"
+            f"cannot be read ({error}{find_remedy(error)}); put the template there"
         ) from None
 
 
@@ -136,20 +136,20 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
         return [*lines, "no checkpoint yet"], True
     is_one = (path / MANIFEST).is_file()
     seen: list[Path] = []
-    for _ in range(_LOOKS):
-        new = [p for p in ([path] if is_one else _store_of(path).steps()) if p not in seen]
+    for _ in range(_MAX_ATTEMPTS):
+        new = [p for p in ([path] if is_one else _open_store(path).steps()) if p not in seen]
         seen += new
         for checkpoint in new:
             try:
-                lines.append(_line(checkpoint, check_bytes))
+                lines.append(_describe_checkpoint(checkpoint, check_bytes))
             except (CheckpointError, UnreadableError, OSError) as error:
                 if is_one or checkpoint.is_dir():  # else its run goes on, and has removed it
                     all_valid = False
-                    lines.append(f"{checkpoint.name}  {_verdict(error)}: {error}")
+                    lines.append(f"{checkpoint.name}  {_damage_label(error)}: {error}")
         if not new:
             break
     lines += _mixture_lines(seen)
-    for aside in [] if is_one else _store_of(path).superseded():
+    for aside in [] if is_one else _open_store(path).superseded():
         lines.append(
             f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
             f"needed, or resume from it with checkpoint.resume={aside}"
@@ -168,32 +168,32 @@ def _mixture_lines(checkpoints: Sequence[Path]) -> Iterator[str]:
         return
     if "phases" in loader:
         try:
-            for source in reached(phases_from_json(loader["phases"]), loader["rows"]):
+            for source in compute_progress(phases_from_json(loader["phases"]), loader["rows"]):
                 yield f"{newest.name}  source {source}"
         except (ValueError, KeyError, TypeError) as error:
             yield f"{newest.name}  its mixture cannot be read: {error}"
 
 
-def _verdict(error: Exception) -> str:
+def _damage_label(error: Exception) -> str:
     return "NOT VALID" if isinstance(error, CheckpointError) else "UNREADABLE"
 
 
-def differences(one: Path, other: Path) -> list[str]:
+def diff_settings(one: Path, other: Path) -> list[str]:
     """Return a line for each setting that two checkpoints, or runs, were saved with differently.
 
     Raises:
         ConfigError, CheckpointError: as ``locate``.
     """
-    first, second = (flat(locate(path).config.model_dump()) for path in (one, other))
+    first, second = (flatten(locate(path).config.model_dump()) for path in (one, other))
     return [
-        f"{name}: {'; '.join(said(first[name]).splitlines())} in {one}, "
-        f"{'; '.join(said(second[name]).splitlines())} in {other}"
+        f"{name}: {'; '.join(format_setting(first[name]).splitlines())} in {one}, "
+        f"{'; '.join(format_setting(second[name]).splitlines())} in {other}"
         for name in first
         if first[name] != second[name]
     ]
 
 
-def _line(checkpoint: Path, check_bytes: bool) -> str:
+def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     if check_bytes:
         verify(checkpoint)
@@ -216,28 +216,30 @@ def _outcome_lines(path: Path) -> list[str]:
     if not last:
         return []
     silent_s = time.time() - max(beat.time for beat in last)
-    if silent_s < ALIVE_S and not owner.has_died(path):
-        return [f"outcome: none yet, the run is {last[0].phase}{heartbeat.silence(silent_s)}"]
-    return [f"outcome: {heartbeat.last_seen(last)}"]
+    if silent_s < HEARTBEAT_DEAD_S and not owner.has_owner_died(path):
+        return [
+            f"outcome: none yet, the run is {last[0].phase}{heartbeat.describe_silence(silent_s)}"
+        ]
+    return [f"outcome: {heartbeat.describe_last_seen(last)}"]
 
 
-def _store_of(path: Path) -> Store:
+def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
-        if (path / nearby.SETTINGS).is_file():
+        if (path / nearby.RESOLVED_CONFIG).is_file():
             why = (outcome.read(path) or {}).get("reason", "it has not come to a save")
             raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
-            f"(with {MANIFEST} in it){nearby.hint(path)}"
+            f"(with {MANIFEST} in it){nearby.similar_runs_hint(path)}"
         )
     return store
 
 
-def _newest(run_dir: Path) -> tuple[Path, RunState]:
+def _find_newest(run_dir: Path) -> tuple[Path, RunState]:
     """Return the newest valid checkpoint, also if the run goes on and removes some meanwhile."""
-    store = _store_of(run_dir)
-    for _ in range(_LOOKS):
+    store = _open_store(run_dir)
+    for _ in range(_MAX_ATTEMPTS):
         seen = store.steps()
         newest = store.latest()
         if newest is None:

@@ -10,22 +10,22 @@ import torch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.box import Box
-from hpc_tune.model.experts import Adapted, has_experts
-from hpc_tune.model.finite import first_not_finite
-from hpc_tune.model.joined import Part
-from hpc_tune.model.language import Storage, read_shape, storage_of
+from hpc_tune.model.experts import AdaptedTensor, has_experts
+from hpc_tune.model.finite import find_non_finite
+from hpc_tune.model.joined import StoredPart
+from hpc_tune.model.language import Storage, find_storage, read_language_config
 from hpc_tune.model.regions import Region
 from hpc_tune.model.token_rows import SUFFIX, token_ids
 from hpc_tune.model.weights import ADAPTER_PREFIX, PIECE_BYTES, TensorIndex
 
 # Where values are too large for the dtype that they would be written in.
-_INSTEAD = {
+_ALTERNATIVES = {
     torch.float16: ", whose largest is 65504; write the model in another dtype (--dtype bf16), or "
     "use the adapter (--to adapter)"
 }
 
 
-class Merged:
+class MergedModel:
     """The tensors of the merged model, each computed on demand."""
 
     def __init__(
@@ -56,14 +56,16 @@ class Merged:
         return self._base_name(f"{layer}.weight") if stack is None else stack.tensor
 
     @functools.cached_property
-    def _stacks(self) -> Mapping[str, Adapted]:
+    def _stacks(self) -> Mapping[str, AdaptedTensor]:
         """Stacks of experts by an adapter's layer."""
         stored = self._stored.shapes.items()
         may_be = any(len(shape) == 3 or ".experts." in name for name, shape in stored)
-        return self._storage.stacks if may_be and has_experts(read_shape(self._base)) else {}
+        return (
+            self._storage.stacks if may_be and has_experts(read_language_config(self._base)) else {}
+        )
 
     @functools.cached_property
-    def _parts(self) -> Mapping[str, tuple[str, Part]]:
+    def _parts(self) -> Mapping[str, tuple[str, StoredPart]]:
         """What each stored tensor that is a part of a joined one is a part of."""
         joined = self._stored.joined if self._stacks else {}
         return {part.stored: (name, part) for name, one in joined.items() for part in one.parts}
@@ -76,7 +78,7 @@ class Merged:
         names = self._storage.names
         if renamed := names.renamed.get(path):
             return renamed
-        if (whole := names.of_whole(path)) in self._stored.pieces:
+        if (whole := names.name_in_whole(path)) in self._stored.pieces:
             return whole  # of a run before its model was known as a part of a whole one
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
@@ -93,7 +95,7 @@ class Merged:
 
     @functools.cached_property
     def _storage(self) -> Storage:
-        return storage_of(self._base, self._stored)
+        return find_storage(self._base, self._stored)
 
     @property
     def copied_head(self) -> str | None:
@@ -137,11 +139,12 @@ class Merged:
         if name in self._rows:
             rows = read_tensor(self._trained, self._rows[name])
             out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
-        if (found := first_not_finite(out)) is not None and self._is_changed(name):
+        if (found := find_non_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
                 f"{name} cannot be merged: its value at {list(found.at)} would be {found.value:g} "
-                f"in {kind}" + _INSTEAD.get(out.dtype, "; the checkpoint, or its base, is damaged")
+                f"in {kind}"
+                + _ALTERNATIVES.get(out.dtype, "; the checkpoint, or its base, is damaged")
             )
         return out
 
@@ -150,7 +153,9 @@ class Merged:
         whole, _ = self._parts.get(name, (name, None))
         return self._dtype is not None or any(whole in names for names in changed)
 
-    def _add_to_experts(self, out: torch.Tensor, name: str, layer: str, stack: Adapted) -> None:
+    def _add_to_experts(
+        self, out: torch.Tensor, name: str, layer: str, stack: AdaptedTensor
+    ) -> None:
         """W_e + scale B_e A_e for each expert e of a stack, or of the part of it that ``out`` is.
 
         As peft has them: A is expert-major, E R x inputs; of B's columns, outputs x R E, each
@@ -161,7 +166,7 @@ class Merged:
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
         _, part = self._parts.get(name, (name, None))
         whole = Box.whole(self._stored.shapes[name])
-        part = part or Part(name, whole, tuple(range(len(whole.shape))))
+        part = part or StoredPart(name, whole, tuple(range(len(whole.shape))))
         _, rows, columns = part.box.slices()
         for number in range(part.box.offset[0], part.box.end[0]):
             box = Box((number, *part.box.offset[1:]), (1, *part.box.shape[1:]))

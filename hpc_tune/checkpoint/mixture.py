@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpc_tune.model.experts import Adapted, adapted_tensors, has_experts
-from hpc_tune.model.joined import renamed_again
-from hpc_tune.model.language import language_model, read_config, read_shape, whole_model
+from hpc_tune.model.experts import AdaptedTensor, find_adapted_tensors, has_experts
+from hpc_tune.model.joined import find_names_renamed_again
+from hpc_tune.model.language import (
+    make_language_model,
+    make_whole_model,
+    read_config,
+    read_language_config,
+)
 from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex
 
 if TYPE_CHECKING:
@@ -24,33 +29,33 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
-def stacks_in(base: Path) -> Mapping[str, Adapted]:
+def find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
     """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
 
     Empty for a dense model. The layers are named as in the whole model.
     """
-    return _stacks_in(base) if has_experts(read_shape(base)) else {}
+    return _find_expert_stacks(base) if has_experts(read_language_config(base)) else {}
 
 
 @functools.cache
-def _stacks_in(base: Path) -> Mapping[str, Adapted]:
-    language = language_model(read_config(base), base, torch.float32, None)
-    of_whole = language.names.of_whole
-    return {of_whole(layer): one for layer, one in adapted_tensors(language.model).items()}
+def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+    language = make_language_model(read_config(base), base, torch.float32, None)
+    of_whole = language.names.name_in_whole
+    return {of_whole(layer): one for layer, one in find_adapted_tensors(language.model).items()}
 
 
-def passed_over_by_peft(index: TensorIndex, base: Path) -> list[str]:
+def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
     """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
     adapters = (n for n in index.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" in n)
     named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
-    lost = renamed_again(whole_model(read_config(base)), named)
+    lost = find_names_renamed_again(make_whole_model(read_config(base)), named)
     return sorted({name.partition(".lora_")[0] for name in lost})
 
 
-def of_mixture(
+def mixture_targets(
     index: TensorIndex,
     layers: Sequence[str],
-    stacks: Mapping[str, Adapted],
+    stacks: Mapping[str, AdaptedTensor],
     taken: Collection[str],
 ) -> "Targets":
     """Return what has adapters, by names that mean just these ``layers`` to peft.

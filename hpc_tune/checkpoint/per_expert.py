@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from hpc_tune.checkpoint.merge import read_tensor
-from hpc_tune.model.experts import Adapted
-from hpc_tune.model.language import storage_of
+from hpc_tune.model.experts import AdaptedTensor
+from hpc_tune.model.language import find_storage
 from hpc_tune.model.regions import Region, write_regions
 from hpc_tune.model.weights import ADAPTER_FILE, ADAPTER_PREFIX, TensorIndex, index_model_directory
 
 # What vLLM calls the matrices of an expert in a stack of this name.
-_IN_STACK = {
+_STACK_MATRICES = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),
     "experts.up_proj": ("up_proj",),
@@ -43,7 +43,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class PerExpert:
+class PerExpertAdapter:
     """An adapter to write: its tensors, and the last names of layers and of experts' matrices."""
 
     regions: list[Region]
@@ -56,15 +56,15 @@ class PerExpert:
         _write_config(peft, out, self.layers, self.of_experts)
 
 
-def per_expert(index: TensorIndex, base: Path) -> PerExpert | None:
+def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     """Return the adapter of a checkpoint's ``index`` with its experts one by one.
 
     None if it has none on experts, or no names are known for them.
     """
     stored = index_model_directory(base)
-    storage = storage_of(base, stored)
+    storage = find_storage(base, stored)
     read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, index))
-    found = PerExpert([], set(), set())
+    found = PerExpertAdapter([], set(), set())
     for name in (name for name in index.pieces if name.startswith(ADAPTER_PREFIX)):
         layer, lora, end = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
         if (stack := storage.stacks.get(layer)) is not None:
@@ -82,7 +82,7 @@ def per_expert(index: TensorIndex, base: Path) -> PerExpert | None:
     return found if found.of_experts else None
 
 
-def _matrices(stack: Adapted, stored: TensorIndex) -> Iterator[_Matrix]:
+def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_Matrix]:
     """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
     joined = stored.joined.get(stack.tensor)
     if joined is not None and all(part.axes[0] is None for part in joined.parts):
@@ -92,7 +92,7 @@ def _matrices(stack: Adapted, stored: TensorIndex) -> Iterator[_Matrix]:
         return
     _, first, second = stored.shapes[stack.tensor]
     outputs = second if stack.is_transposed else first
-    for ending, names in _IN_STACK.items():
+    for ending, names in _STACK_MATRICES.items():
         if stack.form == "unknown" or not stack.tensor.endswith(f".{ending}"):
             continue
         path = f"{stack.tensor.removesuffix(f'.{ending}')}.experts"
@@ -108,7 +108,7 @@ def _matrices(stack: Adapted, stored: TensorIndex) -> Iterator[_Matrix]:
 def _region(
     index: TensorIndex,
     name: str,
-    stack: Adapted,
+    stack: AdaptedTensor,
     matrix: _Matrix,
     read: Callable[[str], torch.Tensor],
 ) -> Region:

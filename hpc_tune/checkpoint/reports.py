@@ -23,21 +23,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """The files that a rank has written, or why it could not."""
 
     files: tuple[WrittenFile, ...] = ()
     error: str | None = None
 
 
-class Reports:
+class SaveReports:
     """The reports of one save; ``name`` is that save's own, in the whole life of the store."""
 
     def __init__(self, comm: Comm, name: str) -> None:
         """Know the ranks; nothing is sent yet."""
         self._comm, self._key = comm, f"hpc_tune/save/{name}"
 
-    def send(self, report: Report) -> None:
+    def send(self, report: SaveReport) -> None:
         """Tell rank 0 what another rank has done, once.
 
         Raises:
@@ -52,7 +52,7 @@ class Reports:
 
         _with_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
 
-    def collect(self, own: Report, between: Callable[[], None]) -> list[Report]:
+    def collect(self, own: SaveReport, between: Callable[[], None]) -> list[SaveReport]:
         """Return the reports of all ranks, by rank, when all are there; for rank 0.
 
         ``between`` is called again and again while it waits, and may raise.
@@ -65,16 +65,19 @@ class Reports:
         while size > 1 and _with_store(lambda: store.add(self._key, 0), lost) < size - 1:
             between()
             time.sleep(_POLL_S)
-        return [own, *(_with_store(partial(self._take, rank), lost) for rank in range(1, size))]
+        return [
+            own,
+            *(_with_store(partial(self._pop_report, rank), lost) for rank in range(1, size)),
+        ]
 
-    def _take(self, rank: int) -> Report:
+    def _pop_report(self, rank: int) -> SaveReport:
         """Return a rank's report, which the store then forgets."""
         store, key = self._comm.store, f"{self._key}/{rank}"
         files, error = json.loads(store.get(key))
         store.delete_key(key)
         if rank == self._comm.world.size - 1:
             store.delete_key(self._key)
-        return Report(tuple(WrittenFile(**file) for file in files), error)
+        return SaveReport(tuple(WrittenFile(**file) for file in files), error)
 
 
 def _with_store(work: Callable[[], T], lost: str) -> T:

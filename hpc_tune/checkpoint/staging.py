@@ -15,14 +15,14 @@ import torch
 from hpc_tune.config.schema import STAGING_BYTES
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import PIECE_BYTES
-from hpc_tune.world.device import use_in_this_thread
-from hpc_tune.world.pinned import give_back
+from hpc_tune.world.device import set_thread_device
+from hpc_tune.world.pinned import empty_pinned_cache
 
-_ALIGNED = 16  # so that values of any dtype may begin there
+_ALIGNMENT = 16  # so that values of any dtype may begin there
 
 
 @dataclass(frozen=True)
-class Piece:
+class StagedPiece:
     """Values ``start`` to ``stop`` of region number ``region``, flat.
 
     A copy of them is at ``offset`` (bytes) in block number ``block``.
@@ -36,7 +36,7 @@ class Piece:
     num_bytes: int
 
 
-class Device(Protocol):
+class StagingDevice(Protocol):
     """Copies its values to host memory while it computes."""
 
     def stream(self) -> AbstractContextManager[object]:
@@ -55,7 +55,7 @@ class Device(Protocol):
         """Let another save have the blocks: none is held any longer."""
 
 
-class KeptBlocks:
+class PinnedBlockPool:
     """Pinned blocks that one save after another uses.
 
     A system pins about 2 GB a second, and the update waits for as long; to free pinned memory
@@ -64,7 +64,7 @@ class KeptBlocks:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        self._keeps, self._changing = True, threading.Lock()
+        self._keeps, self._lock = True, threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +73,7 @@ class KeptBlocks:
 
     def take(self) -> torch.Tensor:
         """Return a block of ``PIECE_BYTES``, a kept one if there is one."""
-        with self._changing:
+        with self._lock:
             if self._free:
                 return self._free.pop()
         return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -83,33 +83,33 @@ class KeptBlocks:
 
         No more are kept than one save had: one that hung may come back after the next.
         """
-        with self._changing:
+        with self._lock:
             most = max(len(self._free), len(blocks)) if self._keeps else 0
             kept = [*self._free, *blocks]
             self._free = kept[:most]
         blocks.clear()
         if len(kept) > most:
             del kept
-            give_back()
+            empty_pinned_cache()
 
     def release(self) -> None:
         """Give all that no save uses back to the system."""
-        with self._changing:
+        with self._lock:
             self._free.clear()
-        give_back()
+        empty_pinned_cache()
 
     def keep(self, keeps: bool) -> None:
         """From now on keep blocks between saves, or give them back, those of now too."""
-        with self._changing:
+        with self._lock:
             self._keeps = keeps
         if not keeps:
             self.release()
 
 
-class CudaDevice:
+class CudaStagingDevice:
     """A GPU; what it has computed so far is what is copied."""
 
-    def __init__(self, kept: KeptBlocks) -> None:
+    def __init__(self, kept: PinnedBlockPool) -> None:
         """Copy into blocks of ``kept``, for one save."""
         self._kept, self._blocks, self._is_done = kept, list[torch.Tensor](), False
         self._stream = torch.cuda.Stream()
@@ -117,33 +117,33 @@ class CudaDevice:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """See ``Device``."""
-        use_in_this_thread(self._stream.device)
+        """See ``StagingDevice``."""
+        set_thread_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             yield
 
     def block(self) -> torch.Tensor:
-        """See ``Device``."""
+        """See ``StagingDevice``."""
         self._blocks.append(self._kept.take())
         return self._blocks[-1]
 
     def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
-        """See ``Device``."""
+        """See ``StagingDevice``."""
         to.copy_(values, non_blocking=True)
 
     def wait(self) -> None:
-        """See ``Device``."""
+        """See ``StagingDevice``."""
         self._stream.synchronize()
         self._is_done = True
 
     def close(self) -> None:
-        """See ``Device``."""
+        """See ``StagingDevice``."""
         if not self._is_done:  # the GPU may still write to them; torch frees them when it has
             self._blocks.clear()
         self._kept.put_back(self._blocks)
 
 
-def bytes_to_copy(
+def choose_staging_bytes(
     wanted: int | Literal["auto"],
     total: int,
     on_device: bool,
@@ -163,21 +163,21 @@ def bytes_to_copy(
     return next((size for size in sizes if admit(max(0, min(size, total) - kept), why)), 0)
 
 
-def bytes_of(regions: Sequence[Region]) -> int:
+def block_bytes(regions: Sequence[Region]) -> int:
     """Return the bytes of the blocks that hold copies of ``regions``."""
-    last = max((piece.block for piece in pieces_of_all(regions)), default=-1)
+    last = max((piece.block for piece in cut_pieces(regions)), default=-1)
     return (last + 1) * PIECE_BYTES
 
 
-def pieces_of_all(regions: Sequence[Region]) -> Iterator[Piece]:
+def cut_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
     """Yield the pieces of ``regions`` in the order in which they are written."""
     at = 0
     for number, region in enumerate(regions):
         itemsize, numel, start = region.dtype.itemsize, region.box.num_values, 0
-        at = -(-at // _ALIGNED) * _ALIGNED
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
         while start < numel:
             block, offset = divmod(at, PIECE_BYTES)
             stop = min(numel, start + (PIECE_BYTES - offset) // itemsize)
             num_bytes = (stop - start) * itemsize
-            yield Piece(number, start, stop, block, offset, num_bytes)
+            yield StagedPiece(number, start, stop, block, offset, num_bytes)
             start, at = stop, at + num_bytes

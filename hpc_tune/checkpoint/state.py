@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hpc_tune.config.load import field_names
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flatten
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import displacement
@@ -70,7 +70,7 @@ WARN = (
     "optim.clip_norm",
 )
 
-_SETS = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in any order
+_UNORDERED = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in any order
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Evals:
     since_best: int = 0
     chosen: displacement.Streak = ()
 
-    def with_(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
+    def with_eval(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
         """Return the record with one more evaluation; one that is not finite is never the best.
 
         ``chosen``: the log-probability of chosen answers, of preferences.
@@ -97,7 +97,7 @@ class Evals:
         now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
             best, since_best = now, 0
-        streak = () if chosen is None else displacement.with_next(self.chosen, chosen)
+        streak = () if chosen is None else displacement.extend_streak(self.chosen, chosen)
         return Evals(self.first or now, now, best, since_best, streak)
 
     @classmethod
@@ -183,7 +183,7 @@ class RunState:
             section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
             for section, fields in self.config.items()
         }
-        if gone := flat(self.config).keys() - names:
+        if gone := flatten(self.config).keys() - names:
             log.warning("%s: removed settings are ignored: %s", where, ", ".join(sorted(gone)))
         try:
             return RunConfig.model_validate(known)
@@ -210,7 +210,7 @@ def check_resume(
     if not other and saved.has_other_weights(sample):
         other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
     require_settings(saved, settings, other)
-    warnings = _changed(saved, settings, WARN)
+    warnings = _list_changes(saved, settings, WARN)
     if saved.total_steps != total_steps:
         warnings.append(
             f"the run has {total_steps} steps now and had {saved.total_steps}: "
@@ -228,7 +228,7 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         ConfigError: lists every difference that must not be.
     """
     refused = [f"model.path: {other_model}"] if other_model else []
-    refused += _changed(saved, settings, MUST_MATCH)
+    refused += _list_changes(saved, settings, MUST_MATCH)
     if refused:
         raise ConfigError(
             "the checkpoint belongs to a different run and cannot be resumed:\n"
@@ -237,16 +237,16 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         )
 
 
-def _changed(saved: RunState, settings: Settings, names: Sequence[str]) -> list[str]:
+def _list_changes(saved: RunState, settings: Settings, names: Sequence[str]) -> list[str]:
     # What an earlier version did not have was as the default is.
-    before, now = flat(RunConfig().model_dump()) | flat(saved.config), flat(settings)
+    before, now = flatten(RunConfig().model_dump()) | flatten(saved.config), flatten(settings)
     return [
         f"{name}: {before[name]} in the checkpoint, {now[name]} now"
         for name in names
-        if _meaning(name, before[name]) != _meaning(name, now[name])
+        if _normalized(name, before[name]) != _normalized(name, now[name])
     ]
 
 
-def _meaning(name: str, value: Any) -> Any:
+def _normalized(name: str, value: Any) -> Any:
     """Return what two values have in common that mean the same: sets have no order."""
-    return set(value) if name in _SETS and isinstance(value, list | tuple) else value
+    return set(value) if name in _UNORDERED and isinstance(value, list | tuple) else value

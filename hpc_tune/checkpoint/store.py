@@ -39,19 +39,19 @@ from hpc_tune.errors import (
     HpcTuneError,
     NoRightError,
     UnreadableError,
-    remedy_of,
+    find_remedy,
 )
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
-from hpc_tune.rights import is_refusal
+from hpc_tune.rights import is_permission_error
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = ".superseded"
 _READ_BYTES = 1 << 20
-_READ_AGAIN_AFTER_S = (0.5, 2.0, 5.0)  # a server that is replaced answers again
-_DAMAGES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_RETRY_WAITS_S = (0.5, 2.0, 5.0)  # a server that is replaced answers again
+_DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 T = TypeVar("T")
 
 
@@ -82,7 +82,7 @@ class Store:
         Raises:
             UnreadableError: if the file system refuses to read one that may be the newest.
         """
-        return newest_valid(self.steps(), damage_of)
+        return newest_valid(self.steps(), find_damage)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder to write step ``step`` into.
@@ -97,7 +97,7 @@ class Store:
             temporary.mkdir()
         except OSError as error:
             raise CheckpointError(
-                f"{temporary} cannot be made: {error}{remedy_of(error)}"
+                f"{temporary} cannot be made: {error}{find_remedy(error)}"
             ) from None
         return temporary
 
@@ -131,7 +131,7 @@ class Store:
             sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"{final} cannot be committed: {error}{remedy_of(error)}"
+                f"{final} cannot be committed: {error}{find_remedy(error)}"
             ) from None
         self.prune(final, require_wanted)
         return final
@@ -227,33 +227,33 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def _verify_file(file: Path, entry: dict[str, Any]) -> None:
-    size = _read(file, lambda: file.stat().st_size)
+    size = _retry_read(file, lambda: file.stat().st_size)
     if size != entry["bytes"]:
         raise CheckpointError(f"{file} has {size} bytes, expected {entry['bytes']}")
-    if _read(file, lambda: _hash_file(file)) != entry["sha256"]:
+    if _retry_read(file, lambda: _hash_file(file)) != entry["sha256"]:
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
 
 
-def _read(file: Path, reading: Callable[[], T]) -> T:
+def _retry_read(file: Path, reading: Callable[[], T]) -> T:
     """Return what ``reading`` a file of a checkpoint gives, which may succeed at a later attempt.
 
     Raises:
         CheckpointError: if it is not there. NoRightError: if this user may not read it.
         UnreadableError: if the file system refuses.
     """
-    for wait_s in (*_READ_AGAIN_AFTER_S, None):
+    for wait_s in (*_RETRY_WAITS_S, None):
         try:
             return reading()
         except OSError as error:
-            if error.errno in _DAMAGES:
+            if error.errno in _DAMAGE_ERRNOS:
                 raise CheckpointError(f"{file} cannot be read: {error}") from None
-            if is_refusal(error.errno) and (whose := remedy_of(error, file)):
+            if is_permission_error(error.errno) and (whose := find_remedy(error, file)):
                 words = f"{file} cannot be read: {error.strerror}{whose}"
                 raise NoRightError(words) from None
             if wait_s is None:
                 raise UnreadableError(
-                    f"{file} cannot be read: {error.strerror}, {len(_READ_AGAIN_AFTER_S) + 1} "
-                    f"times in {sum(_READ_AGAIN_AFTER_S):.0f} s. Its checkpoint may be whole, so "
+                    f"{file} cannot be read: {error.strerror}, {len(_RETRY_WAITS_S) + 1} "
+                    f"times in {sum(_RETRY_WAITS_S):.0f} s. Its checkpoint may be whole, so "
                     "no other is taken: look at the file system and start again, or move the "
                     "folder of that checkpoint away"
                 ) from None
@@ -261,7 +261,7 @@ def _read(file: Path, reading: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
-def damage_of(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """Return what ``verify`` finds wrong with a checkpoint, None if it is valid.
 
     Raises:
@@ -291,7 +291,7 @@ def newest_valid(
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
-    content = _read(file, lambda: _content_of(file))
+    content = _retry_read(file, lambda: _read_if_present(file))
     if content is None:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     try:
@@ -317,7 +317,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def _content_of(file: Path) -> bytes | None:
+def _read_if_present(file: Path) -> bytes | None:
     try:
         return file.read_bytes()
     except FileNotFoundError:
@@ -341,7 +341,7 @@ def _write_synced(file: Path, content: dict[str, Any]) -> None:
     sync_file(file)
 
 
-def synced(file: Path) -> WrittenFile:
+def sync_written(file: Path) -> WrittenFile:
     """Sync a small file that a library has written, and return its size and hash."""
     sync_file(file)
     return WrittenFile(file.name, file.stat().st_size, _hash_file(file))

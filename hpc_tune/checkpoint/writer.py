@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.checkpoint.staging import Device, Piece, bytes_of, pieces_of_all
+from hpc_tune.checkpoint.staging import StagedPiece, StagingDevice, block_bytes, cut_pieces
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
@@ -30,18 +30,18 @@ class Writer:
         files: Mapping[Path, Sequence[Region]],
         budget_bytes: int,
         faults: Faults = NO_FAULTS,
-        device: Device | None = None,
+        device: StagingDevice | None = None,
     ) -> None:
         """Start to write ``files``; their regions must stay as they are until ``release``."""
         self._files, self._budget_bytes, self._faults = dict(files), budget_bytes, faults
         self._folder = next((file.parent for file in self._files), Path("a checkpoint"))
         self._regions = [region for regions in self._files.values() for region in regions]
-        self._pieces = list(pieces_of_all(self._regions))
+        self._pieces = list(cut_pieces(self._regions))
         self._numbers: dict[int, list[int]] = defaultdict(list)  # pieces of each region
         for number, piece in enumerate(self._pieces):
             self._numbers[piece.region].append(number)
         self._device = device
-        self._copies_all = device is not None and bytes_of(self._regions) <= budget_bytes
+        self._copies_all = device is not None and block_bytes(self._regions) <= budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the piece that is being written
         self._num_read = 0  # regions, the one that is being read included
@@ -63,7 +63,7 @@ class Writer:
         """A number that grows as bytes are written; reading it does not touch the file system."""
         return self._num_progressed
 
-    def give_up(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         """Count as failed from now on, unless all is written; the thread ends when it can."""
         with self._changed:
             if not self._over:
@@ -94,7 +94,7 @@ class Writer:
             progress = self.progress
             while not self._changed.wait_for(lambda: self._may_change(first), limit_s):
                 if self.progress == progress:
-                    self.give_up(
+                    self.cancel(
                         f"{self._folder}: no byte was written for {limit_s:.0f} s; the file system "
                         "hangs"
                     )
@@ -117,7 +117,7 @@ class Writer:
             self._copies[first] = self._values(piece).to("cpu", copy=True)
         return first
 
-    def _copy_all(self, device: Device) -> None:
+    def _copy_all(self, device: StagingDevice) -> None:
         """Let the device copy all pieces into blocks of pinned memory, and wait for that."""
         number, block = -1, torch.empty(0)
         for piece in self._pieces:
@@ -127,13 +127,13 @@ class Writer:
             copy = block[piece.offset : piece.offset + piece.num_bytes].view(values.dtype)
             device.copy(values, to=copy)
             self._copies[len(self._copies)] = copy
-            self._count()
+            self._count_progress()
         device.wait()
         with self._changed:
             self._copied_all = True
             self._changed.notify_all()
 
-    def _values(self, piece: Piece) -> torch.Tensor:
+    def _values(self, piece: StagedPiece) -> torch.Tensor:
         return self._regions[piece.region].values().view(-1)[piece.start : piece.stop]
 
     def _run(self) -> None:
@@ -143,7 +143,9 @@ class Writer:
                 if device is not None and self._copies_all:
                     self._copy_all(device)
                 for file, regions in self._files.items():
-                    self._written.append(write_regions(file, regions, self._read, self._count))
+                    self._written.append(
+                        write_regions(file, regions, self._read, self._count_progress)
+                    )
         except CheckpointError as error:
             self._error = self._error or error
         except Exception as error:  # a thread's error must reach the loop
@@ -152,7 +154,7 @@ class Writer:
         finally:
             self._end(device)
 
-    def _end(self, device: Device | None) -> None:
+    def _end(self, device: StagingDevice | None) -> None:
         """Tell that the thread is over, once the next save may have the blocks of this one."""
         try:
             with self._changed:
@@ -164,7 +166,7 @@ class Writer:
                 self._over = True
                 self._changed.notify_all()
 
-    def _count(self) -> None:
+    def _count_progress(self) -> None:
         self._num_progressed += 1
 
     def _read(self, region: Region) -> Iterator[torch.Tensor]:

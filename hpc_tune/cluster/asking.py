@@ -2,10 +2,10 @@
 
 import subprocess
 
-_ANSWER_S = 15.0
+_LIMIT_S = 15.0
 
 
-def printed_by(*command: str) -> str:
+def read_output(*command: str) -> str:
     """Return what a program prints, nothing if it is not there or does not answer in 15 s."""
     try:
         return subprocess.run(
@@ -13,7 +13,7 @@ def printed_by(*command: str) -> str:
             capture_output=True,
             text=True,
             errors="backslashreplace",
-            timeout=_ANSWER_S,
+            timeout=_LIMIT_S,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

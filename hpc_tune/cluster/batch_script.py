@@ -54,7 +54,7 @@ def environment_lines(
         yield f"export {name}={shlex.quote(value)}"
     if settings.modules:
         yield f"module load {shlex.join(settings.modules)}"
-    for file in sourced(settings).values():
+    for file in sourced_files(settings).values():
         # Without a slash bash would look for it along PATH first.
         yield f"source {shlex.quote(file if '/' in file else f'./{file}')}"
 
@@ -66,21 +66,23 @@ def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], f
         ConfigError: if no command line can be made of the settings.
     """
     started = with_container(settings, launch, folder)
-    _require_words(settings, launch, started, [*arguments, str(folder)])
+    _require_valid_command(settings, launch, started, [*arguments, str(folder)])
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", started]
     if settings.container or settings.image:
         words += ["--python", shlex.quote(settings.container_python)]
     return f"exec {shlex.join([*words, *arguments])}"
 
 
-def sourced(settings: JobConfig) -> dict[str, str]:
+def sourced_files(settings: JobConfig) -> dict[str, str]:
     """Return the files that the script sources, by the setting that names them."""
     venv = settings.venv and f"{settings.venv}/bin/activate"
     files = {"env_file": settings.env_file, "venv": venv}
     return {name: file for name, file in files.items() if file}
 
 
-def _require_words(settings: JobConfig, launch: str, started: str, others: Sequence[str]) -> None:
+def _require_valid_command(
+    settings: JobConfig, launch: str, started: str, others: Sequence[str]
+) -> None:
     """Refuse what no command line can be made of."""
     texts = [started, *settings.modules, settings.env_file or "", settings.venv or "", *others]
     texts.append(settings.container_python)

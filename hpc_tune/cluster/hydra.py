@@ -7,18 +7,18 @@ from hpc_tune.cluster.slurm import is_srun_step
 
 # Sites set it by a module; mpi4py is linked without the library that Cray MPICH asks for then, and
 # MPI_Init aborts ("GPU_SUPPORT_ENABLED is requested, but GTL library is not linked").
-GPU_AWARE = "MPICH_GPU_SUPPORT_ENABLED"
+GPU_AWARE_VARIABLE = "MPICH_GPU_SUPPORT_ENABLED"
 
 
-def keep_from_gpus(environ: MutableMapping[str, str]) -> str | None:
+def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     """Let Cray MPICH leave GPUs alone, which only NCCL sends from here; return what is to be said.
 
     Beside NCCL it can also wait for ever. MPI must not be imported yet.
     """
-    if environ.get(GPU_AWARE, "0") == "0":
+    if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
         return None
-    was, environ[GPU_AWARE] = environ[GPU_AWARE], "0"
-    return f"{GPU_AWARE}=0 instead of {was}: MPI is given nothing from GPUs here"
+    was, environ[GPU_AWARE_VARIABLE] = environ[GPU_AWARE_VARIABLE], "0"
+    return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI is given nothing from GPUs here"
 
 
 def _claim(environ: Environ) -> Claim | None:

@@ -12,24 +12,24 @@ from typing import Literal
 
 from hpc_tune.cluster.protocol import Environ
 
-Kind = Literal["srun", "openmpi", "hydra", "pals"]
-_ASK_S = 20.0
+LauncherKind = Literal["srun", "openmpi", "hydra", "pals"]
+_VERSION_LIMIT_S = 20.0
 _MPIRUNS = ("mpirun", "mpiexec", "prterun", "orterun")
-_VERSIONS: tuple[tuple[str, Kind], ...] = (
+_VERSION_SIGNS: tuple[tuple[str, LauncherKind], ...] = (
     (r"Open MPI|OpenRTE|Open RTE|prte", "openmpi"),
     (r"HYDRA|Intel\(R\) MPI", "hydra"),
     (r"PALS", "pals"),
 )
-_NUMBER = ("-np", "--np", "-n", "--n", "-c")
-_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
-_LIST = ("--host", "-host", "-H", "-hosts", "--hosts", "--hostlist")
-_OF_SRUN = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x", "--exclude")
+_NUM_RANKS_OPTIONS = ("-np", "--np", "-n", "--n", "-c")
+_HOSTFILE_OPTIONS = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
+_HOST_LIST_OPTIONS = ("--host", "-host", "-H", "-hosts", "--hosts", "--hostlist")
+_SRUN_NODE_OPTIONS = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x", "--exclude")
 _PER_NODE = "--ntasks-per-node"
 _DAEMONS = ("prted", "orted", "hydra_bstrap_proxy", "hydra_pmi_proxy")
-_TAKE_TWO = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
+_TWO_VALUE_OPTIONS = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
 
 
-def kind_of(command: str) -> Kind | None:
+def find_launcher_kind(command: str) -> LauncherKind | None:
     """Return what kind of launcher a command is; mpirun is asked for its version."""
     name = Path(command).name
     if name == "srun":
@@ -42,23 +42,25 @@ def kind_of(command: str) -> Kind | None:
             capture_output=True,
             text=True,
             errors="backslashreplace",
-            timeout=_ASK_S,
+            timeout=_VERSION_LIMIT_S,
         )
     except (OSError, subprocess.SubprocessError):
         return None
     said = done.stdout + done.stderr
-    return next((kind for sign, kind in _VERSIONS if re.search(sign, said, re.IGNORECASE)), None)
+    return next(
+        (kind for sign, kind in _VERSION_SIGNS if re.search(sign, said, re.IGNORECASE)), None
+    )
 
 
-def hosts_in(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
+def read_hosts(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
     """Return the hosts that mpirun's options list, or PBS, and the ranks of each if they say so."""
     lines: list[str] = []
-    if file := _value(words, _FILE) or environ.get("PBS_NODEFILE"):
+    if file := _option_value(words, _HOSTFILE_OPTIONS) or environ.get("PBS_NODEFILE"):
         try:
             lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return {}
-    elif listed := _value(words, _LIST):
+    elif listed := _option_value(words, _HOST_LIST_OPTIONS):
         lines = listed.split(",")
     hosts: dict[str, int | None] = {}
     for line in lines:
@@ -69,31 +71,31 @@ def hosts_in(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
     return hosts
 
 
-def number_of_ranks(words: Sequence[str], kind: Kind) -> int | None:
+def read_num_ranks(words: Sequence[str], kind: LauncherKind) -> int | None:
     """Return how many ranks a launcher's options ask for, if they say so."""
-    text = _value(words, ("-n", "--ntasks") if kind == "srun" else _NUMBER)
+    text = _option_value(words, ("-n", "--ntasks") if kind == "srun" else _NUM_RANKS_OPTIONS)
     return int(text) if text is not None and text.isdigit() else None
 
 
-def ranks_of_each_node(words: Sequence[str]) -> int | None:
+def read_ranks_per_node(words: Sequence[str]) -> int | None:
     """Return the ranks per node that srun's or PALS's options ask for, if they say so."""
-    text = _value(words, (_PER_NODE, "--ppn", "-ppn"))
+    text = _option_value(words, (_PER_NODE, "--ppn", "-ppn"))
     return int(text) if text is not None and text.isdigit() else None
 
 
-def without_kill(words: Sequence[str]) -> list[str]:
+def add_no_kill(words: Sequence[str]) -> list[str]:
     """Return srun's command with --no-kill: Slurm does not kill its tasks on the nodes that live.
 
     It would, and name each of them as killed, when one node fails.
     """
     return (
         [*words]
-        if {"-k", "--no-kill"} & {*_options(words)}
+        if {"-k", "--no-kill"} & {*_launcher_words(words)}
         else [words[0], "--no-kill", *words[1:]]
     )
 
 
-def with_step_names(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
+def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
     """Return the command with a name for the step that srun makes, and the names of its steps.
 
     A name of the user's own stays. mpirun's daemons are a step too, and a script of the site's may
@@ -101,31 +103,31 @@ def with_step_names(words: Sequence[str], name: str) -> tuple[list[str], set[str
     """
     if Path(words[0]).name != "srun":
         return [*words], {*_DAEMONS, *(Path(word).name for word in words)}
-    if (given := _value(words, ("-J", "--job-name"))) is not None:
+    if (given := _option_value(words, ("-J", "--job-name"))) is not None:
         return [*words], {given}
     return [words[0], f"--job-name={name}", *words[1:]], {name}
 
 
-def on_nodes(
-    words: Sequence[str], kind: Kind, ranks: Mapping[str, int], hostfile: Path
+def restrict_to_nodes(
+    words: Sequence[str], kind: LauncherKind, ranks: Mapping[str, int], hostfile: Path
 ) -> list[str]:
     """Return the command for ``ranks`` of each node, in this order; mpirun reads ``hostfile``."""
     number = sum(ranks.values())
     if kind == "srun":
         own = [f"--nodes={len(ranks)}", f"--ntasks={number}", f"--nodelist={','.join(ranks)}"]
-        return [words[0], *own, *_stripped(words, _OF_SRUN)]
-    rest = _stripped(words, (*_NUMBER, *_FILE, *_LIST))
+        return [words[0], *own, *_strip_options(words, _SRUN_NODE_OPTIONS)]
+    rest = _strip_options(words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS))
     hosts = {"openmpi": "--hostfile", "hydra": "-f", "pals": "--hostfile"}[kind]
     return [words[0], hosts, str(hostfile), "-n", str(number), *rest]
 
 
-def hostfile_of(kind: Kind, ranks: Mapping[str, int]) -> str:
+def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
     """Return the text of the file that names the hosts of mpirun."""
     line = {"openmpi": "{} slots={}", "hydra": "{}:{}"}.get(kind, "{}")
     return "".join(line.format(node, count) + "\n" for node, count in ranks.items())
 
 
-def _options(words: Sequence[str]) -> Iterator[str]:
+def _launcher_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the launcher's own words: those before the program that it starts.
 
     The program is the first word that can be no option's value, or the one behind a flag.
@@ -133,7 +135,7 @@ def _options(words: Sequence[str]) -> Iterator[str]:
     values = 0
     for word in words[1:]:
         if word.startswith("-") and values < 2:
-            values = 0 if "=" in word else 2 if word.lstrip("-") in _TAKE_TWO else 1
+            values = 0 if "=" in word else 2 if word.lstrip("-") in _TWO_VALUE_OPTIONS else 1
         elif values == 0:
             return
         else:
@@ -141,8 +143,8 @@ def _options(words: Sequence[str]) -> Iterator[str]:
         yield word
 
 
-def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
-    own = list(_options(words))
+def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:
+    own = list(_launcher_words(words))
     for place, word in enumerate(own):
         name, has_value, value = word.partition("=")
         if name in names and has_value:
@@ -154,9 +156,9 @@ def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
     return None
 
 
-def _stripped(words: Sequence[str], names: Sequence[str]) -> list[str]:
+def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the words behind the first without the options ``names`` and their values."""
-    own, kept, skip = list(_options(words)), [], False
+    own, kept, skip = list(_launcher_words(words)), [], False
     for word in own:
         is_glued = re.fullmatch(r"(-[nNwx])\d\S*", word)
         if skip:

@@ -21,11 +21,11 @@ LAUNCHERS = (
     plain.PLAIN,
     plain.SINGLE,
 )
-PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
-PROCESSES = tuple(name for launcher in LAUNCHERS for name in launcher.processes)
+VARIABLE_PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
+PROCESS_NAMES = tuple(name for launcher in LAUNCHERS for name in launcher.processes)
 
 
-def launcher_of(environ: Environ) -> tuple[Launcher, Claim]:
+def find_launcher(environ: Environ) -> tuple[Launcher, Claim]:
     """Return the launcher of this process and what its variables claim (pure).
 
     Raises:
@@ -35,15 +35,15 @@ def launcher_of(environ: Environ) -> tuple[Launcher, Claim]:
     return next((launcher, claim) for launcher, claim in claims if claim is not None)
 
 
-def claim_of(environ: Environ) -> Claim:
+def find_claim(environ: Environ) -> Claim:
     """Return what the launcher's variables claim (pure)."""
-    return launcher_of(environ)[1]
+    return find_launcher(environ)[1]
 
 
 def rank_hint(environ: Environ = os.environ) -> int:
     """Return this process's rank by the launcher's variables alone, 0 if they are invalid."""
     try:
-        return claim_of(environ).rank or 0
+        return find_claim(environ).rank or 0
     except WorldError:
         return 0
 
@@ -51,11 +51,11 @@ def rank_hint(environ: Environ = os.environ) -> int:
 def size_hint(environ: Environ = os.environ) -> int:
     """Return the number of ranks by the launcher's variables alone, 1 if they do not say."""
     try:
-        return claim_of(environ).size or 1
+        return find_claim(environ).size or 1
     except WorldError:
         return 1
 
 
-def unlaunched() -> dict[str, str]:
+def environ_without_launcher() -> dict[str, str]:
     """Return the environment without the launchers' variables, for a process that is no rank."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
+    return {k: v for k, v in os.environ.items() if not k.startswith(VARIABLE_PREFIXES)}

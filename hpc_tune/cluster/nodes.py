@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_tune.cluster import launch_words
-from hpc_tune.cluster.probe_nodes import silent
+from hpc_tune.cluster.probe_nodes import find_silent_nodes
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.slurm_guard import Guard
-from hpc_tune.cluster.slurm_nodes import SHARE, SlurmNodes
-from hpc_tune.config.fewer_ranks import fitted
+from hpc_tune.cluster.slurm_guard import RequeueGuard
+from hpc_tune.cluster.slurm_nodes import OVERLAP_VARIABLES, SlurmNodes
+from hpc_tune.config.fewer_ranks import fit_layout
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.log import log
 
-_GONE_S, _GONE_OF_LOST_S = 60.0, 5.0  # until Slurm lists an ended step no more
+_STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm lists an ended step no more
 _DRAINED = "drain"
 
 
 @dataclass(frozen=True)
-class Command:
+class LaunchCommand:
     """What starts the ranks: its words, what it adds to the environment, and on which nodes.
 
     On fewer nodes than asked for, by ``missing``, there are ``settings`` for the layout, and
@@ -60,36 +60,38 @@ class Nodes:
         self._section = job.section
         self._steps: set[str] = set()  # the names of those that the launcher makes
         self.left_out: dict[str, str] = {}
-        self._num_blind = self._num_rotated = 0
-        self._accused: set[str] = set()  # nodes that are tried once more
-        self._slurm = SlurmNodes.of_job(environ)
+        self._num_unexplained = self._num_swapped = 0
+        self._suspects: set[str] = set()  # nodes that are tried once more
+        self._slurm = SlurmNodes.from_environ(environ)
         if self._slurm is not None:
-            self._given = self._slurm.given()
-            self._guard = Guard(self._slurm.id, environ)
+            self._job_nodes = self._slurm.given()
+            self._guard = RequeueGuard(self._slurm.id, environ)
             # Others start steps in the same job, to look at a run or for another one.
             name = f"hpc_tune-{secrets.token_hex(3)}"
-            self._launch, self._steps = launch_words.with_step_names(self._launch, name)
+            self._launch, self._steps = launch_words.add_step_name(self._launch, name)
         else:
-            self._given = launch_words.hosts_in(launch, environ)
-        self._kind = launch_words.kind_of(launch[0]) if len(self._given) > 1 else None
+            self._job_nodes = launch_words.read_hosts(launch, environ)
+        self._kind = (
+            launch_words.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
+        )
         if self._kind == "srun":
-            self._launch = launch_words.without_kill(self._launch)
+            self._launch = launch_words.add_no_kill(self._launch)
         self._counts = self._find_counts()
         self._before: set[str] | None = None  # the steps that others have started
-        self._shares = False
+        self._shares_steps = False
         self._lost: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
-        if self.spares and not self.can_choose:
+        if self.spares and not self.can_choose_nodes:
             name = f"{self._section}.spare_nodes"
-            log.warning("%s=%d has no effect: %s", name, self.spares, self._why_not())
+            log.warning("%s=%d has no effect: %s", name, self.spares, self._why_cannot_choose())
 
     @property
-    def can_choose(self) -> bool:
+    def can_choose_nodes(self) -> bool:
         """Whether ranks can be started on some of the nodes only."""
         return self._kind is not None and bool(self._counts)
 
-    def _why_not(self) -> str:
-        if len(self._given) < 2:
+    def _why_cannot_choose(self) -> str:
+        if len(self._job_nodes) < 2:
             return "the job has no second node that is known"
         if self._kind is None:
             return f"{self._launch[0]} is no launcher that can be told its nodes"
@@ -97,20 +99,20 @@ class Nodes:
 
     @property
     def _usable(self) -> list[str]:
-        return [node for node in self._given if node not in self.left_out]
+        return [node for node in self._job_nodes if node not in self.left_out]
 
     @property
     def _wanted(self) -> int:
-        return max(1, len(self._given) - self.spares)
+        return max(1, len(self._job_nodes) - self.spares)
 
-    def too_few(self) -> str | None:
+    def why_too_few(self) -> str | None:
         """Return why the job cannot go on with the nodes that are left, if so."""
-        left, of = len(self._usable), len(self._given)
-        if not self.can_choose or left >= self._least:
+        left, of = len(self._usable), len(self._job_nodes)
+        if not self.can_choose_nodes or left >= self._least:
             return None
         return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._least}"
 
-    def command(self) -> Command:
+    def command(self) -> LaunchCommand:
         """Return the command of the next start, on as many nodes as it is to have.
 
         On fewer, those nodes are used whose ranks a layout divides.
@@ -118,25 +120,25 @@ class Nodes:
         self._wait_for_steps()
         if self._slurm is not None:
             self._guard.keep(self._usable)
-        shared = SHARE if self._shares else {}
-        if not self.can_choose or not (self.left_out or self.spares):
-            return Command(self._launch, shared, list(self._given))
+        shared = OVERLAP_VARIABLES if self._shares_steps else {}
+        if not self.can_choose_nodes or not (self.left_out or self.spares):
+            return LaunchCommand(self._launch, shared, list(self._job_nodes))
         use = self._usable[: self._wanted]
         axes: dict[str, int] | None = {}
         if len(use) < self._wanted:
-            while (axes := self._fitted(use)) is None and len(use) > self._least:
+            while (axes := self._fit_layout(use)) is None and len(use) > self._least:
                 use.pop()
-        words = self._words_for({node: self._counts[node] for node in use}, "hosts")
+        words = self._command_words({node: self._counts[node] for node in use}, "hosts")
         missing = self._wanted - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
         told = f"on {len(use)} of {self._wanted} nodes, {num_ranks} rank"
         told += "s" if num_ranks > 1 else ""
         told += f", with {' '.join(settings)}" if settings else ""
-        return Command(words, shared, use, missing, settings, told if missing else "")
+        return LaunchCommand(words, shared, use, missing, settings, told if missing else "")
 
-    def _fitted(self, nodes: Sequence[str]) -> dict[str, int] | None:
-        return fitted(self._parallel, self._num_ranks(nodes))
+    def _fit_layout(self, nodes: Sequence[str]) -> dict[str, int] | None:
+        return fit_layout(self._parallel, self._num_ranks(nodes))
 
     def examine(
         self,
@@ -154,33 +156,35 @@ class Nodes:
         the start saved a newer checkpoint; ``has_cause``: whether the report says why it failed,
         and that is no node, such as a full disk.
         """
-        if not self.can_choose:
+        if not self.can_choose_nodes:
             return {}, False
-        lost = self._slurm.sick(self._usable) if self._slurm is not None else {}
+        lost = self._slurm.find_sick(self._usable) if self._slurm is not None else {}
         if len(lost) == len(self._usable):  # an administrator drains all of them, later
             lost = {node: why for node, why in lost.items() if _DRAINED not in why}
         rest = [node for node in self._usable if node not in lost]
-        lost |= silent(rest, self._probe_of, {**SHARE} if self._slurm is not None else {})
+        lost |= find_silent_nodes(
+            rest, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
+        )
         named = {
             node: accused[name]
             for name in accused
-            if (node := self._node(name)) is not None and node in used
+            if (node := self._find_node(name)) is not None and node in used
         }
         if len(named) == len(used):
             named = {}
         named = {node: why for node, why in named.items() if node in self._usable}
-        at_once = {self._node(name) for name in certain}
-        again = {node for node in named if node not in at_once | self._accused}
-        twice = {node for node in named if node in self._accused}
+        at_once = {self._find_node(name) for name in certain}
+        again = {node for node in named if node not in at_once | self._suspects}
+        twice = {node for node in named if node in self._suspects}
         if not lost:
-            self._accused |= again
+            self._suspects |= again
             for node in sorted(again):
                 log.warning(
                     "node %s is tried once more before it is left out: %s", node, named[node]
                 )
         found = lost or {node: why for node, why in named.items() if node not in again}
         if not found and not again and not has_cause:
-            found = self._rotated(used, progressed)
+            found = self._swap_in_spare(used, progressed)
         self.left_out |= found
         self._lost = lost
         return found, bool(lost or twice)
@@ -190,7 +194,7 @@ class Nodes:
         self._lost = {}
         if self._slurm is not None:
             own = self._slurm.steps(self._steps) - (self._before or set())
-            self._slurm.end(own, _GONE_OF_LOST_S)
+            self._slurm.end(own, _LOST_STEPS_GONE_S)
 
     def _wait_for_steps(self) -> None:
         """Wait until the last start's steps are gone, but not for those of lost nodes."""
@@ -198,50 +202,50 @@ class Nodes:
             return
         own = self._slurm.steps(self._steps)
         left = set() if self._before is None else own - self._before
-        if left and (self._lost or not self._slurm.end(left, _GONE_S)):
+        if left and (self._lost or not self._slurm.end(left, _STEPS_GONE_S)):
             log.warning(
                 "Slurm still lists the step %s, as it does where a node is lost: the next one "
                 "shares what it holds",
                 ", ".join(sorted(left)),
             )
-            self._shares = True
+            self._shares_steps = True
         self._before = self._slurm.steps(self._steps)
 
-    def _rotated(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
+    def _swap_in_spare(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
         """Where nothing says which node is at fault: none at first, then one for a spare."""
-        self._num_blind = 1 if progressed else self._num_blind + 1
-        if self._num_blind < 2 or len(self._usable) <= self._wanted:
+        self._num_unexplained = 1 if progressed else self._num_unexplained + 1
+        if self._num_unexplained < 2 or len(self._usable) <= self._wanted:
             return {}
-        self._num_rotated += 1
-        node = used[-1 - (self._num_rotated - 1) % len(used)]
+        self._num_swapped += 1
+        node = used[-1 - (self._num_swapped - 1) % len(used)]
         return {node: "nothing says which node is at fault: a spare one is tried in its place"}
 
     def _find_counts(self) -> dict[str, int]:
         """Return the ranks of each node, nothing if they are not known."""
         if self._kind is None:
             return {}
-        each = launch_words.ranks_of_each_node(self._launch)
-        number = launch_words.number_of_ranks(self._launch, self._kind)
-        given = {node: count for node, count in self._given.items() if count is not None}
-        if len(given) == len(self._given) and number in (None, sum(given.values())):
+        each = launch_words.read_ranks_per_node(self._launch)
+        number = launch_words.read_num_ranks(self._launch, self._kind)
+        given = {node: count for node, count in self._job_nodes.items() if count is not None}
+        if len(given) == len(self._job_nodes) and number in (None, sum(given.values())):
             return given
         if each is None and number is not None and number % self._wanted == 0:
             each = number // self._wanted
-        return {} if each is None else dict.fromkeys(self._given, each)
+        return {} if each is None else dict.fromkeys(self._job_nodes, each)
 
     def _num_ranks(self, nodes: Sequence[str]) -> int:
         return sum(self._counts[node] for node in nodes)
 
-    def _words_for(self, ranks: Mapping[str, int], file: str) -> list[str]:
+    def _command_words(self, ranks: Mapping[str, int], file: str) -> list[str]:
         assert self._kind is not None
         hostfile = Path(self._folder.name) / file
-        hostfile.write_text(launch_words.hostfile_of(self._kind, ranks), encoding="utf-8")
-        return launch_words.on_nodes(self._launch, self._kind, ranks, hostfile)
+        hostfile.write_text(launch_words.format_hostfile(self._kind, ranks), encoding="utf-8")
+        return launch_words.restrict_to_nodes(self._launch, self._kind, ranks, hostfile)
 
-    def _probe_of(self, node: str) -> list[str]:
-        return [*self._words_for({node: 1}, f"probe-{node}"), "-c", ""]
+    def _probe_command(self, node: str) -> list[str]:
+        return [*self._command_words({node: 1}, f"probe-{node}"), "-c", ""]
 
-    def _node(self, host: str) -> str | None:
+    def _find_node(self, host: str) -> str | None:
         """Return the node of that host name, with or without a domain."""
-        by_host = {node.partition(".")[0]: node for node in self._given}
+        by_host = {node.partition(".")[0]: node for node in self._job_nodes}
         return by_host.get(host.partition(".")[0])

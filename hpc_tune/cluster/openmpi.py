@@ -6,7 +6,7 @@ from hpc_tune.cluster.protocol import LIBMPI_OF_OPEN_MPI, Claim, Environ, Launch
 from hpc_tune.cluster.slurm import is_srun_step
 
 NAME = "openmpi"
-LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+LOCAL_RANK_VARIABLE = "OMPI_COMM_WORLD_LOCAL_RANK"
 # MPI busy-waits; ranks that share a core must yield it to make progress.
 YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
@@ -21,7 +21,7 @@ def _claim(environ: Environ) -> Claim | None:
         LIBMPI_OF_OPEN_MPI,
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
-        local_rank=LOCAL_RANK,
+        local_rank=LOCAL_RANK_VARIABLE,
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     )
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from hpc_tune.cluster.launchers import unlaunched
+from hpc_tune.cluster.launchers import environ_without_launcher
 
 
 def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
@@ -21,11 +21,11 @@ def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedPr
         text=True,
         errors="backslashreplace",
         timeout=limit_s,
-        env=unlaunched(),
+        env=environ_without_launcher(),
     )
 
 
-def why_it_failed(error: Exception) -> str:
+def why_command_failed(error: Exception) -> str:
     """Return in words why a command came to nothing, without the command itself."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done within {error.timeout:.0f} s"

@@ -14,17 +14,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_tune.cluster.asking import printed_by
+from hpc_tune.cluster.asking import read_output
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
 from hpc_tune.cluster.protocol import Scheduler
 from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.log import log
 
-_SCRIPT = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets
+_SCRIPT_VARIABLE = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets
 _RESOURCES = ("walltime", "select", "place", "filesystems")
 # PBS tells a job its end only where it is asked; a server that does not answer is no reason to
 # fail.
-_END = """\
+_END_LINES = """\
 walltime=$(qstat -f "$PBS_JOBID" | sed -n 's/^ *Resource_List.walltime = //p') || true
 IFS=: read -r hours minutes seconds <<<"${{walltime:-{walltime}}}"
 export HPC_TUNE_JOB_END=$(($(date +%s) + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))"""
@@ -35,7 +35,7 @@ def _requeue_command(job_id: str) -> list[str]:
 
     PBS has no command by which a job of a user's own goes back into its queue.
     """
-    script = os.environ.get(_SCRIPT)
+    script = os.environ.get(_SCRIPT_VARIABLE)
     if script is None:  # a script of the user's own, which says how by --requeue
         return []
     if shutil.which("qsub") is None or not Path(script).is_file():
@@ -46,12 +46,12 @@ def _requeue_command(job_id: str) -> list[str]:
         "qsub",
         "-W",
         f"depend=afterany:{job_id}",
-        *_asked(printed_by("qstat", "-f", job_id)),
+        *_qsub_options(read_output("qstat", "-f", job_id)),
         script,
     ]
 
 
-def _asked(shown: str) -> Iterator[str]:
+def _qsub_options(shown: str) -> Iterator[str]:
     """Yield what qsub was given for a job, as qstat shows it: of its own command line, too."""
     shown = shown.replace("\n\t", "")  # long lines are wrapped
     told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", shown, re.MULTILINE))
@@ -80,19 +80,19 @@ def render(
     """
     directives = _directives(settings, folder)
     check_settings(settings, [(name, value) for name, _, value in directives], "#PBS")
-    supervise = supervise_line(settings, _launch(settings), arguments, folder)
+    supervise = supervise_line(settings, _launch_command(settings), arguments, folder)
     # A login shell: without one there is no `module`, and no qsub on PATH, at many sites.
     lines = ["#!/bin/bash -l", *(f"#PBS {option}{value}" for _, option, value in directives)]
     lines += ["#PBS -j oe", "#PBS -r y", *(f"#PBS {option}" for option in settings.options)]
     lines += environment_lines(settings, folder, variables)
     limit = round(settings.limit_s)
     clock = f"{limit // 3600:02d}:{limit // 60 % 60:02d}:{limit % 60:02d}"
-    lines += [f"export {_SCRIPT}=$0 HPC_TUNE_LEAVE_BEFORE={settings.leave_before:.0f}"]
-    lines += [_END.format(walltime=clock)]
+    lines += [f"export {_SCRIPT_VARIABLE}=$0 HPC_TUNE_LEAVE_BEFORE={settings.leave_before:.0f}"]
+    lines += [_END_LINES.format(walltime=clock)]
     return "\n".join([*lines, supervise, ""])
 
 
-def _launch(settings: PbsConfig) -> str:
+def _launch_command(settings: PbsConfig) -> str:
     each = settings.ranks_per_node
     return settings.launch or f"mpiexec -n {settings.nodes * each} --ppn {each}"
 

@@ -9,7 +9,7 @@ from hpc_tune.cluster.protocol import Claim, Environ, Launcher, MeetingPoint, re
 from hpc_tune.errors import WorldError
 
 UNKNOWN = "an unknown launcher"
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
 
 
@@ -20,12 +20,12 @@ def _claim(environ: Environ) -> Claim | None:
     claim = read_claim(environ, UNKNOWN, rank="RANK", size="WORLD_SIZE")
     if claim.size == 1 and claim.rank in (0, None):
         return None
-    if missing := [name for name in NEEDED if not environ.get(name)]:
-        given = ", ".join(f"{name}={environ[name]}" for name in NEEDED if environ.get(name))
+    if missing := [name for name in TORCH_NAMES if not environ.get(name)]:
+        given = ", ".join(f"{name}={environ[name]}" for name in TORCH_NAMES if environ.get(name))
         raise WorldError(
             f"the environment has {given}, but not {', '.join(missing)}: a launcher sets "
-            f"{', '.join(NEEDED)} for each rank. Set them, start with mpirun, srun or torchrun, or "
-            "unset them all for a single process"
+            f"{', '.join(TORCH_NAMES)} for each rank. Set them, start with mpirun, srun or "
+            "torchrun, or unset them all for a single process"
         )
     if not re.fullmatch(r"[0-9]{1,5}", environ["MASTER_PORT"]):
         raise WorldError(f"MASTER_PORT={environ['MASTER_PORT']!r} is not a port number")
@@ -38,5 +38,5 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
     return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 
-PLAIN = Launcher(_claim, prefixes=NEEDED, meeting_point=_meeting_point)
+PLAIN = Launcher(_claim, prefixes=TORCH_NAMES, meeting_point=_meeting_point)
 SINGLE = Launcher(lambda environ: _SINGLE)

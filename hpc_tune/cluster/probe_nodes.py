@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hpc_tune.log import log
 
-LIMIT_S = 20.0
-_LEAVE_S = 3.0
-_AT_ONCE = 32
+PROBE_LIMIT_S = 20.0
+_END_LIMIT_S = 3.0
+_MAX_PARALLEL = 32
 
 
-def silent(
+def find_silent_nodes(
     nodes: Sequence[str],
     command: Callable[[str], Sequence[str]],
     environment: Mapping[str, str],
@@ -28,7 +28,7 @@ def silent(
     if not nodes:
         return {}
     added = {**os.environ, **environment}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
         whys = pool.map(lambda node: _why_silent(command(node), added), nodes)
     found = {node: why for node, why in zip(nodes, whys, strict=True) if why}
     if len(found) == len(nodes):
@@ -52,20 +52,20 @@ def _why_silent(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     except OSError as error:
         return f"a probe failed: {error}"
     try:
-        _, said = process.communicate(timeout=LIMIT_S)
+        _, said = process.communicate(timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        _end(process)
-        return f"a probe had no answer in {LIMIT_S:.0f} s"
+        _end_process(process)
+        return f"a probe had no answer in {PROBE_LIMIT_S:.0f} s"
     if process.returncode == 0:
         return ""
     told = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
     return f"a probe failed: {told or f'exit code {process.returncode}'}"
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end_process(process: "subprocess.Popen[str]") -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_LEAVE_S)
+            process.communicate(timeout=_END_LIMIT_S)
             return

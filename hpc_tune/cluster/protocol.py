@@ -34,7 +34,7 @@ class Claim:
     num_nodes: int | None = None
 
     @property
-    def speaks_mpi(self) -> bool:
+    def uses_mpi(self) -> bool:
         """Whether the ranks find each other through MPI."""
         return self.libmpi is not None
 
@@ -51,11 +51,11 @@ class MeetingPoint:
     ports: Sequence[int] | None = None
 
 
-def _never(asked: str) -> bool:
+def _always_false(asked: str) -> bool:
     return False
 
 
-def _unknown(asked: object) -> None:
+def _always_none(asked: object) -> None:
     return None
 
 
@@ -79,7 +79,7 @@ class Launcher:
     prefixes: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     library_folder: str | None = None
-    cannot_start: Callable[[str], bool] = _never
+    cannot_start: Callable[[str], bool] = _always_false
     advice: str = ""
     has_store: bool = False
     meeting_point: Callable[[Environ, Claim], MeetingPoint] | None = None
@@ -120,11 +120,11 @@ class Scheduler:
     name: str = ""
     restart_count: str | None = None
     end: str | None = None
-    array_task: Callable[[Environ], str | None] = _unknown
+    array_task: Callable[[Environ], str | None] = _always_none
     memory_limits: Callable[[Environ], Iterable[tuple[int, str]]] = lambda environ: ()
-    granted_cpus: Callable[[Environ], int | None] = _unknown
-    ask_end: Callable[[str], float | None] = _unknown
-    is_preempted: Callable[[str], bool] = _never
+    granted_cpus: Callable[[Environ], int | None] = _always_none
+    ask_end: Callable[[str], float | None] = _always_none
+    is_preempted: Callable[[str], bool] = _always_false
     requeue_command: Callable[[str], Sequence[str]] = lambda job_id: ()
     ask_energy: Callable[[Sequence[tuple[str, float]]], list[JobEnergy]] | None = None
 

@@ -18,9 +18,9 @@ SCHEDULERS = (
     pbs.PBS,
 )
 # For the script of a scheduler that does not tell when the job ends.
-_END_BY_SCRIPT = "HPC_TUNE_JOB_END"
+_END_VARIABLE = "HPC_TUNE_JOB_END"
 # For that of one that sends no signal before it: so many seconds before, the ranks are asked.
-_LEAVE_BY_SCRIPT = "HPC_TUNE_LEAVE_BEFORE"
+_LEAVE_VARIABLE = "HPC_TUNE_LEAVE_BEFORE"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BatchJob:
     restart_count: str
 
 
-def job_of(environ: Environ) -> BatchJob | None:
+def find_job(environ: Environ) -> BatchJob | None:
     """Return the batch job of a process with these variables; ``None`` outside of a job."""
     for scheduler in SCHEDULERS:
         if job_id := environ.get(scheduler.job_id):
@@ -41,13 +41,13 @@ def job_of(environ: Environ) -> BatchJob | None:
     return None
 
 
-def job_end(environ: Environ, ask: bool) -> float | None:
+def find_job_end(environ: Environ, ask: bool) -> float | None:
     """Return when the batch job ends, in seconds since the epoch; ``None`` if it has no limit.
 
     An end that is past is another job's, whose environment a shell has kept: no job outlives its
     end. ``ask``: ask the scheduler where the environment does not tell.
     """
-    for name in (_END_BY_SCRIPT, *(s.end for s in SCHEDULERS if s.end is not None)):
+    for name in (_END_VARIABLE, *(s.end for s in SCHEDULERS if s.end is not None)):
         text = environ.get(name, "")
         if text.isdigit() and int(text) > time.time():
             return float(text)
@@ -57,7 +57,7 @@ def job_end(environ: Environ, ask: bool) -> float | None:
                 name,
                 text,
             )
-    job = job_of(environ) if ask else None
+    job = find_job(environ) if ask else None
     end_s = None if job is None else job.scheduler.ask_end(job.id)
     if end_s is not None and (ago_s := time.time() - end_s) > 0:
         log.warning(
@@ -73,13 +73,13 @@ def job_end(environ: Environ, ask: bool) -> float | None:
 
 def leave_before_s(environ: Environ, default_s: float) -> float:
     """Return how long before the end of the job its ranks are asked to stop."""
-    text = environ.get(_LEAVE_BY_SCRIPT, "")
+    text = environ.get(_LEAVE_VARIABLE, "")
     return float(text) if text.isdigit() and int(text) else default_s
 
 
-def section_of(of_slurm: SlurmConfig, of_pbs: PbsConfig, environ: Environ) -> JobConfig:
+def choose_section(of_slurm: SlurmConfig, of_pbs: PbsConfig, environ: Environ) -> JobConfig:
     """Return the section of the job that this process runs in: ``slurm`` also outside of jobs."""
-    job = job_of(environ)
+    job = find_job(environ)
     is_of_pbs = job is not None and job.scheduler is pbs.PBS
     return of_pbs if of_pbs.is_given and (is_of_pbs or not of_slurm.is_given) else of_slurm
 
@@ -96,7 +96,7 @@ def granted_cpus(environ: Environ) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
-def tells_energy(name: str) -> bool:
+def counts_energy(name: str) -> bool:
     """Whether the scheduler of this name may have counted the energy of its jobs."""
     return any(one.name == name and one.ask_energy is not None for one in SCHEDULERS)
 

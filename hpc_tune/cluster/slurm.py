@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
-from hpc_tune.cluster.plain import NEEDED
+from hpc_tune.cluster.plain import TORCH_NAMES
 from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
@@ -36,7 +36,7 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
 _END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
-_JOB = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
 
 
 def is_srun_step(environ: Environ) -> bool:
@@ -57,7 +57,7 @@ def _claim(environ: Environ) -> Claim | None:
         return None
     plain = _claim_without_mpi(environ)
     # A task may start ranks itself, as deepspeed's launcher does on each node.
-    sets_all = all(name in environ for name in (*NEEDED, "LOCAL_RANK"))
+    sets_all = all(name in environ for name in (*TORCH_NAMES, "LOCAL_RANK"))
     if sets_all and environ["WORLD_SIZE"] != str(plain.size):
         return None
     # One task is often an interactive shell (srun --pty bash), whose PMI server serves one MPI_Init
@@ -179,7 +179,7 @@ def _array_task(environ: Environ) -> str | None:
 
 def _ask_end(job_id: str) -> float | None:
     """A job without a limit has no end."""
-    shown = _show_job(job_id, _END_LIMIT_S) if _JOB.fullmatch(job_id) else ""
+    shown = _show_job(job_id, _END_LIMIT_S) if _JOB_ID.fullmatch(job_id) else ""
     match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
     return None if match is None else datetime.fromisoformat(match[1]).timestamp()
 

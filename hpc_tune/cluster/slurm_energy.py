@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 from hpc_tune.cluster.protocol import JobEnergy
 
-_ASK_S = 15.0
-_APART_S = 120.0  # of the clocks of a node and of Slurm's database
-_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_SACCT_LIMIT_S = 15.0
+_MAX_CLOCK_SKEW_S = 120.0  # of the clocks of a node and of Slurm's database
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
 # What Slurm has for no value, as 32 and 64 bits.
 _NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
-_MOST_J = 1e15
+_MAX_J = 1e15
 
 
 @dataclass(frozen=True)
-class _Row:
+class _SacctRow:
     """A job, or one of its steps, in one of the times that it ran; ``end_s`` None: not over."""
 
     job: str
@@ -37,12 +37,12 @@ class _Row:
     joules: float | None
 
     def ran_at(self, at_s: float) -> bool:
-        return self.begin_s - _APART_S <= at_s <= (self.end_s or at_s) + _APART_S
+        return self.begin_s - _MAX_CLOCK_SKEW_S <= at_s <= (self.end_s or at_s) + _MAX_CLOCK_SKEW_S
 
 
 def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     """Return what Slurm counted for these starts, of (job, seconds since 1970); asks sacct once."""
-    jobs = list(dict.fromkeys(job for job, _ in starts if _ID.fullmatch(job)))
+    jobs = list(dict.fromkeys(job for job, _ in starts if _JOB_ID.fullmatch(job)))
     if not jobs:
         return []
     command = ["sacct", "-n", "-P", "-D", "-j", ",".join(jobs), f"--format={_FIELDS}"]
@@ -52,11 +52,13 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
             capture_output=True,
             text=True,
             errors="backslashreplace",
-            timeout=_ASK_S,
+            timeout=_SACCT_LIMIT_S,
             env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
         )
     except subprocess.TimeoutExpired:
-        return [JobEnergy(job, why=f"sacct did not answer in {_ASK_S:.0f} s") for job in jobs]
+        return [
+            JobEnergy(job, why=f"sacct did not answer in {_SACCT_LIMIT_S:.0f} s") for job in jobs
+        ]
     except FileNotFoundError:
         return [JobEnergy(job, why="there is no sacct here") for job in jobs]
     except OSError as error:
@@ -64,23 +66,23 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return [JobEnergy(job, why=f"sacct says {said}") for job in jobs]
-    return energies_in(done.stdout, [start for start in starts if start[0] in jobs])
+    return parse_energies(done.stdout, [start for start in starts if start[0] in jobs])
 
 
-def energies_in(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     """Return the energy of each time that a job ran, from sacct's rows (pure)."""
-    rows = list(_rows(text))
+    rows = list(_parse_rows(text))
     found: dict[tuple[str, float | None], JobEnergy] = {}
     for job, at_s in starts:
         own = next((r for r in rows if r.job == job and not r.step and r.ran_at(at_s)), None)
         if own is None:
             found[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
         else:
-            found[job, own.begin_s] = _of(own, rows)
+            found[job, own.begin_s] = _job_energy(own, rows)
     return list(found.values())
 
 
-def _of(own: _Row, rows: Sequence[_Row]) -> JobEnergy:
+def _job_energy(own: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
     if own.end_s is None:
         return JobEnergy(own.job, why="it is not over")
     for row in rows:
@@ -91,16 +93,16 @@ def _of(own: _Row, rows: Sequence[_Row]) -> JobEnergy:
     return JobEnergy(own.job, own.joules, of_steps=True)
 
 
-def _rows(text: str) -> Iterator[_Row]:
+def _parse_rows(text: str) -> Iterator[_SacctRow]:
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 4 or not fields[1].isdigit():
             continue  # such as a job that has not begun: Unknown
         job, _, step = fields[0].partition(".")
         end_s = float(fields[2]) if fields[2].isdigit() else None
-        yield _Row(job, step, float(fields[1]), end_s, _joules(fields[3]))
+        yield _SacctRow(job, step, float(fields[1]), end_s, _parse_joules(fields[3]))
 
 
-def _joules(text: str) -> float | None:
-    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MOST_J
+def _parse_joules(text: str) -> float | None:
+    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_J
     return float(text) if known else None

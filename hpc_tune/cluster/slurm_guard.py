@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Sequence
 
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.slurm_nodes import GUARD, SHARE
+from hpc_tune.cluster.slurm_nodes import GUARD_STEP, OVERLAP_VARIABLES
 
-EVERY_S = 60
+CHECK_EVERY_S = 60
 # A job that its user has ended is left alone: its state has another reason.
 _SCRIPT = """\
 first=$1 job=$2
@@ -37,7 +37,7 @@ done
 """
 
 
-class Guard:
+class RequeueGuard:
     """Keeps one such step alive."""
 
     def __init__(self, job_id: str, environ: Environ) -> None:
@@ -53,13 +53,13 @@ class Guard:
         if runs or not others or self._first not in nodes:
             return
         self._node = others[0]
-        words = ["srun", "--no-kill", f"--job-name={GUARD}", "--nodes=1", "--ntasks=1"]
+        words = ["srun", "--no-kill", f"--job-name={GUARD_STEP}", "--nodes=1", "--ntasks=1"]
         words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
-        words += ["sh", "-c", _SCRIPT, GUARD, self._first, self._job_id, str(EVERY_S)]
+        words += ["sh", "-c", _SCRIPT, GUARD_STEP, self._first, self._job_id, str(CHECK_EVERY_S)]
         try:
             self._child = subprocess.Popen(
                 words,
-                env={**os.environ, **SHARE},
+                env={**os.environ, **OVERLAP_VARIABLES},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_tune.cluster import pbs, slurm
-from hpc_tune.cluster.batch_script import sourced
+from hpc_tune.cluster.batch_script import sourced_files
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.unused_gpus import VISIBLE
+from hpc_tune.cluster.unused_gpus import VISIBILITY_VARIABLES
 from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
@@ -21,15 +21,15 @@ from hpc_tune.log import log
 
 _LIMIT_S = 60.0
 # What a job sets for its own processes, the GPUs that they see beside it; what a user sets for all.
-_OF_A_JOB = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
-_OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
+_JOB_PREFIXES = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
+_USER_PREFIXES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
 # Where hpc_tune looks for models by name: a job of PBS is told where the shell is.
-_OF_THE_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # which each job has
-_OF_THE_HUB = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # which each job has
+_HUB_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True)
-class _Command:
+class _SubmitCommand:
     """How a scheduler is given a script on its standard input, and how it shows a job."""
 
     words: Sequence[str]
@@ -37,17 +37,17 @@ class _Command:
 
 
 _COMMANDS = {
-    "slurm": _Command(("sbatch", "--parsable"), "squeue -j {}"),
-    "pbs": _Command(("qsub",), "qstat {}"),
+    "slurm": _SubmitCommand(("sbatch", "--parsable"), "squeue -j {}"),
+    "pbs": _SubmitCommand(("qsub",), "qstat {}"),
 }
 
 
-def schedulers_here() -> list[str]:
+def find_schedulers() -> list[str]:
     """Return the names of the schedulers whose command is on PATH."""
     return [name for name, command in _COMMANDS.items() if shutil.which(command.words[0])]
 
 
-def choose(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
+def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
     """Return the section of the scheduler that is to have the job.
 
     It is the one that is ``named``, else the one whose section is given, else the one that this
@@ -60,7 +60,7 @@ def choose(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobCo
     if named is not None:
         return sections[named]
     given = [name for name, section in sections.items() if section.is_given]
-    here = schedulers_here()
+    here = find_schedulers()
     if len(given) == 1:
         return sections[given[0]]
     if len(here) == 1:
@@ -91,9 +91,9 @@ def render(
     raise AssertionError(f"no scheduler has the section {settings.section}")
 
 
-def variables_for(names: Sequence[str], environ: Environ) -> dict[str, str]:
+def job_variables(names: Sequence[str], environ: Environ) -> dict[str, str]:
     """Return what a job lacks of this shell's variables: ``names``, and the hub cache's."""
-    names = [name for name in (*names, *_OF_THE_HUB) if name not in _OF_THE_LOGIN]
+    names = [name for name in (*names, *_HUB_VARIABLES) if name not in _LOGIN_VARIABLES]
     return {name: environ[name] for name in names if environ.get(name)}
 
 
@@ -103,24 +103,24 @@ def submit(script: str, settings: JobConfig, folder: Path, environ: Environ) -> 
     Raises:
         HpcTuneError: if the scheduler is missing or refuses, or the job's output has no place.
     """
-    for warning in _not_here(settings):
+    for warning in _missing_files(settings):
         log.warning(warning)
     words = _COMMANDS[settings.section].words
     if settings.section == "pbs":
         _require_pbs(words[0])
     _make_output_folder(settings, folder)
-    done = _run(words, script, _handed_on(environ))
+    done = _run_command(words, script, _inherited_variables(environ))
     if done.returncode:
         raise ConfigError(f"{words[0]} refused: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
 
 
-def showing(settings: JobConfig, job: str) -> str:
+def status_command(settings: JobConfig, job: str) -> str:
     """Return the command that shows a job."""
     return _COMMANDS[settings.section].shows.format(job)
 
 
-def _run(
+def _run_command(
     words: Sequence[str], given: str, environ: Environ | None
 ) -> "subprocess.CompletedProcess[str]":
     try:
@@ -148,7 +148,7 @@ def _require_pbs(command: str) -> None:
     Raises:
         ConfigError: unless it is that of PBS Pro or OpenPBS.
     """
-    done = _run((command, "--version"), "", None)
+    done = _run_command((command, "--version"), "", None)
     said = f"{done.stdout}\n{done.stderr}"
     if "pbs_version" in said:
         return
@@ -160,9 +160,9 @@ def _require_pbs(command: str) -> None:
     )
 
 
-def _not_here(settings: JobConfig) -> Iterator[str]:
+def _missing_files(settings: JobConfig) -> Iterator[str]:
     """Yield a warning for each file that the script sources and this host does not have."""
-    for name, file in sourced(settings).items():
+    for name, file in sourced_files(settings).items():
         if not Path(file).is_file():
             yield (
                 f"{settings.section}.{name}={getattr(settings, name)}: there is no {file} on this "
@@ -193,7 +193,7 @@ def _make_output_folder(settings: JobConfig, folder: Path) -> None:
         ) from None
 
 
-def _handed_on(environ: Environ) -> dict[str, str]:
+def _inherited_variables(environ: Environ) -> dict[str, str]:
     """Return the variables for a new job: without those of the job that this shell is in.
 
     sbatch would hand them on, and srun in the new job takes them for options, which then
@@ -204,7 +204,8 @@ def _handed_on(environ: Environ) -> dict[str, str]:
     left = {
         name: value
         for name, value in environ.items()
-        if name.startswith(_OF_THE_USER) or not (name.startswith(_OF_A_JOB) or name in VISIBLE)
+        if name.startswith(_USER_PREFIXES)
+        or not (name.startswith(_JOB_PREFIXES) or name in VISIBILITY_VARIABLES)
     }
     log.info(
         "this shell is in job %s; the new job does not get its %d variables (SLURM_*, PMI*)",

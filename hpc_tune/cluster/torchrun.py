@@ -3,11 +3,11 @@
 import ipaddress
 import socket
 
-from hpc_tune.cluster.plain import NEEDED
+from hpc_tune.cluster.plain import TORCH_NAMES
 from hpc_tune.cluster.protocol import Claim, Environ, Launcher, read_claim
 from hpc_tune.errors import WorldError
 
-_OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_NODE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def _claim(environ: Environ) -> Claim | None:
@@ -27,7 +27,7 @@ def _claim(environ: Environ) -> Claim | None:
 
 TORCHRUN = Launcher(
     _claim,
-    prefixes=("TORCHELASTIC_", *NEEDED, *_OF_NODES),
+    prefixes=("TORCHELASTIC_", *TORCH_NAMES, *_NODE_VARIABLES),
     has_store=True,
 )
 

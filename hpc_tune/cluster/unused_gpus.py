@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.schedulers import job_of
-from hpc_tune.errors import first_line, require_descriptors
+from hpc_tune.cluster.schedulers import find_job
+from hpc_tune.errors import first_line, raise_if_out_of_files
 
-Maker = Literal["NVIDIA", "AMD", "Intel"]
+GpuVendor = Literal["NVIDIA", "AMD", "Intel"]
 
 # Which GPUs a process is shown: of CUDA, of HIP twice, of ROCm's runtime below it, of Level Zero.
-VISIBLE = (
+VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
 _COUNT, _LIST = "SLURM_GPUS_ON_NODE", "PBS_GPUFILE"  # a number of GPUs; a file with their names
-_GRANTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _COUNT, _LIST)
+_GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _COUNT, _LIST)
 # What Slurm, or a user, writes for no GPU at all.
-_NONE = ("", "-1", "nodevfiles", "none", "void")
+_NO_GPU_VALUES = ("", "-1", "nodevfiles", "none", "void")
 # The oldest driver that starts programs of a major version of CUDA (CUDA Compatibility, table 1).
-_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-_FOR_SITE = "use the torch of your centre (its module or container)"
+_OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+_REMEDY = "use the torch of your centre (its module or container)"
 
 
 @dataclass(frozen=True)
-class Build:
+class TorchBuild:
     """What a torch is built for: versions of CUDA and ROCm, empty where it is not."""
 
     version: str
@@ -39,7 +39,7 @@ class Build:
     rocm: str = ""
 
     @classmethod
-    def of_torch(cls) -> "Build":
+    def of_imported_torch(cls) -> "TorchBuild":
         """Return that of the torch that is imported."""
         import torch
 
@@ -54,34 +54,38 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedGpus:
     """Why no GPU of a node is used: refused where the job was granted some, else said."""
 
     text: str
     is_refused: bool
 
 
-def unused_gpus(
+def find_unused_gpus(
     environ: Environ,
     host: str,
-    build: Build,
+    build: TorchBuild,
     why: Callable[[], str] = lambda: "",
     root: Path = Path("/"),
-) -> Unused | None:
+) -> UnusedGpus | None:
     """Return what is not used, where torch finds no GPU; None where there is none to be used.
 
     ``why`` returns what torch says of it, if anything. ``root``: where the kernel shows its
     devices. Intel's GPUs are refused in any job: their sites grant whole nodes.
     """
-    granted, present, hidden = granted_gpus(environ), present_gpus(root), _hidden(environ)
-    in_job = job_of(environ) is not None
+    granted, present, hidden = (
+        find_granted_gpus(environ),
+        count_present_gpus(root),
+        _hiding_variables(environ),
+    )
+    in_job = find_job(environ) is not None
     if not granted and (not present or hidden):
         return None
     counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in present.items())
     cause = _cause(hidden, build, why, present, root)
     if granted or (in_job and "Intel" in present):
         said = f"{granted} says that there are some" if granted else f"it has {counts}"
-        return Unused(
+        return UnusedGpus(
             f"run.device=auto, and torch finds no GPU on {host}, though {said}: {cause}. To train "
             "on CPUs all the same, set run.device=cpu",
             is_refused=True,
@@ -89,10 +93,10 @@ def unused_gpus(
     if in_job:
         cause = "the job asked for none (--gpus-per-node=N)"
     text = f"this run computes on CPUs, though {host} has {counts}: {cause}. run.device=cpu says"
-    return Unused(f"{text} that it is meant", is_refused=False)
+    return UnusedGpus(f"{text} that it is meant", is_refused=False)
 
 
-def why_no_start() -> str:
+def why_cuda_fails() -> str:
     """Return why torch cannot start CUDA or ROCm; nothing if it can."""
     import torch
 
@@ -103,26 +107,31 @@ def why_no_start() -> str:
     return ""
 
 
-def granted_gpus(environ: Environ) -> str:
+def find_granted_gpus(environ: Environ) -> str:
     """Return the variables by which a job was granted GPUs, with their values."""
-    given = {n: environ[n] for n in (*_GRANTS, *VISIBLE) if not _is_none(environ.get(n, ""))}
+    given = {
+        n: environ[n]
+        for n in (*_GRANT_VARIABLES, *VISIBILITY_VARIABLES)
+        if not _is_none(environ.get(n, ""))
+    }
     if given.get(_COUNT) == "0":
         del given[_COUNT]
-    if _LIST in given and not _read(Path(given[_LIST])):  # Torque names one in every job
+    if _LIST in given and not _read_text(Path(given[_LIST])):  # Torque names one in every job
         del given[_LIST]
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
-def present_gpus(root: Path = Path("/")) -> dict[Maker, int]:
+def count_present_gpus(root: Path = Path("/")) -> dict[GpuVendor, int]:
     """Return how many GPUs of each maker the kernel's drivers show; of Intel's those of nodes."""
     amd = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     intel = (root / "sys/class/drm").glob("card[0-9]*/device")
-    found: dict[Maker, int] = {
+    found: dict[GpuVendor, int] = {
         "NVIDIA": len([*(root / "proc/driver/nvidia/gpus").glob("*/information")]),
-        "AMD": sum(_read(file) not in ("", "0") for file in amd),
+        "AMD": sum(_read_text(file) not in ("", "0") for file in amd),
         # PCI class 0380: a display controller without a display, unlike a laptop's.
         "Intel": sum(
-            _read(device / "vendor") == "0x8086" and _read(device / "class").startswith("0x0380")
+            _read_text(device / "vendor") == "0x8086"
+            and _read_text(device / "class").startswith("0x0380")
             for device in intel
             if re.fullmatch(r"card\d+", device.parent.name)
         ),
@@ -130,27 +139,31 @@ def present_gpus(root: Path = Path("/")) -> dict[Maker, int]:
     return {maker: num for maker, num in found.items() if num}
 
 
-def _hidden(environ: Environ) -> list[str]:
+def _hiding_variables(environ: Environ) -> list[str]:
     """Return the variables that show a process no GPU."""
-    return [f"{name}={environ[name]}" for name in VISIBLE if _is_none(environ.get(name, "x"))]
+    return [
+        f"{name}={environ[name]}"
+        for name in VISIBILITY_VARIABLES
+        if _is_none(environ.get(name, "x"))
+    ]
 
 
 def _cause(
     hidden: Sequence[str],
-    build: Build,
+    build: TorchBuild,
     why: Callable[[], str],
-    present: Mapping[Maker, int],
+    present: Mapping[GpuVendor, int],
     root: Path,
 ) -> str:
     """Return why torch finds none, and what to do."""
     if list(present) == ["Intel"]:
         return "hpc_tune does not support Intel's GPUs (torch.xpu)"
     if not build.cuda and not build.rocm:
-        return f"{build.words}; {_FOR_SITE}, or install one that is"
-    maker: Maker = "AMD" if build.rocm else "NVIDIA"
+        return f"{build.words}; {_REMEDY}, or install one that is"
+    maker: GpuVendor = "AMD" if build.rocm else "NVIDIA"
     if present and maker not in present:
         others = " and ".join(present)
-        return f"{build.words}, and the GPUs here are {others}'s; {_FOR_SITE}, or install another"
+        return f"{build.words}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
     if maker == "NVIDIA":  # where the others' variables have no effect
         hidden = [said for said in hidden if said.startswith("CUDA_")]
     if hidden:
@@ -164,10 +177,10 @@ def _cause(
             f"{build.words}, and no driver of {maker} shows one here ({where}); compare the job's "
             "request with the node, and the options of its container"
         )
-    return _of_amd(build, why(), root) if maker == "AMD" else _of_nvidia(build, why(), root)
+    return _amd_cause(build, why(), root) if maker == "AMD" else _nvidia_cause(build, why(), root)
 
 
-def _of_amd(build: Build, why: str, root: Path) -> str:
+def _amd_cause(build: TorchBuild, why: str, root: Path) -> str:
     kfd = root / "dev/kfd"
     if not kfd.exists():
         return "there is no /dev/kfd; start the container with --rocm, or the step with its GPUs"
@@ -176,37 +189,38 @@ def _of_amd(build: Build, why: str, root: Path) -> str:
             "/dev/kfd may not be opened by this user; ask your centre for the group that may "
             "(video or render)"
         )
-    driver = _read(root / "sys/module/amdgpu/version") or "of unknown version"
-    return f"{build.words}, the driver amdgpu is {driver}{_said(why)}"
+    driver = _read_text(root / "sys/module/amdgpu/version") or "of unknown version"
+    return f"{build.words}, the driver amdgpu is {driver}{_clause(why)}"
 
 
-def _of_nvidia(build: Build, why: str, root: Path) -> str:
-    text = _read(root / "proc/driver/nvidia/version")
+def _nvidia_cause(build: TorchBuild, why: str, root: Path) -> str:
+    text = _read_text(root / "proc/driver/nvidia/version")
     driver = re.search(r"\b(\d{3,})\.(\d+)[.\d]*", text)
-    least = _DRIVERS.get(int(build.cuda.partition(".")[0]))
+    least = _OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]))
     if driver and least and (int(driver[1]), int(driver[2])) < least:
         return (
             f"{build.words}, which needs driver {least[0]}.{least[1]} or newer, and the node has "
-            f"{driver[0]}; {_FOR_SITE}, or install one for an older CUDA"
+            f"{driver[0]}; {_REMEDY}, or install one for an older CUDA"
         )
     if not [*(root / "dev").glob("nvidia[0-9]*")]:
         return "there is no /dev/nvidia0; start the container with --nv, or the step with its GPUs"
     return (
-        f"{build.words}, the driver is {driver[0] if driver else 'of unknown version'}{_said(why)}"
+        f"{build.words}, the driver is "
+        f"{driver[0] if driver else 'of unknown version'}{_clause(why)}"
     )
 
 
-def _said(why: str) -> str:
+def _clause(why: str) -> str:
     return f", and it does not start ({why})" if why else ", and torch sees none of them"
 
 
 def _is_none(value: str) -> bool:
-    return value.strip().lower() in _NONE
+    return value.strip().lower() in _NO_GPU_VALUES
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hpc_tune.config.chat_templates import unknown_templates
+from hpc_tune.config.chat_templates import find_unknown_templates
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
@@ -12,28 +12,28 @@ from hpc_tune.config.sources import check_names, check_sources
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
-_NOT_EARNED_BACK = 50  # steps
+_MIN_COMPILED_STEPS = 50  # steps
 
 
 def check(config: RunConfig) -> list[str]:
     """Return what is wrong with a configuration whose fields are each valid."""
     parallel, tune, train = config.parallel, config.tune, config.train
-    of_zero = _without_zero(parallel)
+    of_zero = _check_zero_unused(parallel)
     if parallel.zero_stage is not None:
         of_zero = _zero(parallel, parallel.zero_stage, tune, train)
     return [
         *of_zero,
         *_offload_path(parallel),
         *_parallel(parallel, tune.method),
-        *(_beside_experts(parallel, train) if parallel.expert > 1 else ()),
-        *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *(_conflicts_with_experts(parallel, train) if parallel.expert > 1 else ()),
+        *(conflicts_with_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
-        *_beside_float8(train, tune),
-        *_beside_compile(train, tune),
+        *_conflicts_with_float8(train, tune),
+        *_conflicts_with_compile(train, tune),
         *_objective(tune, config.data),
         *_tune(tune),
         *_optim(config.optim, tune.method),
-        *(beside_8bit(parallel) if config.optim.is_8bit else ()),
+        *(conflicts_with_8bit(parallel) if config.optim.is_8bit else ()),
         *_data(config.data, train),
         *_time_limit(config.slurm),
         *_time_limit(config.pbs),
@@ -48,12 +48,14 @@ def why_not_compiled(
         return f"train.compile={str(train.compile).lower()}"
     if is_mixture:
         return "routers are not looked at in a compiled block"
-    if train.max_steps is not None and train.max_steps <= _NOT_EARNED_BACK:
+    if train.max_steps is not None and train.max_steps <= _MIN_COMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
     compiled = train.model_copy(update={"compile": True})
-    against = [*_beside_compile(compiled, tune)]
+    against = [*_conflicts_with_compile(compiled, tune)]
     if (parallel.tensor or 1) > 1:
-        against += set(beside_tensor(tune, compiled)) - set(beside_tensor(tune, train))
+        against += set(conflicts_with_tensor(tune, compiled)) - set(
+            conflicts_with_tensor(tune, train)
+        )
     if parallel.zero_stage == 3:
         against += set(_zero_3(tune, True)) - set(_zero_3(tune, False))
     return next(iter(against), "")
@@ -78,7 +80,7 @@ def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str
     ]
 
 
-def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
+def _check_zero_unused(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.engine == "deepspeed":
         yield "parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3"
     needs = "needs parallel.zero_stage (the DeepSpeed engine)"
@@ -88,7 +90,7 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
 
 
-def _beside_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield what these settings say against experts that are dealt over ranks."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
@@ -119,7 +121,7 @@ def _zero(
                 f"parallel.{axis}={ranks} with parallel.zero_stage={stage}: ZeRO splits over all "
                 f"ranks; leave {axis} out"
             )
-    for name, value in parallel.set_for_shards.items():
+    for name, value in parallel.shard_settings.items():
         yield f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
     if train.float8:
         yield "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
@@ -128,7 +130,7 @@ def _zero(
             "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
             "fp32; leave one of them out"
         )
-    yield from _zero_3(tune, train.compiles) if stage == 3 else _below_zero_3(parallel, stage)
+    yield from _zero_3(tune, train.compiles) if stage == 3 else _check_below_zero_3(parallel, stage)
 
 
 def _zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
@@ -154,7 +156,7 @@ def _zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
         )
 
 
-def _below_zero_3(parallel: ParallelConfig, stage: int) -> Iterator[str]:
+def _check_below_zero_3(parallel: ParallelConfig, stage: int) -> Iterator[str]:
     if parallel.offload_params != "none":
         yield (
             f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "
@@ -198,7 +200,7 @@ def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
         )
 
 
-def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+def conflicts_with_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield what these settings say against parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
@@ -226,12 +228,12 @@ def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
 
 def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings go together with parallel.tensor > 1."""
-    return not any(beside_tensor(tune, train))
+    return not any(conflicts_with_tensor(tune, train))
 
 
 def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings go together with parallel.expert > 1."""
-    return not any(_beside_experts(parallel, train))
+    return not any(_conflicts_with_experts(parallel, train))
 
 
 def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
@@ -253,7 +255,7 @@ def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterato
         yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
 
 
-def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+def _conflicts_with_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
     if train.float8 and tune.modules_to_save:
         yield (
             "train.float8=true with tune.modules_to_save: these are trained in tune.param_dtype; "
@@ -266,7 +268,7 @@ def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
         )
 
 
-def _beside_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+def _conflicts_with_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
     for name, value in tune.router_losses.items() if train.compiles else ():
         yield (
             f"{name}={value:g} with train.compile=true is not available: routers are not looked at "
@@ -351,7 +353,7 @@ def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
         )
 
 
-def beside_8bit(parallel: ParallelConfig) -> Iterator[str]:
+def conflicts_with_8bit(parallel: ParallelConfig) -> Iterator[str]:
     """Yield what these settings say against optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (
@@ -376,7 +378,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
     yield from _sources(data)
     yield from _held_out(data)
-    yield from unknown_templates(data)
+    yield from find_unknown_templates(data)
     paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
     paths += [source.path for source in data.eval_sources or []]
     if all(is_prepared(path) for path in paths if path):
@@ -402,7 +404,7 @@ def _sources(data: DataConfig) -> Iterator[str]:
         for source in getattr(data, name) or []:
             if is_prepared(source.path) and source.columns:
                 yield (
-                    f"data.{name}: columns of {source.called} has no effect on prepared data; "
+                    f"data.{name}: columns of {source.label} has no effect on prepared data; "
                     "leave it out"
                 )
     if data.new_mixture and not any(source.weight for source in data.sources or []):

@@ -5,7 +5,7 @@ import math
 from hpc_tune.config.parallel import ParallelConfig
 
 
-def fitted(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
+def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
     """Return the axes to set anew for ``num_ranks`` ranks; ``None`` if no layout divides them.
 
     Axes that are not set follow by themselves. tensor and pipeline stay, since they fit the model;
@@ -19,16 +19,19 @@ def fitted(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
     if parallel.zero_stage is not None or (replicate is None and shard is None):
         return {}
     if shard is None:
-        axes = {"replicate": _largest(rest, replicate or 1)}
+        axes = {"replicate": _largest_divisor(rest, replicate or 1)}
     else:
         # Experts stay dealt over as many ranks if that can be, else over fewer.
         expert = math.gcd(rest, parallel.expert)
-        axes = {"shard": expert * _largest(rest // expert, shard // expert), "expert": expert}
+        axes = {
+            "shard": expert * _largest_divisor(rest // expert, shard // expert),
+            "expert": expert,
+        }
         if replicate is not None:
             axes["replicate"] = rest // axes["shard"]
     return {name: size for name, size in axes.items() if size != getattr(parallel, name)}
 
 
-def _largest(of: int, most: int) -> int:
+def _largest_divisor(of: int, most: int) -> int:
     """Return the largest divisor of a number up to ``most``."""
     return next(size for size in range(min(of, most), 0, -1) if of % size == 0)

@@ -71,7 +71,7 @@ run.timeout          ddp_timeout
 """
 
 
-def _by_foreign_name(text: str) -> dict[str, str]:
+def _parse_names(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     ours = ""
     for line in text.splitlines():
@@ -82,4 +82,4 @@ def _by_foreign_name(text: str) -> dict[str, str]:
     return found
 
 
-OURS = _by_foreign_name(_NAMES)
+OWN_NAMES = _parse_names(_NAMES)

@@ -17,7 +17,7 @@ import yaml
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import load_config
-from hpc_tune.errors import ConfigError, require_text
+from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_bytes
 
@@ -39,7 +39,7 @@ _ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # minutes a step otherwise
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """Nodes of the job, and GPUs of each; 0 for ranks on CPUs. ``section``: of its scheduler."""
 
     nodes: int
@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PlannedSizes:
     """What a run was planned with: parallel.recompute, and memory of a node in GiB.
 
     ``device_bytes`` of a GPU are needed, of ``limit_bytes`` that it is taken to have.
@@ -61,10 +61,12 @@ class Sizes:
     fits: bool
 
 
-SizesFor = Callable[[Path, int, int], Sizes | None]
+PlanSizes = Callable[[Path, int, int], PlannedSizes | None]
 
 
-def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -> dict[str, str]:
+def collect_answers(
+    given: Mapping[str, str | None], ask: Callable[[str], str] | None
+) -> dict[str, str]:
     """Return the four answers; ``ask`` is given the question of each that is missing.
 
     Raises:
@@ -79,19 +81,19 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
         for name in missing:
             answer = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip()
             complete[name] = answer or DEFAULTS[name]
-    return {name: require_text(value) for name, value in complete.items()}
+    return {name: require_utf8(value) for name, value in complete.items()}
 
 
 def write_config(
     out: Path,
     given: Mapping[str, str],
     host_bytes: int,
-    sizes_for: SizesFor | None = None,
+    sizes_for: PlanSizes | None = None,
     section: Literal["slurm", "pbs"] = "slurm",
 ) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
-    ``host_bytes``: the memory of this machine, for ranks on its CPUs. ``sizes_for`` plans a run on
+    ``host_bytes``: the memory of this machine, for ranks on its CPUs. ``plan_sizes`` plans a run on
     nodes with GPUs. ``section``: that of the scheduler which is to have a job of several nodes.
 
     Raises:
@@ -99,7 +101,7 @@ def write_config(
     """
     if out.exists():
         raise ConfigError(f"{out} is there already; name another file with --out, or remove it")
-    machine = replace(_machine(given["machine"]), section=section)
+    machine = replace(_parse_machine(given["machine"]), section=section)
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
     try:
@@ -114,7 +116,7 @@ def write_config(
     if machine.gpus and sizes_for is not None:
         sizes = sizes_for(out, machine.nodes, machine.gpus)
         write_file(out, _text(given, machine, out.stem, sizes))
-    return list(_next(out, machine, given["data"], host_bytes))
+    return list(_next_commands(out, machine, given["data"], host_bytes))
 
 
 def ask_on_terminal() -> Callable[[str], str] | None:
@@ -122,21 +124,23 @@ def ask_on_terminal() -> Callable[[str], str] | None:
     return input if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
-def _machine(text: str) -> Machine:
+def _parse_machine(text: str) -> TargetMachine:
     if text == "cpu":
-        return Machine(1, 0)
+        return TargetMachine(1, 0)
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise ConfigError(f"--machine {text}: expected cpu, or NODESxGPUS such as 2x8")
-    return Machine(int(match[1]), int(match[2]))
+    return TargetMachine(int(match[1]), int(match[2]))
 
 
-def _text(given: Mapping[str, str], machine: Machine, name: str, sizes: Sizes | None) -> str:
+def _text(
+    given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
+) -> str:
     return "\n".join([*_lines(given, machine, name, sizes), ""])
 
 
 def _lines(
-    given: Mapping[str, str], machine: Machine, name: str, sizes: Sizes | None
+    given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
 ) -> Iterator[str]:
     path, method = given["model"], given["method"]
     length, why = _row_length(path, _USUAL_ROW if machine.gpus else _ROW_ON_CPUS)
@@ -144,7 +148,7 @@ def _lines(
     yield f"# Written by `hpc_tune init` for {method} on {given['machine']}."
     yield "# All other settings have defaults: python -m hpc_tune --help"
     yield "model:"
-    yield f"  path: {_scalar(path)}"
+    yield f"  path: {_format_scalar(path)}"
     if machine.gpus:
         yield _line("dtype: bf16", "what GPUs compute fastest in")
     yield "tune:"
@@ -155,8 +159,8 @@ def _lines(
     elif machine.gpus:
         yield _line("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
     yield "data:"
-    data = _data(given["data"])
-    yield f"  path: {_scalar(data)}"
+    data = _parse_data(given["data"])
+    yield f"  path: {_format_scalar(data)}"
     if is_prepared(data):
         yield _line("eval_path: null", "the file that prepare wrote of what it held out, if any")
     else:
@@ -177,12 +181,12 @@ def _lines(
     yield "checkpoint:"
     yield _line("every_minutes: 30", "what a crash costs at most")
     yield "run:"
-    yield _line(f"dir: {_scalar(f'runs/{name}')}", "on a file system that all nodes share")
+    yield _line(f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share")
     if machine.nodes > 1:
         yield from _job_lines(machine, sizes)
 
 
-def _job_lines(machine: Machine, sizes: Sizes | None) -> Iterator[str]:
+def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[str]:
     is_pbs = machine.section == "pbs"
     whom = "queue, and filesystems if the site asks" if is_pbs else "partition"
     yield f"{machine.section}:  # for `hpc_tune submit`; add account and {whom}"
@@ -197,10 +201,10 @@ def _job_lines(machine: Machine, sizes: Sizes | None) -> Iterator[str]:
     else:
         yield _line(f"memory: {sizes.node_gib}{unit}", "of each node, as planned")
     if sys.prefix != sys.base_prefix:
-        yield _line(f"venv: {_scalar(sys.prefix)}", "this environment, on a shared folder")
+        yield _line(f"venv: {_format_scalar(sys.prefix)}", "this environment, on a shared folder")
 
 
-def _recompute_line(sizes: Sizes | None) -> str:
+def _recompute_line(sizes: PlannedSizes | None) -> str:
     if sizes is None or sizes.recompute == "selective":
         return _line("recompute: selective", "less memory for a few percent of time; or none")
     device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
@@ -229,7 +233,7 @@ def _row_length(model: str, usual: int) -> tuple[int, str]:
     return min(limit, usual), f"tokens per row; this model takes up to {limit}"
 
 
-def _data(text: str) -> str | list[str]:
+def _parse_data(text: str) -> str | list[str]:
     """Return data.path as a setting of the command line means it: [a, b] is a list."""
     try:
         value = load_yaml(text, as_text=True) if text.startswith("[") else text
@@ -238,13 +242,13 @@ def _data(text: str) -> str | list[str]:
     return value if isinstance(value, list) else text
 
 
-def _scalar(value: str | list[str]) -> str:
+def _format_scalar(value: str | list[str]) -> str:
     """Return a value on one line as YAML writes it, in quotes where it needs them."""
     line: str = yaml.safe_dump(value, width=10**9, default_flow_style=True)
     return line.removesuffix("\n").removesuffix("\n...")
 
 
-def _next(out: Path, machine: Machine, data: str, host_bytes: int) -> Iterator[str]:
+def _next_commands(out: Path, machine: TargetMachine, data: str, host_bytes: int) -> Iterator[str]:
     command = f"python -m hpc_tune {{}} --config {shlex.quote(str(out))}"
     yield f"wrote {out}. Next:"
     yield f"  {command.format(f'show {shlex.quote(data)}')}"

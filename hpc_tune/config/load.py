@@ -25,18 +25,18 @@ from pydantic.fields import FieldInfo
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.foreign_names import OURS as FOREIGN
+from hpc_tune.config.foreign_names import OWN_NAMES as FOREIGN
 from hpc_tune.config.optim import OptimConfig, auto_lr
 from hpc_tune.config.paths import expand_paths
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.secrets import secrets_in
-from hpc_tune.config.section import flat
+from hpc_tune.config.secrets import find_secrets
+from hpc_tune.config.section import flatten
 from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.errors import ConfigError, first_line, require_text
+from hpc_tune.errors import ConfigError, first_line, require_utf8
 from hpc_tune.safe_yaml import load_yaml
 
-_INSTEAD = {
+_ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
 }
@@ -75,7 +75,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
-    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded(overrides)
+    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _parse_overrides(overrides)
     for file in named:
         tree.merge_with(_read_yaml(file))
     problems = []
@@ -85,25 +85,27 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
         except ConfigError as error:
             problems.append(str(error))
     try:
-        values = _values(_over_defaults(tree), resolve=True)
+        values = _as_dict(_merge_with_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {_unresolved(error)}")
-        raise ConfigError(_list(problems)) from None
+        problems.append(f"{source}: {_explain_unresolved(error)}")
+        raise ConfigError(_list_problems(problems)) from None
     problems += expand_paths(values)
-    if unwritable := list(_unwritable(values)):
-        raise ConfigError(_list([*problems, *unwritable]))
+    if unwritable := list(_find_unwritable(values)):
+        raise ConfigError(_list_problems([*problems, *unwritable]))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_list([*problems, *explain(error.errors(), source)])) from None
-    secrets = secrets_in(flat(config.model_dump()))
+        raise ConfigError(
+            _list_problems([*problems, *explain_errors(error.errors(), source)])
+        ) from None
+    secrets = find_secrets(flatten(config.model_dump()))
     if problems := [*problems, *check(config), *secrets]:
-        raise ConfigError(_list(problems))
-    optim = _with_number_for_lr(config.optim, config.tune)
+        raise ConfigError(_list_problems(problems))
+    optim = _resolve_auto_lr(config.optim, config.tune)
     return config.model_copy(update={"optim": optim})
 
 
-def variables_named(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
+def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
     """Return the variables of the environment that settings name, such as SCRATCH in $SCRATCH/a.
 
     The settings are those of a configuration that ``load_config`` takes.
@@ -113,11 +115,11 @@ def variables_named(paths: Sequence[str], overrides: Sequence[str] = ()) -> list
         tree.merge_with(_read_yaml(file))
     for override in overrides:
         _apply_override(tree, override)
-    text = yaml.safe_dump(_values(tree), allow_unicode=True, width=10**9)
+    text = yaml.safe_dump(_as_dict(tree), allow_unicode=True, width=10**9)
     return sorted({name for pair in _VARIABLE.findall(text) for name in pair if name})
 
 
-def _unresolved(error: OmegaConfBaseException) -> str:
+def _explain_unresolved(error: OmegaConfBaseException) -> str:
     """Return what is wrong with a value that names another."""
     key = error.full_key or "?"
     if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
@@ -135,23 +137,23 @@ def is_tiny(overrides: Sequence[str]) -> bool:
     for override in overrides:
         with contextlib.suppress(ConfigError):
             _apply_override(tree, override)
-    parts = [_values(tree).get(part) for part in ("model", "data")]
+    parts = [_as_dict(tree).get(part) for part in ("model", "data")]
     paths = [fields.get("path") for fields in parts if isinstance(fields, dict)]
     if any(fields.get("sources") is not None for fields in parts if isinstance(fields, dict)):
         return False
     return all(path is None or str(path).startswith("builtin:") for path in paths)
 
 
-def _values(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
+def _as_dict(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
     values: Any = OmegaConf.to_container(tree, resolve=resolve)
     return values
 
 
-def _with_number_for_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
+def _resolve_auto_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
     return optim if optim.lr != "auto" else optim.model_copy(update={"lr": auto_lr(tune)})
 
 
-def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
+def _find_unwritable(values: dict[Any, Any]) -> Iterator[str]:
     """Yield what is wrong with text that no file can hold, such as half a character in YAML."""
     for part, fields in values.items():
         for name, value in fields.items() if isinstance(fields, dict) else (("", fields),):
@@ -161,10 +163,10 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
                 yield f"{f'{part}.{name}={value}'!a}: expected text that can be written as UTF-8"
 
 
-def _over_defaults(tree: DictConfig) -> DictConfig:
+def _merge_with_defaults(tree: DictConfig) -> DictConfig:
     """Return the defaults overridden by ``tree``; unknown sections stay, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
-    for part, fields in _values(tree).items():
+    for part, fields in _as_dict(tree).items():
         known = isinstance(fields, dict) and part in merged
         if known and part == "data" and fields.get("sources") is not None:
             merged[part]["path"] = None  # the default; one that is given stays, to be refused
@@ -189,7 +191,7 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
         yield name, _type_name(field.annotation), field.default, field.description or ""
 
 
-def explain(errors: Sequence[Any], source: str) -> list[str]:
+def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     """Turn pydantic's errors into one line per field: field, value and what is expected.
 
     pydantic has an error for each branch of a union and appends the branch to the location; users
@@ -204,7 +206,7 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
             for one in _given_names(name, error["input"]):
                 at = in_source
                 near = (at[1] + at[3], _SOURCE_FIELDS) if at else (one, known)
-                hint = _INSTEAD.get(one) or _near(*near)
+                hint = _ADVICE.get(one) or _suggest_near(*near)
                 hint += _as_option(one)
                 unknown.append(f"{one}: no such key in {source} or its overrides{hint}")
             continue
@@ -234,7 +236,7 @@ def _as_option(name: str) -> str:
 
 def _given_names(name: str, value: Any) -> list[str]:
     """Return the names that stand in a section which there is not, such as lora.r of lora."""
-    if name in _INSTEAD or "." in name or not isinstance(value, dict) or not value:
+    if name in _ADVICE or "." in name or not isinstance(value, dict) or not value:
         return [name]
     return [f"{name}.{inner}" for inner in value]
 
@@ -246,7 +248,7 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{part}.{name}", field
 
 
-def _embedded(overrides: Sequence[str]) -> DictConfig:
+def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = OmegaConf.create(load_yaml(text))
     for override in overrides:
@@ -259,7 +261,7 @@ def _read_yaml(path: str) -> DictConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(Path(path).name, _names_beside(path), n=3)
+        near = difflib.get_close_matches(Path(path).name, _list_yaml_names(path), n=3)
         hint = f"; near it there is {', '.join(near)}" if near else ""
         raise ConfigError(f"--config {path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -306,13 +308,13 @@ def text_fields() -> frozenset[str]:
     )
 
 
-def _names_beside(path: str) -> list[str]:
+def _list_yaml_names(path: str) -> list[str]:
     folder = Path(path).parent
     return [p.name for p in folder.iterdir()] if folder.is_dir() else []
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:
-    require_text(override)
+    require_utf8(override)
     key, equals, text = override.partition("=")
     if not equals or not key:
         hint = config_hint(override) or ", such as train.max_steps=100"
@@ -335,7 +337,7 @@ def config_hint(word: str) -> str:
     return f"; a file of settings is named by --config {word}" if is_file else ""
 
 
-def _near(name: str, known: Sequence[str]) -> str:
+def _suggest_near(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     same_name = [k for k in known if k.rpartition(".")[2] == last]
     elsewhere = [FOREIGN[last]] if last in FOREIGN else []
@@ -362,7 +364,7 @@ def _type_name(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation)) if not args else str(annotation)
 
 
-def _list(problems: list[str]) -> str:
+def _list_problems(problems: list[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]

@@ -8,7 +8,7 @@ from pydantic import Field
 from hpc_tune.config.section import PositiveInt, Section
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
-_OF_SHARDS = ("reshard", "blocks_per_unit", "reduce_dtype")
+_SHARD_SETTINGS = ("reshard", "blocks_per_unit", "reduce_dtype")
 
 
 class ParallelConfig(Section):
@@ -136,7 +136,7 @@ class ParallelConfig(Section):
         return f"{'a multiple of ' if self.takes_more_ranks else ''}{self.ranks_needed} ranks"
 
     @property
-    def set_for_shards(self) -> dict[str, Any]:
+    def shard_settings(self) -> dict[str, Any]:
         """The settings of weights that FSDP2 shards, where they are not the defaults."""
-        defaults = {name: type(self).model_fields[name].default for name in _OF_SHARDS}
+        defaults = {name: type(self).model_fields[name].default for name in _SHARD_SETTINGS}
         return {n: v for n, default in defaults.items() if (v := getattr(self, n)) != default}

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.hub_cache import Kind, by_name, is_cache, snapshot
+from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_cache
 from hpc_tune.log import log
 
 # What may begin with ~ or hold $SCRATCH.
-_PATHS = (
+_PATH_SETTINGS = (
     "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
     "slurm.env_file", "slurm.venv", "pbs.env_file", "pbs.venv",
 )  # fmt: skip
 # Where OWNER/NAME, or a model's folder in the hub's cache, stands for a revision's folder.
-_OF_HUB: dict[str, Kind] = {
+_HUB_KINDS: dict[str, HubKind] = {
     "model.path": "model", "tune.init_from": "model", "data.path": "dataset",
     "data.eval_path": "dataset",
 }  # fmt: skip
@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths, in place; yield a problem for each variable or revision that is not there."""
-    for name in _PATHS:
+    for name in _PATH_SETTINGS:
         part, _, key = name.partition(".")
         if isinstance(fields := values.get(part), dict):
             yield from _expand(name, fields, key)
@@ -44,7 +44,7 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
     """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
-    kind = _OF_HUB.get(name, "dataset" if key == "path" else None)
+    kind = _HUB_KINDS.get(name, "dataset" if key == "path" else None)
     for at, path in enumerate(paths):
         if not isinstance(path, str):
             continue
@@ -56,7 +56,7 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
         try:
-            expanded = in_cache(name, expanded, kind) if kind else expanded
+            expanded = cached_path(name, expanded, kind) if kind else expanded
         except ConfigError as error:
             yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
@@ -71,7 +71,7 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
         fields[key] = paths[0]
 
 
-def in_cache(name: str, path: str, kind: Kind) -> str:
+def cached_path(name: str, path: str, kind: HubKind) -> str:
     """Return the folder in the hub's cache that a path stands for, and say so; or the path itself.
 
     It is OWNER/NAME, with @REVISION or not, where there is no such file, or a model's folder in
@@ -83,9 +83,9 @@ def in_cache(name: str, path: str, kind: Kind) -> str:
     folder = Path(path)
     try:
         if kind == "model" and is_cache(folder) and not (folder / "config.json").exists():
-            found = snapshot(folder)
+            found = find_snapshot(folder)
         else:
-            found = None if folder.exists() else by_name(path, kind)
+            found = None if folder.exists() else find_in_cache(path, kind)
     except OSError:  # a name that is too long for a file, or a folder that may not be read
         return path
     except ValueError as error:

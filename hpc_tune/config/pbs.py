@@ -15,7 +15,7 @@ _VALUE = r"[\w@%+=:,./\[\]|&*^()-]+"
 _OPTION = re.compile(rf"-([A-Za-z]) *({_VALUE})", re.ASCII)
 _CHUNK = re.compile(r"[A-Za-z]\w*=[\w@%+,./-]+(?::[A-Za-z]\w*=[\w@%+,./-]+)*", re.ASCII)
 # Options of qsub that would contradict the script, and what to use instead.
-_TAKEN = {
+_OWN_OPTIONS = {
     "A": "pbs.account", "q": "pbs.queue", "N": "pbs.job_name", "o": "pbs.output",
     "e": "pbs.output, which has both", "j": "pbs.output, which has both",
     "J": "one configuration for each run: a job array is not supported",
@@ -25,7 +25,7 @@ _TAKEN = {
     "S": "nothing: the script is one of bash",
     "C": "nothing: directives begin with #PBS", "z": "nothing: the job's number is needed",
 }  # fmt: skip
-_TAKEN_RESOURCES = {
+_OWN_RESOURCES = {
     "walltime": "pbs.walltime", "select": "pbs.nodes and pbs.chunk", "place": "pbs.place",
     "filesystems": "pbs.filesystems", "nodes": "pbs.nodes", "ncpus": "pbs.cpus_per_task",
     "ngpus": "pbs.gpus_per_node", "mem": "pbs.memory", "mpiprocs": "pbs.tasks_per_node",
@@ -72,10 +72,10 @@ def _options(options: list[str]) -> list[str]:
         match = _OPTION.fullmatch(option)
         if match is None:
             raise ValueError(f"{option!r} is no option of qsub with its value, such as '-k doe'")
-        instead = _TAKEN.get(match[1])
+        instead = _OWN_OPTIONS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
-            instead = next((_TAKEN_RESOURCES[n] for n in names if n in _TAKEN_RESOURCES), None)
+            instead = next((_OWN_RESOURCES[n] for n in names if n in _OWN_RESOURCES), None)
         if match[1] == "W" and "depend" in names:
             instead = "nothing: each job waits for the one before it"
         if instead:

@@ -47,7 +47,7 @@ def _memory(text: str | None) -> str | None:
 
 
 # Options of sbatch that would contradict the script, and what to use instead.
-_TAKEN = {
+_OWN_OPTIONS = {
     "account": "slurm.account", "A": "slurm.account", "partition": "slurm.partition",
     "p": "slurm.partition", "qos": "slurm.qos", "q": "slurm.qos", "nodes": "slurm.nodes",
     "N": "slurm.nodes", "ntasks-per-node": "slurm.tasks_per_node", "cpus-per-task":
@@ -70,7 +70,7 @@ def _options(options: list[str]) -> list[str]:
             raise ValueError(
                 f"{option!r} is no option of sbatch in one word, such as --constraint=gpu"
             )
-        if instead := _TAKEN.get(match[1] or match[2]):
+        if instead := _OWN_OPTIONS.get(match[1] or match[2]):
             raise ValueError(f"{option} is set by another name here: use {instead}")
     return options
 

@@ -77,7 +77,7 @@ class MemoryConfig(Section):
     )
 
 
-def _distinct(names: str | None) -> str | None:
+def _require_distinct(names: str | None) -> str | None:
     given = [name.strip() for name in (names or "").split(",")]
     if twice := sorted({name for name in given if given.count(name) > 1}):
         raise ValueError(f"{', '.join(twice)} is named twice; name each interface once")
@@ -251,7 +251,7 @@ class RunSettings(Section):
     interface: Annotated[
         str | None,
         BeforeValidator(lambda v: ",".join(map(str, v)) if isinstance(v, list) else v),
-        AfterValidator(_distinct),
+        AfterValidator(_require_distinct),
     ] = Field(
         None,
         description="The network interface to prefer for rendezvous and CPU collectives, such as "

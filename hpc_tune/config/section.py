@@ -17,20 +17,24 @@ class Section(BaseModel):
     )
 
 
-def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def flatten(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a dumped configuration by their whole names, such as ``train.seed``."""
     return {f"{name}.{key}": v for name, fields in sections.items() for key, v in fields.items()}
 
 
-def said(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Return the value of a setting as people read it; of a list of sources a line for each."""
     if value is None or repr(value) == "PydanticUndefined":
         return "unset"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return "\n".join(map(said, value))
+        return "\n".join(map(format_setting, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {said(item)}" for key, item in value.items() if item is not None)
-    return ", ".join(map(said, value)) if isinstance(value, list) and value else str(value)
+        return ", ".join(
+            f"{key} {format_setting(item)}" for key, item in value.items() if item is not None
+        )
+    return (
+        ", ".join(map(format_setting, value)) if isinstance(value, list) and value else str(value)
+    )
 
 
 def _number(value: Any, parse: Any) -> Any:

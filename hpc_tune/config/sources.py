@@ -18,14 +18,14 @@ _FIELDS = (
 _SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
 
 
-def _with_values(columns: Any) -> Any:
+def _require_values(columns: Any) -> Any:
     """Refuse ``{NAME:prompt}``, which YAML reads as one name without a value."""
     if isinstance(columns, dict) and (bare := [k for k, v in columns.items() if v is None]):
         raise ValueError(f"{bare[0]} has no value; put a space after the colon: {{NAME: prompt}}")
     return columns
 
 
-def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
+def _check_fields(columns: dict[str, str]) -> dict[str, str]:
     """Check what the columns of data are to be read as."""
     for name, field in columns.items():
         if field not in _FIELDS:
@@ -35,7 +35,7 @@ def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
     return columns
 
 
-Columns = Annotated[dict[str, str], BeforeValidator(_with_values), AfterValidator(_fields_of_rows)]
+Columns = Annotated[dict[str, str], BeforeValidator(_require_values), AfterValidator(_check_fields)]
 
 
 class HeldOutSource(Section):
@@ -57,7 +57,7 @@ class HeldOutSource(Section):
     loss_on: LossOn | None = Field(None, description="Unset: data.loss_on.")
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """Its name, given or by its file."""
         first = self.path if isinstance(self.path, str) else [*self.path, "data"][0]
         stem = Path(first).name.split(".")[0]
@@ -83,9 +83,9 @@ class TrainedSource(HeldOutSource):
     )
 
 
-def names_of(sources: Sequence[HeldOutSource]) -> list[str]:
+def list_names(sources: Sequence[HeldOutSource]) -> list[str]:
     """Return what the sources are called."""
-    return [source.called for source in sources]
+    return [source.label for source in sources]
 
 
 def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
@@ -94,8 +94,8 @@ def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
         yield "data.sources is an empty list; name at least one source, or data.path"
         return
     yield from check_names("data.sources", sources)
-    names = names_of(sources)
-    has = [_has(source) for source in sources]
+    names = list_names(sources)
+    has = [_describe_amount(source) for source in sources]
     if set(has) not in ({"weight"}, {"epochs"}):
         said = ", ".join(f"{name} has {what}" for name, what in zip(names, has, strict=True))
         yield (
@@ -113,12 +113,12 @@ def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
     for source in sources:
         if source.epochs is not None and source.epochs > source.max_epochs:
             yield (
-                f"data.sources: {source.called} has epochs={source.epochs} and max_epochs="
+                f"data.sources: {source.label} has epochs={source.epochs} and max_epochs="
                 f"{source.max_epochs:g}; lower epochs, or raise its max_epochs"
             )
 
 
-def _has(source: TrainedSource) -> str:
+def _describe_amount(source: TrainedSource) -> str:
     if source.weight is not None and source.epochs is not None:
         return "both weight and epochs"
     return "weight" if source.weight is not None else "epochs" if source.epochs else "neither"
@@ -126,9 +126,9 @@ def _has(source: TrainedSource) -> str:
 
 def check_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
     """Yield what is wrong with the names of sources: metrics are told apart by them."""
-    names = names_of(sources)
+    names = list_names(sources)
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting}: {names.count(name)} sources are called {name}; give each another name"
     for source in sources:
         if source.path == []:
-            yield f"{setting}: {source.called} has an empty list as path; name at least one file"
+            yield f"{setting}: {source.label} has an empty list as path; name at least one file"

@@ -21,7 +21,7 @@ _USED_BY = {
 }
 
 
-def _patterns(patterns: dict[str, Any]) -> dict[str, Any]:
+def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
     """Check that each key is a regular expression, and each value more than 0."""
     for key, value in patterns.items():
         if not value > 0:
@@ -33,7 +33,7 @@ def _patterns(patterns: dict[str, Any]) -> dict[str, Any]:
     return patterns
 
 
-def patterns_of(patterns: Mapping[str, float], layer: str) -> list[str]:
+def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
     """Return the patterns that match a layer's path, or its end behind a dot, as in peft."""
     return [key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)]
 
@@ -99,13 +99,13 @@ class TuneConfig(Section):
         description="The adapter's output is scaled by alpha / rank. Twice the rank is the common "
         "choice; more acts like a higher learning rate.",
     )
-    rank_pattern: Annotated[dict[str, int], AfterValidator(_patterns)] = Field(
+    rank_pattern: Annotated[dict[str, int], AfterValidator(_check_patterns)] = Field(
         {},
         description="Ranks of some layers, as peft's rank_pattern: regular expressions for the end "
         "of a layer's path, and the rank in place of tune.rank, such as {'layers.[01].*': 8}. Of "
         "the patterns one at most matches a layer.",
     )
-    alpha_pattern: Annotated[dict[str, float], AfterValidator(_patterns)] = Field(
+    alpha_pattern: Annotated[dict[str, float], AfterValidator(_check_patterns)] = Field(
         {},
         description="As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
         "pattern says otherwise.",
@@ -251,7 +251,7 @@ class TuneConfig(Section):
 
     def scale_of(self, layer: str) -> float:
         """Return what the output of an adapter on the layer with this path is multiplied by."""
-        ranks = [self.rank_pattern[key] for key in patterns_of(self.rank_pattern, layer)]
-        alphas = [self.alpha_pattern[key] for key in patterns_of(self.alpha_pattern, layer)]
+        ranks = [self.rank_pattern[key] for key in match_patterns(self.rank_pattern, layer)]
+        alphas = [self.alpha_pattern[key] for key in match_patterns(self.alpha_pattern, layer)]
         rank, alpha = [*ranks, self.rank][0], [*alphas, self.alpha][0]
         return alpha / (math.sqrt(rank) if self.rslora else rank)

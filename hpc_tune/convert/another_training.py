@@ -6,7 +6,7 @@ Each function takes another tool's config and returns which keys say so, or None
 import re
 
 from hpc_tune.convert import axolotl_preferences, llama_factory_preferences, torchtune_preferences
-from hpc_tune.convert.outcomes import OFF, Another, ForeignConfig
+from hpc_tune.convert.outcomes import OFF, ForeignConfig, WrongTask
 from hpc_tune.convert.preferences import SFT
 
 _REWARDS = "that is training on rewards"
@@ -37,57 +37,61 @@ _MEDIA_BUILDER = re.compile(r"vision|multimodal|\.clip\.|\.flux\.")
 _MEDIA_DATA = re.compile(r"multimodal|the_cauldron|vqa|llava_instruct")
 _OTHER_LOSS = re.compile(r"rlhf|KTO|ORPO|PPO|GRPO")
 _PREFERENCE_DATA = re.compile(r"preference|hh_rlhf|stack_exchange_paired|rlhf")
-_KINDS_OF_PLUGINS = (
+_PLUGIN_TASKS = (
     (re.compile(r"\.kd\.|KDPlugin"), _DISTILLATION, _WITHOUT_TEACHER),
     (re.compile(r"(?i)diffusion"), "that is training by diffusion", "Stay with {tool} for it"),
     (re.compile(r"(?i)nemo_?gym"), _REWARDS, _AFTERWARDS),
 )
 
 
-def of_llama_factory(theirs: ForeignConfig) -> Another | None:
+def find_llama_factory_task(theirs: ForeignConfig) -> WrongTask | None:
     """Return what a config of LLaMA-Factory trains for, if there is no counterpart."""
     if theirs.get("stage", "sft") not in ("sft", "pt", "dpo", "kto"):
-        return Another(("stage",), _REWARDS, _AFTERWARDS)
-    if another := llama_factory_preferences.other_loss(theirs):
+        return WrongTask(("stage",), _REWARDS, _AFTERWARDS)
+    if another := llama_factory_preferences.find_other_loss(theirs):
         return another
     if _MEDIA_TEMPLATE.search(str(theirs.get("template", ""))):
-        return Another(("template",), _IMAGES, _TEXT_ALONE)
+        return WrongTask(("template",), _IMAGES, _TEXT_ALONE)
     media = (
         "media_dir visual_inputs image_max_pixels image_min_pixels image_resolution "
         "video_max_pixels video_min_pixels video_fps video_maxlen image_do_pan_and_scan "
         "crop_to_patches use_audio_in_video audio_sampling_rate freeze_vision_tower "
         "freeze_multi_modal_projector freeze_language_model train_mm_proj_only"
     )
-    return _first_on(theirs, media, _IMAGES, _TEXT_ALONE)
+    return _find_switched_on(theirs, media, _IMAGES, _TEXT_ALONE)
 
 
-def of_axolotl(theirs: ForeignConfig) -> Another | None:
+def find_axolotl_task(theirs: ForeignConfig) -> WrongTask | None:
     """Return what a config of axolotl trains for, if there is no counterpart."""
     plugins = str(theirs.get("plugins", ""))
-    for pattern, what, instead in _KINDS_OF_PLUGINS:
+    for pattern, what, instead in _PLUGIN_TASKS:
         if pattern.search(plugins):
-            return Another(("plugins",), what, instead)
-    if another := axolotl_preferences.other_loss(theirs):
+            return WrongTask(("plugins",), what, instead)
+    if another := axolotl_preferences.find_other_loss(theirs):
         return another
-    is_known = axolotl_preferences.objective(theirs) != SFT
-    chosen = () if is_known else _keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
+    is_known = axolotl_preferences.find_objective(theirs) != SFT
+    chosen = (
+        () if is_known else _match_dataset_keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
+    )
     rewards = "reward_model process_reward_model" + ("" if is_known else " rl")
     return (
-        _first_on(theirs, rewards, _REWARDS, _AFTERWARDS)
-        or (Another(chosen, _NO_LOSS, _NAME_IT) if chosen else None)
-        or _first_on(theirs, "kd_trainer kd_ce_alpha kd_alpha", _DISTILLATION, _WITHOUT_TEACHER)
-        or _of_logprobs(theirs)
-        or _first_on(
+        _find_switched_on(theirs, rewards, _REWARDS, _AFTERWARDS)
+        or (WrongTask(chosen, _NO_LOSS, _NAME_IT) if chosen else None)
+        or _find_switched_on(
+            theirs, "kd_trainer kd_ce_alpha kd_alpha", _DISTILLATION, _WITHOUT_TEACHER
+        )
+        or _find_distillation(theirs)
+        or _find_switched_on(
             theirs,
             "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules",
             _IMAGES,
             _TEXT_ALONE,
         )
-        or _of_a_classifier(theirs)
+        or _find_classifier(theirs)
     )
 
 
-def of_torchtune(theirs: ForeignConfig) -> Another | None:
+def find_torchtune_task(theirs: ForeignConfig) -> WrongTask | None:
     """Return what a config of torchtune trains for, if there is no counterpart."""
     teacher = tuple(
         key
@@ -95,10 +99,10 @@ def of_torchtune(theirs: ForeignConfig) -> Another | None:
         if key in theirs.values
     )
     if teacher:
-        return Another(teacher, _DISTILLATION, _WITHOUT_TEACHER)
-    if another := torchtune_preferences.other_loss(theirs):
+        return WrongTask(teacher, _DISTILLATION, _WITHOUT_TEACHER)
+    if another := torchtune_preferences.find_other_loss(theirs):
         return another
-    is_known = torchtune_preferences.objective(theirs) != SFT
+    is_known = torchtune_preferences.find_objective(theirs) != SFT
     of_preferences = (
         ("loss._component_", _OTHER_LOSS, _REWARDS, _AFTERWARDS),
         ("dataset._component_", _PREFERENCE_DATA, _NO_LOSS, _NAME_IT),
@@ -114,28 +118,30 @@ def of_torchtune(theirs: ForeignConfig) -> Another | None:
     )
     for key, pattern, what, instead in found:
         if key in theirs.values and pattern.search(str(theirs.get(key))):
-            return Another((key,), what, instead)
+            return WrongTask((key,), what, instead)
     return None
 
 
-def _first_on(theirs: ForeignConfig, names: str, what: str, instead: str) -> Another | None:
+def _find_switched_on(
+    theirs: ForeignConfig, names: str, what: str, instead: str
+) -> WrongTask | None:
     """Return what keys say of which at least one is switched on."""
     found = tuple(name for name in names.split() if theirs.get(name) not in OFF)
-    return Another(found, what, instead) if found else None
+    return WrongTask(found, what, instead) if found else None
 
 
-def _of_a_classifier(theirs: ForeignConfig) -> Another | None:
+def _find_classifier(theirs: ForeignConfig) -> WrongTask | None:
     if "Classification" not in str(theirs.get("model_type", "")):
         return None
-    return Another(("model_type",), "that trains a classifier", "Stay with {tool} for it")
+    return WrongTask(("model_type",), "that trains a classifier", "Stay with {tool} for it")
 
 
-def _of_logprobs(theirs: ForeignConfig) -> Another | None:
-    found = _keys(theirs, "logprobs_field")
-    return Another(found, _DISTILLATION, _WITHOUT_TEACHER) if found else None
+def _find_distillation(theirs: ForeignConfig) -> WrongTask | None:
+    found = _match_dataset_keys(theirs, "logprobs_field")
+    return WrongTask(found, _DISTILLATION, _WITHOUT_TEACHER) if found else None
 
 
-def _keys(theirs: ForeignConfig, name: str) -> tuple[str, ...]:
+def _match_dataset_keys(theirs: ForeignConfig, name: str) -> tuple[str, ...]:
     """Return the keys of datasets that match a pattern."""
     pattern = re.compile(rf"(?:test_)?datasets\.\d+\.{name}")
     return tuple(key for key in theirs.values if pattern.fullmatch(key))

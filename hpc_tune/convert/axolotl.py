@@ -2,39 +2,40 @@
 
 from typing import Any
 
-from hpc_tune.convert.another_training import of_axolotl
-from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, files_of
-from hpc_tune.convert.axolotl_others import DECIDED, LEFT
-from hpc_tune.convert.axolotl_preferences import PREFERENCES, objective, preference_defaults
-from hpc_tune.convert.layers import are_experts, targets, with_experts
+from hpc_tune.convert.another_training import find_axolotl_task
+from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, list_usable_files
+from hpc_tune.convert.axolotl_others import IGNORED_KEYS, UNSUPPORTED_KEYS
+from hpc_tune.convert.axolotl_preferences import PREFERENCES, find_objective, preference_defaults
+from hpc_tune.convert.layers import add_experts, are_expert_stacks, convert_targets
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Tool,
     Unsupported,
-    adapter,
-    dora,
+    adapter_rule,
+    dora_rule,
     each,
     global_batch,
     model_path,
     offload_params,
     packing,
-    rslora,
+    rslora_rule,
     same,
 )
 from hpc_tune.convert.preferences import (
     SFT,
-    answers_alone,
-    no_dropout,
-    no_noise,
-    reference_adapter,
-    seq_len,
+    answers_rule,
+    dropout_rule,
+    map_seq_len,
+    noise_rule,
+    reference_adapter_rule,
 )
 from hpc_tune.convert.trainer import (
+    convert_schedule,
     deepspeed,
     early_stop,
     epochs,
@@ -47,7 +48,6 @@ from hpc_tune.convert.trainer import (
     patterns,
     save_steps,
     save_strategy,
-    schedule,
     trainable_tokens,
     val_size,
     warmup_ratio,
@@ -77,7 +77,7 @@ def _adapter(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _4_bit(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() != "true":
-        return Automatic("tune.method says it")
+        return Ignored("tune.method says it")
     return Mapped({"tune.method": _method(theirs)})
 
 
@@ -91,15 +91,15 @@ def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
-    if not are_experts(theirs.get("lora_target_parameters")):
+    if not are_expert_stacks(theirs.get("lora_target_parameters")):
         return _layers(theirs)
     has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
     layers = _layers(theirs) if has_layers else Mapped({"tune.targets": []})
-    return with_experts(layers, theirs.get("lora_r"))
+    return add_experts(layers, theirs.get("lora_r"))
 
 
 def _target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not are_experts(value):
+    if not are_expert_stacks(value):
         return Unsupported(
             "adapters go on both stacks of all layers' experts, where tune.targets names them: "
             "[all-linear, experts], with tune.expert_rank for each expert",
@@ -117,7 +117,7 @@ def _layers(theirs: ForeignConfig) -> Outcome:
             "tune.targets has names of layers, such as [q_proj], no patterns", to_do=True
         )
     if not theirs.is_on("lora_target_linear") and names:
-        return targets(list(map(str, names)), "base_model", theirs)
+        return convert_targets(list(map(str, names)), "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return Unsupported(
             f"all-linear is without {further[0]}; list all names instead", to_do=True
@@ -128,7 +128,7 @@ def _layers(theirs: ForeignConfig) -> Outcome:
 def _target_linear(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
         return _targets(value, theirs)
-    return Automatic("tune.targets says it")
+    return Ignored("tune.targets says it")
 
 
 def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -146,7 +146,7 @@ def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "what is longer is cut and counted; dropped there"
-    return seq_len(theirs.whole("sequence_len"), objective(theirs), remark)
+    return map_seq_len(theirs.whole("sequence_len"), find_objective(theirs), remark)
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -154,10 +154,10 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
-    if objective(theirs) != SFT:
-        return Automatic("what does not fit loses the left of its prompt, and no answer is cut")
+    if find_objective(theirs) != SFT:
+        return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
     if value == "truncate":
-        return Automatic("what is longer than data.seq_len loses its end, and is counted")
+        return Ignored("what is longer than data.seq_len loses its end, and is counted")
     return Unsupported(
         "what is longer than data.seq_len loses its end, and is counted; none is dropped: drop it "
         "beforehand",
@@ -171,15 +171,15 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio"))
-    return schedule(value, ratio, theirs)
+    return convert_schedule(value, ratio, theirs)
 
 
 def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
     if str(value).lower() == "false":
-        return Automatic(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
+        return Ignored(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
-        return Automatic("fp16 goes before it")
+        return Ignored("fp16 goes before it")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
     if _method(theirs) != "full":
         return Mapped(ours, "adapters and their state stay in fp32")
@@ -191,7 +191,7 @@ def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
-        return Automatic("parallel.recompute=none is the default")
+        return Ignored("parallel.recompute=none is the default")
     remark = "" if str(value).lower() == "true" else "computed again, not moved to the host"
     return Mapped({"parallel.recompute": "full"}, remark)
 
@@ -202,7 +202,7 @@ def _compile(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _float8(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() != "true":
-        return Automatic("off in their config")
+        return Ignored("off in their config")
     return Unsupported(
         "set train.float8=true with train.compile=true, if the GPU has it", to_do=True
     )
@@ -226,7 +226,7 @@ def _plugins(value: Any, theirs: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
     others = [name for name in names if name not in _KERNELS]
     if not others:
-        return Automatic("attention and loss are PyTorch's own; logits are never held whole")
+        return Ignored("attention and loss are PyTorch's own; logits are never held whole")
     return Unsupported(f"{' and '.join(others)}: there are no plugins", to_do=True)
 
 
@@ -248,32 +248,32 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     return defaults | preference_defaults(theirs)
 
 
-_TAKEN: dict[str, Rule] = {
+_MAPPED: dict[str, Rule] = {
     "base_model": model_path,
     "adapter": _adapter,
     "load_in_4bit": _4_bit,
     "peft.weight_dtype": _weight_dtype,
-    "peft_use_dora": dora(_method),
-    "peft_use_rslora": rslora(_method),
-    "lora_r": adapter("tune.rank", _method),
-    "lora_alpha": adapter("tune.alpha", _method),
+    "peft_use_dora": dora_rule(_method),
+    "peft_use_rslora": rslora_rule(_method),
+    "lora_r": adapter_rule("tune.rank", _method),
+    "lora_alpha": adapter_rule("tune.alpha", _method),
     **patterns("lora_rank_pattern", "tune.rank_pattern", _method),
     **patterns("lora_alpha_pattern", "tune.alpha_pattern", _method),
-    "lora_dropout": no_dropout(adapter("tune.dropout", _method), objective),
-    "loraplus_lr_ratio": adapter("optim.lora_b_ratio", _method),
+    "lora_dropout": dropout_rule(adapter_rule("tune.dropout", _method), find_objective),
+    "loraplus_lr_ratio": adapter_rule("optim.lora_b_ratio", _method),
     "lora_modules_to_save": modules_to_save(_method),
     "peft_trainable_token_indices": trainable_tokens(_method),
     "lora_target_modules": _targets,
     "lora_target_linear": _target_linear,
     "lora_target_parameters": _target_parameters,
-    "lora_model_dir": reference_adapter(first_adapter(_method), objective),
+    "lora_model_dir": reference_adapter_rule(first_adapter(_method), find_objective),
     **data_rules(),
     **CHAT_TEMPLATE,
     "val_set_size": val_size,
     "sequence_len": _seq_len,
     "excess_length_strategy": _too_long,
     "sample_packing": _packing,
-    "train_on_inputs": answers_alone(_loss_on, objective),
+    "train_on_inputs": answers_rule(_loss_on, find_objective),
     **each(_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
     "num_epochs": epochs,
     "max_steps": max_steps,
@@ -295,10 +295,10 @@ _TAKEN: dict[str, Rule] = {
     **each(deepspeed, "deepspeed deepspeed.*"),
     "torch_compile": _compile,
     "eval_steps": eval_steps(
-        "val_set_size", lambda theirs: bool(files_of("test_datasets", theirs))
+        "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
     ),
     "early_stopping_patience": early_stop("val_set_size"),
-    **each(no_noise(neftune, objective), "neftune_noise_alpha noisy_embedding_alpha"),
+    **each(noise_rule(neftune, find_objective), "neftune_noise_alpha noisy_embedding_alpha"),
     "save_steps": save_steps,
     "save_strategy": save_strategy,
     "save_total_limit": same("checkpoint.keep"),
@@ -312,5 +312,9 @@ _TAKEN: dict[str, Rule] = {
     "seed": same("train.seed"),
 }
 AXOLOTL = Tool(
-    "axolotl", {**_TAKEN, **PREFERENCES, **DECIDED, **LEFT}, _defaults, of_axolotl, LISTS
+    "axolotl",
+    {**_MAPPED, **PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
+    _defaults,
+    find_axolotl_task,
+    LISTS,
 )

@@ -7,34 +7,34 @@ field_messages, type.field_output, field ...               -> data.columns, one 
 from collections.abc import Iterator
 from typing import Any
 
-from hpc_tune.convert.axolotl_preferences import objective
+from hpc_tune.convert.axolotl_preferences import find_objective
 from hpc_tune.convert.outcomes import (
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
-    chat_template,
     each,
-    hub_data,
+    explain_chat_template,
+    explain_hub_data,
     is_data_path,
     lacking,
     usable_file,
 )
-from hpc_tune.convert.parts import cut, split
-from hpc_tune.convert.preferences import SFT, answers_alone, decided
+from hpc_tune.convert.parts import advise_cut, convert_split
+from hpc_tune.convert.preferences import SFT, answers_rule, ignored_rule
 
-_BARE = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
+_BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
-_BY_KEYS = Automatic("the form of a record is found by its keys")
-_LEARNED = Automatic("the assistant's answers are learned, each up to the token that ends it")
+_BY_KEYS = Ignored("the form of a record is found by its keys")
+_LEARNED = Ignored("the assistant's answers are learned, each up to the token that ends it")
 # Types whose records have the fields of ours; axolotl writes some of them in words of its own.
-_CHATS = ("chat_template", "sharegpt")
-_ALPACA = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
-_QUESTIONS = ("jeopardy", "context_qa.load_v2")
-_TEXTS = ("completion", "pretrain")
+_CHAT_TYPES = ("chat_template", "sharegpt")
+_ALPACA_TYPES = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
+_QUESTION_TYPES = ("jeopardy", "context_qa.load_v2")
+_TEXT_TYPES = ("completion", "pretrain")
 # What the columns of other types are read as.
 _COLUMNS = {
     "oasst": {"INSTRUCTION": "instruction", "RESPONSE": "output"},
@@ -85,12 +85,12 @@ def data_rules() -> dict[str, Rule]:
     return rules
 
 
-def files_of(part: str, theirs: ForeignConfig) -> list[str]:
+def list_usable_files(part: str, theirs: ForeignConfig) -> list[str]:
     """Return the files of all datasets of a part that hpc_tune can read."""
-    return [file for item in theirs.items(part) for file in _files(item)]
+    return [file for item in theirs.items(part) for file in _usable_files(item)]
 
 
-def _files(item: dict[str, Any]) -> list[str]:
+def _usable_files(item: dict[str, Any]) -> list[str]:
     path = str(item.get("path", ""))
     named = item.get("data_files")
     if named is None:
@@ -106,12 +106,14 @@ def _files(item: dict[str, Any]) -> list[str]:
 def _path(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
-            return Automatic("the ending of a file says its kind")
+            return Ignored("the ending of a file says its kind")
         named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
         item = named[0]
-        if not _files(item):
-            return _unusable(ours) if item.get("path") in _LOADERS else hub_data(value, ours)
-        files = files_of(part, theirs)
+        if not _usable_files(item):
+            return (
+                _unusable(ours) if item.get("path") in _LOADERS else explain_hub_data(value, ours)
+            )
+        files = list_usable_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
 
     return rule
@@ -125,18 +127,18 @@ def _unusable(ours: str) -> Unsupported:
 
 def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
-    if objective(theirs) != SFT:
+    if find_objective(theirs) != SFT:
         kind = name.partition(".")[0]
         if kind == "chat_template":
-            return Automatic("prompt and answers are written by the chat template")
-        return chat_template(kind)
+            return Ignored("prompt and answers are written by the chat template")
+        return explain_chat_template(kind)
     if name in _COLUMNS:
-        return Mapped({"data.columns": _columns(theirs)})
-    if name in _TEXTS:
-        return Automatic("records with text are learned as a whole")
-    if name in _CHATS or name.startswith("sharegpt"):
-        return Automatic("messages are written by the chat template")
-    if name.split(".")[0].split(":")[0] in _ALPACA or name in _QUESTIONS:
+        return Mapped({"data.columns": _all_columns(theirs)})
+    if name in _TEXT_TYPES:
+        return Ignored("records with text are learned as a whole")
+    if name in _CHAT_TYPES or name.startswith("sharegpt"):
+        return Ignored("messages are written by the chat template")
+    if name.split(".")[0].split(":")[0] in _ALPACA_TYPES or name in _QUESTION_TYPES:
         return Unsupported(
             "the chat template writes the prompt here, not axolotl's words and headings (where the "
             "tokenizer has no template, alpaca's headings do): write them into the records, as "
@@ -150,7 +152,7 @@ def _type(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _column(value: Any, theirs: ForeignConfig) -> Outcome:
-    columns = _columns(theirs)
+    columns = _all_columns(theirs)
     if not isinstance(value, str):
         return Unsupported("it is no name of a column", to_do=True)
     if value in columns:
@@ -163,14 +165,16 @@ def _column(value: Any, theirs: ForeignConfig) -> Outcome:
 def _preference_column(value: Any, theirs: ForeignConfig) -> Outcome:
     return (
         _column(value, theirs)
-        if objective(theirs) != SFT
-        else decided(objective, "")(value, theirs)
+        if find_objective(theirs) != SFT
+        else ignored_rule(find_objective, "")(value, theirs)
     )
 
 
 def _format(value: Any, theirs: ForeignConfig) -> Outcome:
-    if objective(theirs) == SFT or str(value).strip() in _BARE:
-        return decided(objective, "prompt and answers stand in their columns")(value, theirs)
+    if find_objective(theirs) == SFT or str(value).strip() in _BARE_FIELDS:
+        return ignored_rule(find_objective, "prompt and answers stand in their columns")(
+            value, theirs
+        )
     return Unsupported(
         "the chat template writes prompt and answers: write it as a Jinja file, and set "
         "data.chat_template",
@@ -178,18 +182,18 @@ def _format(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _columns(theirs: ForeignConfig) -> dict[str, str]:
+def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; a field has one column, the first."""
     columns: dict[str, str] = {}
     for part in LISTS:
         for item in theirs.items(part):
-            for name, field in _named(item, objective(theirs) != SFT):
+            for name, field in _find_renamed(item, find_objective(theirs) != SFT):
                 if name != field and field not in columns.values():
                     columns.setdefault(name, field)
     return columns
 
 
-def _named(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
+def _find_renamed(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
     """Yield the columns of a dataset that are called something else, with their fields."""
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
@@ -202,7 +206,7 @@ def _split(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
         is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
-        return split(value, ours, _only_file(part, theirs), is_whole)
+        return convert_split(value, ours, _only_file(part, theirs), is_whole)
 
     return rule
 
@@ -212,9 +216,9 @@ def _part(ours: str, wanted: str) -> Rule:
         if not str(value).isdecimal():
             return Unsupported("it is no number of records", to_do=True)
         return (
-            Automatic("off in their config")
+            Ignored("off in their config")
             if not int(value)
-            else cut(wanted.format(value=value), ours)
+            else advise_cut(wanted.format(value=value), ours)
         )
 
     return rule
@@ -226,13 +230,13 @@ def _shards(part: str, ours: str) -> Rule:
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
             return Unsupported("cut the data beforehand", to_do=True)
-        return cut(f"{index}::{shards}", ours, _only_file(part, theirs))
+        return advise_cut(f"{index}::{shards}", ours, _only_file(part, theirs))
 
     return rule
 
 
 def _only_file(part: str, theirs: ForeignConfig) -> str | None:
-    files = files_of(part, theirs)
+    files = list_usable_files(part, theirs)
     return files[0] if len(files) == 1 else None
 
 
@@ -240,7 +244,7 @@ def _roles_to_train(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         return _LEARNED
     if value == []:
-        return Automatic("marks in the data say which answers are learned")
+        return Ignored("marks in the data say which answers are learned")
     return Unsupported(
         "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
     )
@@ -252,23 +256,23 @@ def _turn_end(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _properties(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"):
-        return Automatic("role and content, and ShareGPT's from and value, are known")
+        return Ignored("role and content, and ShareGPT's from and value, are known")
     return Unsupported("name it role or content in the data", to_do=True)
 
 
 def _training_mark(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("train", "training", "weight", "loss", "loss_mask"):
-        return Automatic("answers that their data mark with it are learned or not")
+        return Ignored("answers that their data mark with it are learned or not")
     return Unsupported("call the mark train in the data", to_do=True)
 
 
 def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
-        return Automatic("data.chat_template says it")
+        return Ignored("data.chat_template says it")
     if name.startswith("tokenizer_default"):
-        return Automatic("the tokenizer's chat template; data.chat_template names another")
-    return chat_template(name)
+        return Ignored("the tokenizer's chat template; data.chat_template names another")
+    return explain_chat_template(name)
 
 
 def _jinja(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -288,14 +292,14 @@ _OF_A_DATASET: dict[str, Rule] = {
         _format,
         "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
     ),
-    "roles_to_train": answers_alone(_roles_to_train, objective),
-    **each(answers_alone(_turn_end, objective), "train_on_eos train_on_eot"),
+    "roles_to_train": answers_rule(_roles_to_train, find_objective),
+    **each(answers_rule(_turn_end, find_objective), "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
     **each(_BY_KEYS, "field_human field_model roles.* input_format"),
-    "ds_type": Automatic("the ending of a file says its kind"),
-    **each(Automatic("all keys of a message are given to the template"), "field_thinking"),
-    **each(Automatic("data are prepared by all ranks, each a part"), "preprocess_shards"),
+    "ds_type": Ignored("the ending of a file says its kind"),
+    **each(Ignored("all keys of a message are given to the template"), "field_thinking"),
+    **each(Ignored("data are prepared by all ranks, each a part"), "preprocess_shards"),
     "trust_remote_code": lacking("no code of a data set is run"),
     **each(
         lacking("name the files of that configuration or revision", to_do=True),
@@ -314,7 +318,7 @@ _OF_A_DATASET: dict[str, Rule] = {
     ),
     "input_transform": lacking("change the records beforehand", to_do=True),
     **each(
-        Automatic("training on rewards or a teacher's probabilities alone uses it"),
+        Ignored("training on rewards or a teacher's probabilities alone uses it"),
         "logprobs_field temperature step_separator max_completion_length train_on_last_step_only",
     ),
     **each(

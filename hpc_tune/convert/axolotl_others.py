@@ -3,7 +3,7 @@
 from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_TRACKER,
-    Automatic,
+    Ignored,
     Rule,
     Unsupported,
     each,
@@ -13,32 +13,32 @@ from hpc_tune.convert.trainer import (
     NF4,
     ONE_SCHEDULE,
     ROUTER_LOSS,
-    only,
-    schedule_part,
+    only_value,
+    schedule_arguments,
 )
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
-_OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
-DECIDED: dict[str, Rule] = {
-    "quantize_moe_experts": Automatic("tune.method=qlora keeps routed experts in 4 bits too"),
+_OWN = Ignored("attention and loss are PyTorch's own; logits are never held whole")
+IGNORED_KEYS: dict[str, Rule] = {
+    "quantize_moe_experts": Ignored("tune.method=qlora keeps routed experts in 4 bits too"),
     **each(
-        Automatic("padding is neither attended to nor learned"),
+        Ignored("padding is neither attended to nor learned"),
         "special_tokens.pad_token tokens.pad_token",
     ),
     **each(
-        Automatic("model and tokenizer are read from model.path; config.json says their type"),
+        Ignored("model and tokenizer are read from model.path; config.json says their type"),
         "model_type type_of_model tokenizer_type tokenizer_use_fast tokenizer_legacy "
         "tokenizer_use_mistral_common tokenizer_save_jinja_files base_model_config "
         "cls_model_config base_model_ignore_patterns is_falcon_derived_model "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model save_safetensors",
     ),
     **each(
-        Automatic("ranks read their regions of the files"),
+        Ignored("ranks read their regions of the files"),
         "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
         "experimental_skip_move_to_device",
     ),
     **each(
-        Automatic(_PREPARED),
+        Ignored(_PREPARED),
         "dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset "
         "num_dataset_shards_to_save dataloader_pin_memory dataloader_num_workers "
         "dataloader_prefetch_factor dataloader_drop_last group_by_length streaming "
@@ -46,14 +46,14 @@ DECIDED: dict[str, Rule] = {
         "preprocess_iterable is_preprocess",
     ),
     **each(
-        Automatic("rows have data.seq_len tokens, packed by the data's order and train.seed"),
+        Ignored("rows have data.seq_len tokens, packed by the data's order and train.seed"),
         "eval_sample_packing pad_to_sequence_len pad_to_multiple_of sample_packing_group_size "
         "sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est "
         "multipack_real_batches batch_flattening total_num_tokens total_supervised_tokens "
         "pretrain_multipack_attn pretraining_sample_concatenation",
     ),
-    **each(Automatic("the micro-batch is the largest that fits"), "eval_batch_size"),
-    "auto_find_batch_size": Automatic("the micro-batch is the largest that fits"),
+    **each(Ignored("the micro-batch is the largest that fits"), "eval_batch_size"),
+    "auto_find_batch_size": Ignored("the micro-batch is the largest that fits"),
     **each(
         _OWN,
         "flash_attention sdp_attention xformers_attention flex_attention eager_attention "
@@ -68,70 +68,72 @@ DECIDED: dict[str, Rule] = {
         "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
     ),
     **each(
-        Automatic(LAYOUT),
+        Ignored(LAYOUT),
         "fsdp fsdp.* fsdp_config fsdp_config.* fsdp_version fsdp_final_state_dict_type ddp "
         "expert_parallel_size dp_shard_size dp_replicate_size tensor_parallel_size "
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters accelerator_config.*",
     ),
-    **each(Automatic("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
+    **each(Ignored("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(
-        Automatic("mpirun, srun or torchrun start the ranks"),
+        Ignored("mpirun, srun or torchrun start the ranks"),
         "world_size local_rank use_ray ray_run_name ray_num_workers resources_per_worker "
         "resources_per_worker.*",
     ),
-    "device": Automatic("run.device=auto takes the GPU if there is one"),
+    "device": Ignored("run.device=auto takes the GPU if there is one"),
     **each(
-        Automatic("the governor acts before memory ends; memory.host_limit limits the host"),
+        Ignored("the governor acts before memory ends; memory.host_limit limits the host"),
         "gpu_memory_limit max_memory.* gc_steps",
     ),
     **each(
-        Automatic("metrics.jsonl in run.dir has each step, with tokens per second and memory"),
+        Ignored("metrics.jsonl in run.dir has each step, with tokens per second and memory"),
         "logging_steps include_tokens_per_second include_tkps debug profiler_steps_start",
     ),
     **each(
-        Automatic("the run is one, however often it starts; WANDB_PROJECT is in the environment"),
+        Ignored("the run is one, however often it starts; WANDB_PROJECT is in the environment"),
         "wandb_mode wandb_entity wandb_run_id wandb_watch",
     ),
     **each(
-        Automatic("checkpoints go by time and steps, not by epochs; the last weights are saved"),
+        Ignored("checkpoints go by time and steps, not by epochs; the last weights are saved"),
         "save_only_model save_first_step saves_per_epoch dynamic_checkpoint.*",
     ),
     **each(
-        Automatic("held-out loss is measured at the start and the end; train.eval_every_steps"),
+        Ignored("held-out loss is measured at the start and the end; train.eval_every_steps"),
         "eval_strategy evaluation_strategy eval_sequence_len",
     ),
-    "auto_resume_from_checkpoints": Automatic("checkpoint.resume=auto: rerun the same command"),
+    "auto_resume_from_checkpoints": Ignored("checkpoint.resume=auto: rerun the same command"),
     **each(
-        Automatic("python -m hpc_tune export --to merged merges an adapter"),
+        Ignored("python -m hpc_tune export --to merged merges an adapter"),
         "merge_lora merge_method",
     ),
     **each(
-        Automatic("recomputing is PyTorch's own, not reentrant"), "gradient_checkpointing_kwargs.*"
+        Ignored("recomputing is PyTorch's own, not reentrant"), "gradient_checkpointing_kwargs.*"
     ),
-    **each(Automatic("one decoder block is compiled, for all"), "torch_compile_backend"),
-    "torch_compile_mode": Automatic("one decoder block is compiled, for all"),
-    **schedule_part(
+    **each(Ignored("one decoder block is compiled, for all"), "torch_compile_backend"),
+    "torch_compile_mode": Ignored("one decoder block is compiled, for all"),
+    **schedule_arguments(
         "num_cycles num_decay_steps min_lr_ratio warmup_type decay_type",
         "optim.schedule, optim.restarts and optim.decay_ratio say it",
     ),
     **each(
-        Automatic("optim.min_lr_ratio says it"),
+        Ignored("optim.min_lr_ratio says it"),
         "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
     ),
-    "peft.backend": Automatic("bitsandbytes quantizes"),
-    "peft_autocast_adapter_dtype": only("true", "adapters are in fp32; tune.param_dtype says it"),
-    "lora_fan_in_fan_out": Automatic("found by the kind of a layer"),
-    "loraplus_lr_embedding": Automatic("embeddings have no adapters"),
-    "strict": Automatic("a key that is not known is an error"),
-    "axolotl_config_path": Automatic("run.dir has the resolved configuration"),
-    "shuffle_before_merging_datasets": Automatic("rows of all data are shuffled, by train.seed"),
-    "peft_init_lora_weights": only("true", "adapters are initialized as in LoRA"),
-    "bnb_config_kwargs.bnb_4bit_quant_type": only("nf4", NF4),
-    "bnb_config_kwargs.bnb_4bit_use_double_quant": only("true", NF4),
-    "shuffle_merged_datasets": only("true", "rows are always shuffled, by train.seed"),
+    "peft.backend": Ignored("bitsandbytes quantizes"),
+    "peft_autocast_adapter_dtype": only_value(
+        "true", "adapters are in fp32; tune.param_dtype says it"
+    ),
+    "lora_fan_in_fan_out": Ignored("found by the kind of a layer"),
+    "loraplus_lr_embedding": Ignored("embeddings have no adapters"),
+    "strict": Ignored("a key that is not known is an error"),
+    "axolotl_config_path": Ignored("run.dir has the resolved configuration"),
+    "shuffle_before_merging_datasets": Ignored("rows of all data are shuffled, by train.seed"),
+    "peft_init_lora_weights": only_value("true", "adapters are initialized as in LoRA"),
+    "bnb_config_kwargs.bnb_4bit_quant_type": only_value("nf4", NF4),
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": only_value("true", NF4),
+    "shuffle_merged_datasets": only_value("true", "rows are always shuffled, by train.seed"),
 }
 _SHAPE = "the model is what config.json of model.path says: change it there"
-LEFT: dict[str, Rule] = {
+UNSUPPORTED_KEYS: dict[str, Rule] = {
     "load_in_8bit": lacking("there are no 8 bits: lora on bf16 is used; qlora has 4", to_do=True),
     "gptq": lacking("tune.method=qlora quantizes a model by itself: name that", to_do=True),
     **each(lacking(NF4), "bnb_config_kwargs.* peft.group_size"),
@@ -156,13 +158,13 @@ LEFT: dict[str, Rule] = {
         "unfrozen_parameters lisa_n_layers lisa_step_interval "
         "spectrum_top_fraction spectrum_model_name",
     ),
-    "lisa_layers_attribute": Automatic("no parts are frozen"),
+    "lisa_layers_attribute": Ignored("no parts are frozen"),
     **each(
         ROUTER_LOSS,
         "model_config.router_aux_loss_coef overrides_of_model_config.router_aux_loss_coef",
     ),
     **each(
-        Automatic("a loss of routers is learned where tune.router_aux_loss is set"),
+        Ignored("a loss of routers is learned where tune.router_aux_loss is set"),
         "model_config.output_router_logits overrides_of_model_config.output_router_logits",
     ),
     **each(
@@ -243,13 +245,13 @@ LEFT: dict[str, Rule] = {
         lacking("cross entropy of the next token is the only loss", to_do=True),
         "use_eaft label_smoothing_factor",
     ),
-    **each(Automatic("cross entropy is the only loss"), "eaft_alpha eaft_k"),
+    **each(Ignored("cross entropy is the only loss"), "eaft_alpha eaft_k"),
     **each(
-        Automatic("distillation alone uses it"),
+        Ignored("distillation alone uses it"),
         "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk",
     ),
     "trainer_cls": lacking("there is one loop of training", to_do=True),
-    "diffusion.*": Automatic("training by diffusion alone uses it"),
+    "diffusion.*": Ignored("training by diffusion alone uses it"),
     **each(
         lacking("nothing is quantized or pruned in training, but the base by qlora", to_do=True),
         "qat.* quantization.* llmcompressor.*",
@@ -260,7 +262,7 @@ LEFT: dict[str, Rule] = {
     ),
     "load_best_model_at_end": lacking("set checkpoint.keep_best=true, and export that", to_do=True),
     **each(
-        Automatic("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
+        Ignored("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),
     "evals_per_epoch": lacking("evaluations go by steps: set train.eval_every_steps"),
     "resume_from_checkpoint": lacking(
@@ -273,7 +275,7 @@ LEFT: dict[str, Rule] = {
         "lm_eval_batch_size lm_eval_model",
     ),
     **each(
-        Automatic("python -m hpc_tune generate answers prompts"),
+        Ignored("python -m hpc_tune generate answers prompts"),
         "num_generation_samples generation_max_new_tokens generation_temperature "
         "generation_top_p generation_top_k generation_prompt_ratio generation_do_sample "
         "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
@@ -295,7 +297,7 @@ LEFT: dict[str, Rule] = {
         "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token",
     ),
     **each(
-        Automatic("images, sound and video are not trained on"),
+        Ignored("images, sound and video are not trained on"),
         "image_size image_resize_algorithm freeze_mm_modules processor_type is_multimodal",
     ),
     "max_packed_sequence_len": lacking("set data.packing=true", to_do=True),

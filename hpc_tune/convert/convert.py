@@ -20,21 +20,21 @@ from pydantic import ValidationError
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.load import explain, text_fields
+from hpc_tune.config.load import explain_errors, text_fields
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.numbers_of_text import with_numbers
-from hpc_tune.convert.other_forms import not_converted, of_flags
+from hpc_tune.convert.numbers_of_text import parse_numbers
+from hpc_tune.convert.other_forms import explain_flags, explain_unsupported
 from hpc_tune.convert.outcomes import (
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Tool,
     Unsupported,
-    shown,
+    format_value,
 )
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import ConfigError
@@ -52,7 +52,7 @@ _SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhoo
 
 
 @dataclass(frozen=True)
-class Line:
+class OutcomeLine:
     """What came of those of their keys that have one and the same remark.
 
     ``keys`` are written with their values. ``to_do``: the user must see to it before a run.
@@ -68,7 +68,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedConfig:
     """What came of a config: ``config`` is ours, the rest are lines for people.
 
     Each of their keys is in exactly one of ``taken``, ``decided`` and ``left``; ``to_do`` is what
@@ -77,9 +77,9 @@ class Converted:
 
     tool: str
     config: dict[str, dict[str, Any]]
-    taken: tuple[Line, ...]
-    decided: tuple[Line, ...]
-    left: tuple[Line, ...]
+    taken: tuple[OutcomeLine, ...]
+    decided: tuple[OutcomeLine, ...]
+    left: tuple[OutcomeLine, ...]
     further: tuple[str, ...]
 
     @property
@@ -97,11 +97,11 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     Raises:
         ConfigError: if it cannot be converted or written.
     """
-    converted = convert(read(file), 1 if ranks is None else ranks)
+    converted = convert(read_yaml(file), 1 if ranks is None else ranks)
     notes = list(converted.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-    text, lines = render(converted, notes, file.name), report(converted, notes)
+    text, lines = render_yaml(converted, notes, file.name), report_lines(converted, notes)
     if out is not None:
         write_new(out, text)
         lines += [f"wrote {out}. After what has a star:"] if notes else [f"wrote {out}. Next:"]
@@ -109,35 +109,35 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     return lines, text
 
 
-def convert(theirs: dict[str, Any], ranks: int) -> Converted:
+def convert(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     """Return what comes of ``theirs``, which was made for ``ranks`` ranks.
 
     Raises:
         ConfigError: if it is of no tool that is known, is for another training than ours, or has
             values that cannot be.
     """
-    tool = recognise(theirs)
+    tool = recognise_tool(theirs)
     given = dict(flatten(theirs, tool.lists))
-    written = {key: value for key, value in resolve(given).items() if value is not None}
-    values = with_numbers(written)
+    written = {key: value for key, value in resolve_references(given).items() if value is not None}
+    values = parse_numbers(written)
     defaults = tool.defaults(ForeignConfig(values, ranks))
     known = ForeignConfig({**defaults, **values}, ranks)
-    if another := tool.another(known):
+    if another := tool.wrong_task(known):
         raise ConfigError(another.message(known, tool.name))
     named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
-    sheet = _Sheet()
+    sheet = _OutcomeSheet()
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
         if outcome is None and key not in known.values:
-            outcome = Automatic("empty in their config")
+            outcome = Ignored("empty in their config")
         elif outcome is None:
             is_named = key in named
             outcome = (
-                Automatic("put in where ${...} names it")
-                if is_named
-                else Unsupported(UNKNOWN, True)
+                Ignored("put in where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
             )
-        value = "(not shown)" if _SECRET.search(key) else shown(written.get(key, known.get(key)))
+        value = (
+            "(not shown)" if _SECRET.search(key) else format_value(written.get(key, known.get(key)))
+        )
         text = f"{key} = {value}" if key in known.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
         sheet.enter(key, text, outcome)
@@ -145,7 +145,7 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     return sheet.converted(tool.name)
 
 
-def recognise(theirs: dict[str, Any]) -> Tool:
+def recognise_tool(theirs: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
@@ -162,10 +162,10 @@ def recognise(theirs: dict[str, Any]) -> Tool:
         return AXOLOTL
     found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
     found += " and more" if len(theirs) > 12 else ""
-    raise ConfigError(f"found the keys {found}; {not_converted(theirs) or _EXPECTED}")
+    raise ConfigError(f"found the keys {found}; {explain_unsupported(theirs) or _EXPECTED}")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file.
 
     Raises:
@@ -179,9 +179,9 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: {of_flags(text) or f'not YAML: {error}'}") from None
+        raise ConfigError(f"{path}: {explain_flags(text) or f'not YAML: {error}'}") from None
     if not isinstance(content, dict):
-        if flags := of_flags(text):
+        if flags := explain_flags(text):
             raise ConfigError(f"{path}: {flags}")
         raise ConfigError(f"{path}: expected keys with values, found {type(content).__name__}")
     return content
@@ -206,7 +206,7 @@ def flatten(
             yield key, value
 
 
-def resolve(values: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Put values in the place of ``${other.key}``; ``${oc.env:NAME}`` is ours too and stays.
 
     Raises:
@@ -228,7 +228,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value_of(key, ()) for key in values}
 
 
-def render(converted: Converted, notes: Sequence[str], name: str) -> str:
+def render_yaml(converted: ConvertedConfig, notes: Sequence[str], name: str) -> str:
     """Return our YAML, with what is left to do above it."""
     lines = [f"# From {name}, a config of {converted.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
@@ -236,7 +236,7 @@ def render(converted: Converted, notes: Sequence[str], name: str) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(converted.config, sort_keys=False)
 
 
-def report(converted: Converted, notes: Sequence[str]) -> list[str]:
+def report_lines(converted: ConvertedConfig, notes: Sequence[str]) -> list[str]:
     """Return what became of each key, in lines; what is left to do has a star."""
     groups = {
         "taken over": converted.taken,
@@ -268,7 +268,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 @dataclass
-class _Sheet:
+class _OutcomeSheet:
     """What has come of the keys so far: of each remark the keys that have it, with their values."""
 
     ours: dict[str, Any] = field(default_factory=dict)
@@ -283,15 +283,15 @@ class _Sheet:
         if isinstance(outcome, Mapped):
             for name, value in outcome.settings.items():
                 if name in self.ours and self.ours[name] != value:
-                    reason = f"another key gave {name} = {shown(self.ours[name])} already"
+                    reason = f"another key gave {name} = {format_value(self.ours[name])} already"
                     outcome = Unsupported(reason, to_do=True)
                     break
         if isinstance(outcome, Mapped):
             self.ours |= outcome.settings
-            settings = ", ".join(f"{k} = {shown(v)}" for k, v in outcome.settings.items())
+            settings = ", ".join(f"{k} = {format_value(v)}" for k, v in outcome.settings.items())
             remark = f" -> {settings}" + (f" ({outcome.remark})" if outcome.remark else "")
             self._add(self.taken, remark, key, text, outcome.to_do)
-        elif isinstance(outcome, Automatic):
+        elif isinstance(outcome, Ignored):
             self._add(self.decided, f": {outcome.why}", key, text)
         else:
             self._add(self.left, f": {outcome.instead}", key, text, outcome.to_do)
@@ -317,28 +317,28 @@ class _Sheet:
                         f"{key}: {PLACEHOLDER} stands for what their config does not tell"
                     )
 
-    def converted(self, tool: str) -> Converted:
+    def converted(self, tool: str) -> ConvertedConfig:
         """Return all of it. Values say little of what is decided, so that several have none.
 
         Raises:
             ConfigError: if a run would refuse our settings.
         """
         decided = (
-            Line(tuple(keys if len(keys) > 1 else keys.values()), remark)
+            OutcomeLine(tuple(keys if len(keys) > 1 else keys.values()), remark)
             for remark, keys in self.decided.items()
         )
         taken, left = (
             tuple(
-                Line(tuple(keys.values()), remark, remark in self.starred)
+                OutcomeLine(tuple(keys.values()), remark, remark in self.starred)
                 for remark, keys in group.items()
             )
             for group in (self.taken, self.left)
         )
-        ours = _validated(self.ours)
-        return Converted(tool, ours, taken, tuple(decided), left, tuple(self.further))
+        ours = _validate(self.ours)
+        return ConvertedConfig(tool, ours, taken, tuple(decided), left, tuple(self.further))
 
 
-def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return our settings as a tree, with numbers as numbers.
 
     Raises:
@@ -352,7 +352,7 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = explain(error.errors(), "their config")
+        problems = explain_errors(error.errors(), "their config")
     else:
         problems = check(config)
     if problems:

@@ -32,9 +32,9 @@ _OUTPUT_HEAD = {"lm_head"}  # files leave out one that is tied to the embedding
 _LARGEST_HEADER = 64 << 20  # bytes; one of more is damaged
 
 
-def targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
+def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of the names of layers that get adapters, for the model of a config."""
-    layers = layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
+    layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
     unknown = [] if layers is None else [name for name in names if name not in layers]
     if not unknown or layers is None:
         return Mapped({"tune.targets": names})
@@ -47,14 +47,14 @@ def targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def are_experts(parameters: Any) -> bool:
+def are_expert_stacks(parameters: Any) -> bool:
     """Return whether peft's target_parameters are both stacks of the experts of all layers."""
     names = parameters if isinstance(parameters, list) else [parameters]
     found = [_STACK.fullmatch(str(name)) for name in names]
     return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
 
 
-def with_experts(outcome: Outcome, rank: Any) -> Outcome:
+def add_experts(outcome: Outcome, rank: Any) -> Outcome:
     """Return targets with routed experts among them; peft gives each expert the whole rank."""
     if not isinstance(outcome, Mapped):
         return outcome
@@ -64,7 +64,7 @@ def with_experts(outcome: Outcome, rank: Any) -> Outcome:
     return Mapped(settings, "the rank of each expert, as there")
 
 
-def fused(names: list[str], builder: str) -> Outcome | None:
+def fuse_targets(names: list[str], builder: str) -> Outcome | None:
     """Return the targets for a builder of torchtune whose layers are joined in Hugging Face files.
 
     None: the builder is of no such model.
@@ -82,7 +82,7 @@ def fused(names: list[str], builder: str) -> Outcome | None:
     return Mapped({"tune.targets": ours}, remark, to_do=True)
 
 
-def layer_names(directory: Path) -> set[str] | None:
+def read_layer_names(directory: Path) -> set[str] | None:
     """Return what the linear layers of a model directory are called in their blocks.
 
     None: there is no such directory, or its files do not say it.
@@ -90,19 +90,19 @@ def layer_names(directory: Path) -> set[str] | None:
     if not directory.is_dir():
         return None
     names = set(_OUTPUT_HEAD)
-    for weight in _weights(directory):
+    for weight in _read_weight_names(directory):
         *_, module, last = f"..{weight}".split(".")
         if last == "weight" and "norm" not in module and "embed" not in module:
             names.add(module)
     if names == _OUTPUT_HEAD:
-        model_type = _json(directory / "config.json").get("model_type")
+        model_type = _read_json(directory / "config.json").get("model_type")
         names |= set(_LAYERS.get(str(model_type), ()))
     return None if names == _OUTPUT_HEAD else names
 
 
-def _weights(directory: Path) -> list[str]:
+def _read_weight_names(directory: Path) -> list[str]:
     """Return the names of the weights in the safetensors files of a directory."""
-    index = _json(directory / "model.safetensors.index.json").get("weight_map")
+    index = _read_json(directory / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict) and index:
         return list(map(str, index))
     try:
@@ -114,7 +114,7 @@ def _weights(directory: Path) -> list[str]:
     return list(header) if isinstance(header, dict) else []
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -2,40 +2,45 @@
 
 from typing import Any
 
-from hpc_tune.convert.another_training import of_llama_factory
-from hpc_tune.convert.layers import targets
-from hpc_tune.convert.llama_factory_others import DECIDED, LEFT
-from hpc_tune.convert.llama_factory_preferences import PREFERENCES, objective, preference_defaults
+from hpc_tune.convert.another_training import find_llama_factory_task
+from hpc_tune.convert.layers import convert_targets
+from hpc_tune.convert.llama_factory_others import IGNORED_KEYS, UNSUPPORTED_KEYS
+from hpc_tune.convert.llama_factory_preferences import (
+    PREFERENCES,
+    find_objective,
+    preference_defaults,
+)
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
     NO_TRACKER,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Tool,
     Unsupported,
-    adapter,
-    chat_template,
-    dora,
+    adapter_rule,
+    dora_rule,
     each,
+    explain_chat_template,
     global_batch,
     model_path,
     packing,
-    rslora,
+    rslora_rule,
     same,
 )
-from hpc_tune.convert.parts import first
+from hpc_tune.convert.parts import first_records
 from hpc_tune.convert.preferences import (
     SFT,
-    answers_alone,
-    no_dropout,
-    no_noise,
-    reference_adapter,
-    seq_len,
+    answers_rule,
+    dropout_rule,
+    map_seq_len,
+    noise_rule,
+    reference_adapter_rule,
 )
 from hpc_tune.convert.trainer import (
+    convert_schedule,
     deepspeed,
     early_stop,
     epochs,
@@ -47,7 +52,6 @@ from hpc_tune.convert.trainer import (
     optimizer,
     save_steps,
     save_strategy,
-    schedule,
     val_size,
     warmup_ratio,
     warmup_steps,
@@ -74,7 +78,7 @@ def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
 
 
-def _names(value: Any) -> list[str]:
+def _split_names(value: Any) -> list[str]:
     names = value if isinstance(value, list) else str(value).split(",")
     return [str(name).strip() for name in names]
 
@@ -82,25 +86,25 @@ def _names(value: Any) -> list[str]:
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
-    names = _names(value)
+    names = _split_names(value)
     if names == ["all"]:
         return Mapped({"tune.targets": "all-linear"})
-    return targets(names, "model_name_or_path", theirs)
+    return convert_targets(names, "model_name_or_path", theirs)
 
 
 def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.get("stage") == "pt":
-        return Automatic("records with text have no template")
-    return chat_template(value)
+        return Ignored("records with text have no template")
+    return explain_chat_template(value)
 
 
 def _dataset(ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        names = _names(value)
+        names = _split_names(value)
         folder = theirs.get("dataset_dir", "data")
         advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
         kinds = "alpaca, ShareGPT and messages"
-        kinds = kinds if objective(theirs) == SFT else "with ranking or kto_tag: both kinds"
+        kinds = kinds if find_objective(theirs) == SFT else "with ranking or kto_tag: both kinds"
         advice += f"to it ({kinds} are understood)"
         if len(names) > 1:
             advice += ", as a list"
@@ -114,7 +118,7 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if objective(theirs) != SFT:
+    if find_objective(theirs) != SFT:
         remark = (
             "training on preferences does not pack there; true is faster, and a row then holds "
         )
@@ -125,7 +129,7 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "what is longer loses its end; prompts lose too there"
-    return seq_len(theirs.whole("cutoff_len"), objective(theirs), remark)
+    return map_seq_len(theirs.whole("cutoff_len"), find_objective(theirs), remark)
 
 
 def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -137,13 +141,13 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
     if lowest >= 0 and peak > 0:
         ratio = lowest / peak
-    return schedule(value, ratio, theirs)
+    return convert_schedule(value, ratio, theirs)
 
 
 def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     is_pure = theirs.is_on("pure_bf16")
     if not is_pure and not theirs.is_on("bf16"):
-        return Automatic("model.dtype=auto takes what the device has")
+        return Ignored("model.dtype=auto takes what the device has")
     if not is_pure or _method(theirs) != "full":
         return Mapped({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
     remark = "tune.param_dtype=fp32 loses no small updates and takes twice the memory"
@@ -156,7 +160,7 @@ def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
-    names = _names(value)
+    names = _split_names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
         return Unsupported(NO_TRACKER)
@@ -166,9 +170,7 @@ def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _use_cpu(value: Any, theirs: ForeignConfig) -> Outcome:
     return (
-        Mapped({"run.device": "cpu"})
-        if theirs.is_on("use_cpu")
-        else Automatic("off in their config")
+        Mapped({"run.device": "cpu"}) if theirs.is_on("use_cpu") else Ignored("off in their config")
     )
 
 
@@ -193,30 +195,30 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     return defaults | preference_defaults(theirs)
 
 
-_TAKEN: dict[str, Rule] = {
+_MAPPED: dict[str, Rule] = {
     "model_name_or_path": model_path,
-    "adapter_name_or_path": reference_adapter(
-        first_adapter(_method), objective, "ref_model_adapters"
+    "adapter_name_or_path": reference_adapter_rule(
+        first_adapter(_method), find_objective, "ref_model_adapters"
     ),
     "quantization_bit": _bits,
     "template": _template,
     "finetuning_type": _finetuning_type,
-    "use_dora": dora(_method),
-    "use_rslora": rslora(_method),
-    "lora_rank": adapter("tune.rank", _method),
-    "lora_alpha": adapter("tune.alpha", _method),
+    "use_dora": dora_rule(_method),
+    "use_rslora": rslora_rule(_method),
+    "lora_rank": adapter_rule("tune.rank", _method),
+    "lora_alpha": adapter_rule("tune.alpha", _method),
     "additional_target": modules_to_save(_method),
-    "lora_dropout": no_dropout(adapter("tune.dropout", _method), objective),
+    "lora_dropout": dropout_rule(adapter_rule("tune.dropout", _method), find_objective),
     "lora_target": _targets,
-    "loraplus_lr_ratio": adapter("optim.lora_b_ratio", _method),
+    "loraplus_lr_ratio": adapter_rule("optim.lora_b_ratio", _method),
     "dataset": _dataset("data.path"),
     "eval_dataset": _dataset("data.eval_path"),
     "val_size": val_size,
     "eval_steps": eval_steps("val_size"),
     "cutoff_len": _seq_len,
-    "max_samples": first("data.path"),
+    "max_samples": first_records("data.path"),
     **each(_packing, "packing neat_packing"),
-    "train_on_prompt": answers_alone(_loss_on, objective),
+    "train_on_prompt": answers_rule(_loss_on, find_objective),
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
@@ -236,7 +238,7 @@ _TAKEN: dict[str, Rule] = {
     "torch_compile": same("train.compile"),
     **each(deepspeed, "deepspeed deepspeed.*"),
     "early_stopping_steps": early_stop("val_size"),
-    "neftune_noise_alpha": no_noise(neftune, objective),
+    "neftune_noise_alpha": noise_rule(neftune, find_objective),
     "save_steps": save_steps,
     "save_total_limit": same("checkpoint.keep"),
     "output_dir": same("run.dir"),
@@ -249,7 +251,7 @@ _TAKEN: dict[str, Rule] = {
 }
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
-    {**_TAKEN, **PREFERENCES, **DECIDED, **LEFT},
+    {**_MAPPED, **PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
     _defaults,
-    of_llama_factory,
+    find_llama_factory_task,
 )

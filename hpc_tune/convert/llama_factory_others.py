@@ -5,23 +5,23 @@ from typing import Any
 from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_TRACKER,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Outcome,
     Rule,
     Unsupported,
     each,
     lacking,
 )
-from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, only, schedule_part
+from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, only_value, schedule_arguments
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
-DECIDED: dict[str, Rule] = {
-    "do_train": Automatic("the command trains"),
-    **each(Automatic("data.path names the file itself"), "dataset_dir"),
-    **each(Automatic("datasets of a folder are one"), "mix_strategy"),
+IGNORED_KEYS: dict[str, Rule] = {
+    "do_train": Ignored("the command trains"),
+    **each(Ignored("data.path names the file itself"), "dataset_dir"),
+    **each(Ignored("datasets of a folder are one"), "mix_strategy"),
     **each(
-        Automatic(_PREPARED),
+        Ignored(_PREPARED),
         "overwrite_cache preprocessing_num_workers preprocessing_batch_size tokenized_path "
         "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
         "dataloader_pin_memory dataloader_drop_last streaming buffer_size group_by_length "
@@ -29,82 +29,82 @@ DECIDED: dict[str, Rule] = {
         "train_sampling_strategy length_column_name sortish_sampler",
     ),
     **each(
-        Automatic("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
+        Ignored("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
         "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
         "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
     ),
     **each(
-        Automatic("metrics.jsonl and tensorboard/ in run.dir have each step"),
+        Ignored("metrics.jsonl and tensorboard/ in run.dir have each step"),
         "logging_steps logging_strategy logging_dir logging_first_step plot_loss log_level "
         "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node "
         "log_level_replica logging_nan_inf_filter skip_memory_metrics print_param_status debug "
         "include_effective_tokens_per_second",
     ),
-    **each(Automatic("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
+    **each(Ignored("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(
-        Automatic("the micro-batch is the largest that fits"),
+        Ignored("the micro-batch is the largest that fits"),
         "per_device_eval_batch_size auto_find_batch_size eval_accumulation_steps",
     ),
     **each(
-        Automatic("held-out loss is measured at the start, the end and train.eval_every_steps"),
+        Ignored("held-out loss is measured at the start, the end and train.eval_every_steps"),
         "eval_strategy do_eval eval_on_start eval_delay prediction_loss_only bf16_full_eval "
         "fp16_full_eval eval_do_concat_batches eval_use_gather_object batch_eval_metrics",
     ),
-    "average_tokens_across_devices": Automatic("a loss is a sum over the tokens of all ranks"),
-    "ignore_pad_token_for_loss": Automatic("padding is neither attended to nor learned"),
-    "label_names": Automatic("data.loss_on says what is learned"),
-    "torch_empty_cache_steps": Automatic("the governor acts before memory ends"),
-    "init_special_tokens": Automatic("no tokens are added"),
+    "average_tokens_across_devices": Ignored("a loss is a sum over the tokens of all ranks"),
+    "ignore_pad_token_for_loss": Ignored("padding is neither attended to nor learned"),
+    "label_names": Ignored("data.loss_on says what is learned"),
+    "torch_empty_cache_steps": Ignored("the governor acts before memory ends"),
+    "init_special_tokens": Ignored("no tokens are added"),
     **each(
-        Automatic("python -m hpc_tune export --to merged merges an adapter"),
+        Ignored("python -m hpc_tune export --to merged merges an adapter"),
         "export_dir export_size export_device export_legacy_format",
     ),
-    **each(Automatic("train.seed is the seed of everything"), "data_seed"),
+    **each(Ignored("train.seed is the seed of everything"), "data_seed"),
     **each(
-        Automatic("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
+        Ignored("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
         "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc use_unsloth_gc "
         "activation_checkpointing activation_checkpointing_kwargs.*",
     ),
     **each(
-        Automatic("one decoder block is compiled, for all"),
+        Ignored("one decoder block is compiled, for all"),
         "torch_compile_backend torch_compile_mode",
     ),
     **each(
-        Automatic("attention and loss are PyTorch's own"),
+        Ignored("attention and loss are PyTorch's own"),
         "flash_attn attn enable_liger_kernel use_liger_kernel liger_kernel_config.* use_unsloth "
         "use_v1_kernels",
     ),
     **each(
-        Automatic("ranks read their regions of the files of model.path"),
+        Ignored("ranks read their regions of the files of model.path"),
         "low_cpu_mem_usage use_fast_tokenizer cache_dir model_revision offload_folder "
         "quantization_device_map",
     ),
     **each(
-        Automatic("mpirun, srun or torchrun start the ranks"),
+        Ignored("mpirun, srun or torchrun start the ranks"),
         "use_ray ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers "
         "resources_per_worker resources_per_worker.* placement_strategy ray_init_kwargs.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
         "ddp_backend local_rank",
     ),
     **each(
-        Automatic(LAYOUT),
+        Ignored(LAYOUT),
         "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.* "
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
         "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     ),
-    "double_quantization": Automatic(NF4),
-    **schedule_part(
+    "double_quantization": Ignored(NF4),
+    **schedule_arguments(
         "num_cycles num_decay_steps min_lr_ratio warmup_type decay_type",
         "optim.schedule, optim.restarts and optim.decay_ratio say it",
     ),
     **each(
-        Automatic("optim.min_lr_ratio says it"),
+        Ignored("optim.min_lr_ratio says it"),
         "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
     ),
     **each(
-        Automatic("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
+        Ignored("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),
-    "remove_unused_columns": Automatic("the form of a record is found by its keys"),
+    "remove_unused_columns": Ignored("the form of a record is found by its keys"),
 }
 _BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
 
@@ -121,9 +121,9 @@ def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-LEFT: dict[str, Rule] = {
-    "quantization_method": only("bnb", NF4),
-    "quantization_type": only("nf4", NF4),
+UNSUPPORTED_KEYS: dict[str, Rule] = {
+    "quantization_method": only_value("bnb", NF4),
+    "quantization_type": only_value("nf4", NF4),
     "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
     "resume_from_checkpoint": lacking(
@@ -152,7 +152,7 @@ LEFT: dict[str, Rule] = {
         lacking("adapters begin as in LoRA, with B at 0", to_do=True),
         "pissa_init pissa_iter pissa_convert",
     ),
-    "loraplus_lr_embedding": Automatic("embeddings have no adapters"),
+    "loraplus_lr_embedding": Ignored("embeddings have no adapters"),
     **each(
         lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules "
@@ -178,7 +178,7 @@ LEFT: dict[str, Rule] = {
     ),
     "do_predict": lacking("a run trains: python -m hpc_tune generate answers prompts", to_do=True),
     **each(
-        Automatic("python -m hpc_tune generate answers prompts"),
+        Ignored("python -m hpc_tune generate answers prompts"),
         "predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
         "temperature num_beams infer_backend infer_dtype do_sample repetition_penalty "
         "length_penalty skip_special_tokens use_kv_cache use_cache eval_num_beams "
@@ -197,7 +197,7 @@ LEFT: dict[str, Rule] = {
         "kt_force_think",
     ),
     **each(
-        Automatic("there is no quantization of what was trained"),
+        Ignored("there is no quantization of what was trained"),
         "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
         "export_quantization_maxlen",
     ),

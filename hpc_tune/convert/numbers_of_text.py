@@ -7,32 +7,34 @@ import re
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-_OF_TEXT = re.compile(
+_TEXT_KEYS = re.compile(
     r"(name|path|dir|project|model|source|files|dataset|template|column)$"
     r"|^(test_)?datasets\.|^dataset\.column_map\."
 )
 
 
-def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+def parse_numbers(values: dict[str, Any]) -> dict[str, Any]:
     """Return values by dotted key, with numbers in place of text that is one, no null in lists."""
     return {
-        key: _text(value) if _OF_TEXT.search(key) else _number(value)
+        key: _clean_text(value) if _TEXT_KEYS.search(key) else _parse_number(value)
         for key, value in values.items()
     }
 
 
-def _text(value: Any) -> Any:
+def _clean_text(value: Any) -> Any:
     """Return a name or names as they are, without null in a list; other values with numbers."""
     if isinstance(value, list):
         return [
-            item if isinstance(item, str) else _number(item) for item in value if item is not None
+            item if isinstance(item, str) else _parse_number(item)
+            for item in value
+            if item is not None
         ]
-    return value if isinstance(value, str) else _number(value)
+    return value if isinstance(value, str) else _parse_number(value)
 
 
-def _number(value: Any) -> Any:
+def _parse_number(value: Any) -> Any:
     if isinstance(value, list):
-        return [_number(item) for item in value if item is not None]
+        return [_parse_number(item) for item in value if item is not None]
     if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
         return value
     number = float(value)

@@ -10,7 +10,7 @@ _AS_LLAMA_FACTORY = (
 )
 
 
-def not_converted(theirs: dict[str, Any]) -> str | None:
+def explain_unsupported(theirs: dict[str, Any]) -> str | None:
     """Return of which tool, or form, a config is that no rules are for, and what to do."""
     is_name = isinstance(theirs.get("model"), str)
     if is_name and {"train_dataset", "model_class", "peft_config"} & set(theirs):
@@ -26,7 +26,7 @@ def not_converted(theirs: dict[str, Any]) -> str | None:
     return None
 
 
-def of_flags(text: str) -> str | None:
+def explain_flags(text: str) -> str | None:
     """Return what to do about a script, or command line, of flags; None if it has none."""
     flags = _FLAG.findall(text)
     if not flags:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from hpc_tune.data.files import KINDS, PACKED
+from hpc_tune.data.files import COMPRESSIONS, KINDS
 from hpc_tune.errors import ConfigError
 
 LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
@@ -78,7 +78,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Automatic:
+class Ignored:
     """hpc_tune decides this itself, for the reason ``why``."""
 
     why: str
@@ -93,7 +93,7 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
-class Another:
+class WrongTask:
     """Their config is for another training: ``what`` it is, and what to do ``instead``.
 
     ``keys`` say so in the config.
@@ -105,7 +105,7 @@ class Another:
 
     def message(self, theirs: ForeignConfig, tool: str) -> str:
         """Return the one message for people."""
-        said = ", ".join(f"{key} = {shown(theirs.get(key))}" for key in self.keys[:3])
+        said = ", ".join(f"{key} = {format_value(theirs.get(key))}" for key in self.keys[:3])
         return (
             f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning and "
             "preferences (dpo, ipo, simpo, orpo, kto) of text alone. Nothing is converted. "
@@ -113,8 +113,8 @@ class Another:
         )
 
 
-NO_ADAPTERS = Automatic("there are no adapters in full fine-tuning")
-Outcome = Mapped | Automatic | Unsupported
+NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
+Outcome = Mapped | Ignored | Unsupported
 Rule = Outcome | Callable[[Any, ForeignConfig], Outcome]
 
 
@@ -122,7 +122,7 @@ Rule = Outcome | Callable[[Any, ForeignConfig], Outcome]
 class Tool:
     """Another tool: its rules by key (``part.*``: all keys below it; of lists without the number).
 
-    ``another`` returns why a config cannot be converted at all: it is for another training.
+    ``wrong_task`` returns why a config cannot be converted at all: it is for another training.
     ``lists`` names the keys whose lists are taken apart, since they have keys in them.
     ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
     take something else.
@@ -131,7 +131,7 @@ class Tool:
     name: str
     rules: dict[str, Rule]
     defaults: Callable[[ForeignConfig], dict[str, Any]]
-    another: Callable[[ForeignConfig], Another | None]
+    wrong_task: Callable[[ForeignConfig], WrongTask | None]
     lists: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
@@ -144,11 +144,11 @@ class Tool:
         rule = next((self.rules[name] for name in names if name in self.rules), None)
         if key not in theirs.values:
             is_part = any(name.startswith(f"{names[0]}.") for name in self.rules)
-            return Automatic("empty in their config") if rule or is_part else None
+            return Ignored("empty in their config") if rule or is_part else None
         return rule(theirs.values[key], theirs) if callable(rule) else rule
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value of theirs on one line of at most 80 characters."""
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -168,12 +168,12 @@ def lacking(instead: str, to_do: bool = False) -> Rule:
     """Rule for what hpc_tune lacks: left, unless their config switches it off."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        return Automatic("off in their config") if value in OFF else Unsupported(instead, to_do)
+        return Ignored("off in their config") if value in OFF else Unsupported(instead, to_do)
 
     return rule
 
 
-def adapter(ours: str, method: Callable[[ForeignConfig], str]) -> Rule:
+def adapter_rule(ours: str, method: Callable[[ForeignConfig], str]) -> Rule:
     """Take a value of adapters over, unless all weights are trained."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -182,12 +182,12 @@ def adapter(ours: str, method: Callable[[ForeignConfig], str]) -> Rule:
     return rule
 
 
-def dora(method: Callable[[ForeignConfig], str]) -> Rule:
+def dora_rule(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for the switch for DoRA, which tune.method says here."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if str(value).lower() != "true":
-            return Automatic("tune.method says it")
+            return Ignored("tune.method says it")
         match method(theirs):
             case "full":
                 return NO_ADAPTERS
@@ -200,12 +200,12 @@ def dora(method: Callable[[ForeignConfig], str]) -> Rule:
     return rule
 
 
-def rslora(method: Callable[[ForeignConfig], str]) -> Rule:
+def rslora_rule(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for the switch for a scale of alpha / sqrt(rank)."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if str(value).lower() != "true":
-            return Automatic("off in their config")
+            return Ignored("off in their config")
         return NO_ADAPTERS if method(theirs) == "full" else Mapped({"tune.rslora": True})
 
     return rule
@@ -235,7 +235,7 @@ def usable_file(value: Any) -> bool:
     if not isinstance(value, str) or "://" in value:
         return False
     path = PurePosixPath(value)
-    path = path.with_suffix("") if path.suffix in PACKED else path
+    path = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     return path.suffix in ("", *KINDS, ".h5", ".hdf5")
 
 
@@ -251,7 +251,7 @@ def is_data_path(name: str) -> bool:
     return bool(PurePosixPath(name).suffix) or ("/" in name and is_path(name))
 
 
-def hub_data(name: Any, ours: str) -> Unsupported:
+def explain_hub_data(name: Any, ours: str) -> Unsupported:
     """Return what to do about a dataset of a hub."""
     return Unsupported(
         "compute nodes have no internet: on a login node hf download --repo-type dataset "
@@ -272,7 +272,7 @@ def model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def chat_template(name: Any) -> Unsupported:
+def explain_chat_template(name: Any) -> Unsupported:
     """Return what to do about a template that a tool has by a name of its own."""
     return Unsupported(
         f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, set "
@@ -285,7 +285,7 @@ def offload_params(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a switch that keeps sharded weights on the host."""
     if str(value).lower() == "true":
         return Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
-    return Automatic("plan says whether the weights need it: parallel.offload_params")
+    return Ignored("plan says whether the weights need it: parallel.offload_params")
 
 
 def packing(value: Any, theirs: ForeignConfig) -> Outcome:

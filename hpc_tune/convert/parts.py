@@ -8,7 +8,7 @@ import re
 import shlex
 from typing import Any
 
-from hpc_tune.convert.outcomes import Automatic, ForeignConfig, Mapped, Outcome, Rule, Unsupported
+from hpc_tune.convert.outcomes import ForeignConfig, Ignored, Mapped, Outcome, Rule, Unsupported
 
 # The records of a file, one list of JSON or one record a line; {part} is a slice of the list.
 _COMMAND = (
@@ -20,7 +20,7 @@ _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
 _MIN_TRAINED = 50  # percent; of which less is trained on is a part, and not data with a rest
 
 
-def cut(part: str, ours: str, file: Any = None) -> Unsupported:
+def advise_cut(part: str, ours: str, file: Any = None) -> Unsupported:
     """Return how to write a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
@@ -37,24 +37,24 @@ def cut(part: str, ours: str, file: Any = None) -> Unsupported:
     )
 
 
-def first(ours: str) -> Rule:
+def first_records(ours: str) -> Rule:
     """Rule for a number of records at the beginning of each file."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
             return Unsupported("it is no number of records", to_do=True)
-        return cut(f":{value}", ours)
+        return advise_cut(f":{value}", ours)
 
     return rule
 
 
-def split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
+def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
     """Return what becomes of a part of a file, such as train[:95%].
 
     ``is_whole_data``: the file is all the data, and nothing else says what is held out.
     """
     if value == "train":
-        return Automatic("files are used whole; of a folder those of train are")
+        return Ignored("files are used whole; of a folder those of train are")
     found = _SLICE.fullmatch(str(value).replace(" ", ""))
     if found is None:
         return Unsupported(
@@ -64,7 +64,9 @@ def split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
     if is_whole_data and not start and percent and _MIN_TRAINED <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its place"
         return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
-    return cut(f"{_bound(*found.group(1, 2))}:{_bound(*found.group(3, 4))}", ours, file)
+    return advise_cut(
+        f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", ours, file
+    )
 
 
 def complement(value: Any) -> str | None:
@@ -73,7 +75,7 @@ def complement(value: Any) -> str | None:
     return f"train[:{found[1]}]" if found else None
 
 
-def _bound(number: str | None, percent: str | None) -> str:
+def _slice_bound(number: str | None, percent: str | None) -> str:
     if number is None:
         return ""
     return f"round(len(r)*{number}/100)" if percent else number

@@ -9,8 +9,8 @@ from typing import Any
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.convert.outcomes import (
     OFF,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
@@ -19,43 +19,43 @@ from hpc_tune.convert.outcomes import (
 
 SFT = "sft"
 ObjectiveOf = Callable[[ForeignConfig], str]
-Asked = Callable[[Any, ForeignConfig], Outcome]
+RuleFunction = Callable[[Any, ForeignConfig], Outcome]
 TAKE_ANOTHER_LOSS = (
     "Take one of dpo, ipo, simpo, orpo and kto in it, whose tune.beta must be found again, and "
     "convert it anew. Stay with {tool} for this loss"
 )
 OTHER_LOSS = "that is a loss on preferences with no counterpart"
-MEANS = "of each answer's tokens; there of all tokens of a micro-batch"
-WHOLE_STEP = "KL is taken over the whole step; there over a micro-batch of a rank"
-SMOOTHING = (
+MEAN_REMARK = "of each answer's tokens; there of all tokens of a micro-batch"
+WHOLE_STEP_REMARK = "KL is taken over the whole step; there over a micro-batch of a rank"
+SMOOTHING_REMARK = (
     "there it mixes in the loss of the reversed pairs (cDPO); tune.label_smoothing={value} makes "
     "the loss unbiased for that share of wrong pairs (robust DPO): set it if that is meant"
 )
-_UNUSED = Automatic("training on preferences alone uses it")
+_UNUSED = Ignored("training on preferences alone uses it")
 
 
 def has_reference(objective: str) -> bool:
     """Return whether an objective compares with the model as it was."""
-    return _tune(objective).has_reference
+    return _make_tune(objective).has_reference
 
 
-def number(ours: str, objective_of: ObjectiveOf, remark: str = "") -> Asked:
+def number_rule(ours: str, objective_of: ObjectiveOf, remark: str = "") -> RuleFunction:
     """Rule for a number of objectives, such as tune.beta."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         objective = objective_of(theirs)
         if objective == SFT:
             return _UNUSED
-        if _uses(objective, ours):
+        if _uses_setting(objective, ours):
             return Mapped({ours: value}, remark)
         if value in OFF:
-            return Automatic("off in their config")
-        return Automatic(f"{objective} does not use it")
+            return Ignored("off in their config")
+        return Ignored(f"{objective} does not use it")
 
     return rule
 
 
-def sft_part(objective_of: ObjectiveOf, remark: str = "") -> Asked:
+def sft_weight_rule(objective_of: ObjectiveOf, remark: str = "") -> RuleFunction:
     """Rule for the weight of the chosen answers' own loss."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -63,15 +63,15 @@ def sft_part(objective_of: ObjectiveOf, remark: str = "") -> Asked:
         if objective == SFT:
             return _UNUSED
         if value in OFF:
-            return Automatic("off in their config")
-        if _uses(objective, "tune.sft_weight"):
+            return Ignored("off in their config")
+        if _uses_setting(objective, "tune.sft_weight"):
             return Mapped({"tune.sft_weight": value}, remark)
         return Unsupported(f"{objective} has no further loss of the chosen answers here", True)
 
     return rule
 
 
-def smoothing(objective_of: ObjectiveOf) -> Asked:
+def smoothing_rule(objective_of: ObjectiveOf) -> RuleFunction:
     """Rule for label smoothing that is not ours."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -79,75 +79,75 @@ def smoothing(objective_of: ObjectiveOf) -> Asked:
         if objective == SFT:
             return _UNUSED
         if value in OFF:
-            return Automatic("off in their config")
-        if not _uses(objective, "tune.label_smoothing"):
-            return Automatic(f"{objective} does not use it")
-        return Unsupported(SMOOTHING.format(value=value), to_do=True)
+            return Ignored("off in their config")
+        if not _uses_setting(objective, "tune.label_smoothing"):
+            return Ignored(f"{objective} does not use it")
+        return Unsupported(SMOOTHING_REMARK.format(value=value), to_do=True)
 
     return rule
 
 
-def lacking_here(objective_of: ObjectiveOf, instead: str) -> Asked:
+def lacking_rule(objective_of: ObjectiveOf, instead: str) -> RuleFunction:
     """Rule for what changes a loss on preferences and is lacking."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if objective_of(theirs) == SFT:
             return _UNUSED
-        return (
-            Automatic("off in their config") if value in OFF else Unsupported(instead, to_do=True)
-        )
+        return Ignored("off in their config") if value in OFF else Unsupported(instead, to_do=True)
 
     return rule
 
 
-def decided(objective_of: ObjectiveOf, why: str) -> Asked:
+def ignored_rule(objective_of: ObjectiveOf, why: str) -> RuleFunction:
     """Rule for what follows by itself in training on preferences."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        return _UNUSED if objective_of(theirs) == SFT else Automatic(why)
+        return _UNUSED if objective_of(theirs) == SFT else Ignored(why)
 
     return rule
 
 
-def seq_len(length: int, objective: str, remark: str = "") -> Mapped:
+def map_seq_len(length: int, objective: str, remark: str = "") -> Mapped:
     """Return the length of rows, which of pairs hold both answers; ``remark``: of other rows."""
-    if _tune(objective).form == "pairs":
+    if _make_tune(objective).form == "pairs":
         why = "both answers of a pair are in one row, each behind its prompt; what does not fit "
         why += "loses the left of its prompt, and no answer is cut"
         return Mapped({"data.seq_len": 2 * length}, why)
-    if _tune(objective).form == "labels":
+    if _make_tune(objective).form == "labels":
         return Mapped({"data.seq_len": length}, "a prompt is cut from the left, an answer never is")
     return Mapped({"data.seq_len": length}, remark)
 
 
-def answers_alone(rule: Rule, objective_of: ObjectiveOf) -> Asked:
+def answers_rule(rule: Rule, objective_of: ObjectiveOf) -> RuleFunction:
     """Rule for what is learned, which with preferences are the answers."""
-    return _instead(rule, objective_of, Automatic("of preferences only the answers are compared"))
+    return _replace_outcome(
+        rule, objective_of, Ignored("of preferences only the answers are compared")
+    )
 
 
-def no_dropout(rule: Rule, objective_of: ObjectiveOf, is_off_there: bool = True) -> Asked:
+def dropout_rule(rule: Rule, objective_of: ObjectiveOf, is_off_there: bool = True) -> RuleFunction:
     """Rule for dropout, which would move the model away from its own reference."""
     if is_off_there:
-        off: Outcome = Automatic("there is no dropout in training on preferences, nor there")
+        off: Outcome = Ignored("there is no dropout in training on preferences, nor there")
     else:
         off = Unsupported("there is no dropout in training on preferences", to_do=True)
-    return _instead(rule, objective_of, off)
+    return _replace_outcome(rule, objective_of, off)
 
 
-def no_noise(rule: Rule, objective_of: ObjectiveOf) -> Asked:
+def noise_rule(rule: Rule, objective_of: ObjectiveOf) -> RuleFunction:
     """Rule for noise on embeddings, which preferences are without."""
     off = Unsupported("there is no noise in training on preferences", to_do=True)
-    return _instead(rule, objective_of, off)
+    return _replace_outcome(rule, objective_of, off)
 
 
-def reference_adapter(rule: Rule, objective_of: ObjectiveOf, key: str = "") -> Asked:
+def reference_adapter_rule(rule: Rule, objective_of: ObjectiveOf, key: str = "") -> RuleFunction:
     """Rule for the adapter to begin with; ``key`` names that of the reference, if it can be told.
 
     Their reference is the model without the adapter otherwise.
     """
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
-        outcome = _outcome(rule, value, theirs)
+        outcome = _apply_rule(rule, value, theirs)
         is_same = bool(key) and theirs.get(key) == value
         if not isinstance(outcome, Mapped) or is_same or not has_reference(objective_of(theirs)):
             return outcome
@@ -158,24 +158,24 @@ def reference_adapter(rule: Rule, objective_of: ObjectiveOf, key: str = "") -> A
     return whole
 
 
-def _uses(objective: str, ours: str) -> bool:
-    return ours.removeprefix("tune.") in _tune(objective).numbers
+def _uses_setting(objective: str, ours: str) -> bool:
+    return ours.removeprefix("tune.") in _make_tune(objective).numbers
 
 
-def _tune(objective: str) -> TuneConfig:
+def _make_tune(objective: str) -> TuneConfig:
     return TuneConfig.model_validate({"objective": objective})
 
 
-def _outcome(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
+def _apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
     return rule(value, theirs) if callable(rule) else rule
 
 
-def _instead(rule: Rule, objective_of: ObjectiveOf, outcome: Outcome) -> Asked:
+def _replace_outcome(rule: Rule, objective_of: ObjectiveOf, outcome: Outcome) -> RuleFunction:
     """Return a rule that gives ``outcome`` with preferences, where something is on."""
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
         if objective_of(theirs) == SFT or value in OFF:
-            return _outcome(rule, value, theirs)
+            return _apply_rule(rule, value, theirs)
         return outcome
 
     return whole

@@ -2,35 +2,35 @@
 
 from typing import Any
 
-from hpc_tune.convert.another_training import of_torchtune
-from hpc_tune.convert.layers import fused, targets
+from hpc_tune.convert.another_training import find_torchtune_task
+from hpc_tune.convert.layers import convert_targets, fuse_targets
 from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Tool,
     Unsupported,
-    adapter,
-    dora,
+    adapter_rule,
+    dora_rule,
     each,
     global_batch,
     lacking,
     offload_params,
     same,
 )
-from hpc_tune.convert.preferences import no_dropout, seq_len
+from hpc_tune.convert.preferences import dropout_rule, map_seq_len
 from hpc_tune.convert.torchtune_data import DATA, last_name
-from hpc_tune.convert.torchtune_preferences import PREFERENCES, objective, preference_defaults
-from hpc_tune.convert.torchtune_preferences import loss as preference_loss
-from hpc_tune.convert.trainer import ONE_SCHEDULE, adamw_8bit, falling, only
+from hpc_tune.convert.torchtune_preferences import PREFERENCES, find_objective, preference_defaults
+from hpc_tune.convert.torchtune_preferences import convert_loss as preference_loss
+from hpc_tune.convert.trainer import ONE_SCHEDULE, convert_adamw_8bit, fall_to_zero, only_value
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_LOSS = ("CrossEntropy", "CEWith")
+_LOSS_NAMES = ("CrossEntropy", "CEWith")
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
@@ -57,18 +57,18 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
     is_with_head = theirs.is_on("model.apply_lora_to_output")
     names += ["lm_head"] if is_with_head else []
-    if joined := fused(names, str(theirs.get("model._component_"))):
+    if joined := fuse_targets(names, str(theirs.get("model._component_"))):
         return joined
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
         return Mapped({"tune.targets": "all-linear"})
-    return targets(names, "checkpointer.checkpoint_dir", theirs)
+    return convert_targets(names, "checkpointer.checkpoint_dir", theirs)
 
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
     limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return seq_len(min(limits), objective(theirs))
+        return map_seq_len(min(limits), find_objective(theirs))
     return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
@@ -110,9 +110,9 @@ def _length(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
-        return Automatic("AdamW is the only optimizer")
+        return Ignored("AdamW is the only optimizer")
     if "AdamW8bit" in str(value):
-        return adamw_8bit(theirs, "", "Paged" in str(value))
+        return convert_adamw_8bit(theirs, "", "Paged" in str(value))
     if "AdamW" in str(value):
         return Unsupported(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit; plan says whether "
@@ -132,15 +132,15 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
         return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if last_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
-        return falling("cosine", _steps(theirs), theirs.whole(key) if theirs.get(key) else 0)
+        return fall_to_zero("cosine", _steps(theirs), theirs.whole(key) if theirs.get(key) else 0)
     return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
 def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
     if taken := preference_loss(value, theirs):
         return taken
-    if any(word in str(value) for word in _LOSS):
-        return Automatic("cross entropy, whose logits are never held whole")
+    if any(word in str(value) for word in _LOSS_NAMES):
+        return Ignored("cross entropy, whose logits are never held whole")
     return Unsupported(
         "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss",
         to_do=True,
@@ -169,7 +169,7 @@ def _device(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _shuffle(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
-        return Automatic("order follows from seed, epoch and place, on any number of ranks")
+        return Ignored("order follows from seed, epoch and place, on any number of ranks")
     return Unsupported("rows are always shuffled, by train.seed", to_do=True)
 
 
@@ -184,7 +184,7 @@ def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
     if "WandB" in str(value):
         return Mapped({"run.trackers": ["wandb"]}, "offline, for wandb sync")
     if last_name(value) in ("DiskLogger", "StdoutLogger"):
-        return Automatic("metrics.jsonl in run.dir has a line for each step")
+        return Ignored("metrics.jsonl in run.dir has a line for each step")
     return Unsupported(
         "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away"
     )
@@ -193,7 +193,7 @@ def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
 def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
         return Unsupported("their state cannot be read; tune.init_from takes adapters", to_do=True)
-    return Automatic("checkpoint.resume=auto: rerun the same command")
+    return Ignored("checkpoint.resume=auto: rerun the same command")
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
@@ -220,12 +220,14 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     return defaults
 
 
-_TAKEN: dict[str, Rule] = {
+_MAPPED: dict[str, Rule] = {
     **each(_method_rule, "model._component_ model.quantize_base"),
-    "model.use_dora": dora(_method),
-    "model.lora_rank": adapter("tune.rank", _method),
-    "model.lora_alpha": adapter("tune.alpha", _method),
-    "model.lora_dropout": no_dropout(adapter("tune.dropout", _method), objective, False),
+    "model.use_dora": dora_rule(_method),
+    "model.lora_rank": adapter_rule("tune.rank", _method),
+    "model.lora_alpha": adapter_rule("tune.alpha", _method),
+    "model.lora_dropout": dropout_rule(
+        adapter_rule("tune.dropout", _method), find_objective, False
+    ),
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _model_path,
@@ -254,40 +256,40 @@ _TAKEN: dict[str, Rule] = {
     "resume_from_checkpoint": _resume,
 }
 _EXPORT = "the adapter alone is saved; python -m hpc_tune export --to merged merges it"
-_DECIDED: dict[str, Rule] = {
-    **each(Automatic("the tokenizer is read from model.path"), "tokenizer.*"),
-    **each(Automatic("all files of model.path are read, each rank its part"), "checkpointer.*"),
-    **each(Automatic("run.dir has all that a run leaves"), "checkpointer.output_dir"),
-    **each(Automatic("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
+_IGNORED_KEYS: dict[str, Rule] = {
+    **each(Ignored("the tokenizer is read from model.path"), "tokenizer.*"),
+    **each(Ignored("all files of model.path are read, each rank its part"), "checkpointer.*"),
+    **each(Ignored("run.dir has all that a run leaves"), "checkpointer.output_dir"),
+    **each(Ignored("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
     **each(
-        Automatic(LAYOUT),
+        Ignored(LAYOUT),
         "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* context_parallel_dim "
         "data_parallel_shard_dim data_parallel_replicate_dim custom_sharded_layers "
         "memory_efficient_fsdp_wrap fsdp_reshard_after_forward fsdp_sharding_strategy fsdp.*",
     ),
-    **each(Automatic("AdamW is fused"), "optimizer.fused optimizer.foreach"),
-    **each(Automatic("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
-    **each(Automatic("one decoder block is compiled, for all"), "compile.*"),
-    **each(Automatic("parallel.recompute says all of it"), "ac_option"),
-    **each(Automatic("ranks read their regions of the files"), "low_cpu_ram"),
+    **each(Ignored("AdamW is fused"), "optimizer.fused optimizer.foreach"),
+    **each(Ignored("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
+    **each(Ignored("one decoder block is compiled, for all"), "compile.*"),
+    **each(Ignored("parallel.recompute says all of it"), "ac_option"),
+    **each(Ignored("ranks read their regions of the files"), "low_cpu_ram"),
     **each(
-        Automatic("metrics.jsonl in run.dir has each step, with memory"),
+        Ignored("metrics.jsonl in run.dir has each step, with memory"),
         "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
     ),
     **each(
-        Automatic("checkpoints go by time and steps, while training goes on"),
+        Ignored("checkpoints go by time and steps, while training goes on"),
         "save_last_epoch_only epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
     ),
-    **each(Automatic(_EXPORT), "save_adapter_weights_only"),
-    **each(Automatic("train.profile=10:2 traces two steps"), "profiler.*"),
+    **each(Ignored(_EXPORT), "save_adapter_weights_only"),
+    **each(Ignored("train.profile=10:2 traces two steps"), "profiler.*"),
 }
-_LEFT: dict[str, Rule] = {
+_UNSUPPORTED_KEYS: dict[str, Rule] = {
     "tokenizer.prompt_template": lacking(
         "write it as a Jinja file; set data.chat_template", to_do=True
     ),
     "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
     "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
-    "lr_scheduler.num_cycles": only("0.5", "the schedule is half a cosine"),
+    "lr_scheduler.num_cycles": only_value("0.5", "the schedule is half a cosine"),
     "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
     "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),
     "activation_offloading_use_streams": lacking("parallel.recompute=full saves that memory"),
@@ -303,5 +305,8 @@ _LEFT: dict[str, Rule] = {
     ),
 }
 TORCHTUNE = Tool(
-    "torchtune", {**_TAKEN, **PREFERENCES, **_DECIDED, **_LEFT}, _defaults, of_torchtune
+    "torchtune",
+    {**_MAPPED, **PREFERENCES, **_IGNORED_KEYS, **_UNSUPPORTED_KEYS},
+    _defaults,
+    find_torchtune_task,
 )

@@ -3,22 +3,22 @@
 from typing import Any
 
 from hpc_tune.convert.outcomes import (
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
     each,
-    hub_data,
+    explain_hub_data,
     is_data_path,
     lacking,
     packing,
     usable_file,
 )
-from hpc_tune.convert.parts import complement, split
+from hpc_tune.convert.parts import complement, convert_split
 from hpc_tune.convert.preferences import SFT
-from hpc_tune.convert.torchtune_preferences import objective
+from hpc_tune.convert.torchtune_preferences import find_objective
 
 PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 # Fields of components whose columns have names of their own, as data.columns calls them.
@@ -32,8 +32,8 @@ _FIELDS = {
     "hh_rlhf_helpful_dataset": _PREFERENCES,
     "stack_exchange_paired_dataset": _RANKED,
 }
-_BY_KEYS = Automatic("the form of a record is found by its keys")
-_HELD_OUT = Automatic("data.eval_fraction says it")
+_BY_KEYS = Ignored("the form of a record is found by its keys")
+_HELD_OUT = Ignored("data.eval_fraction says it")
 _PREAMBLE = (
     "alpaca's preamble (Below is an instruction that ...) and headings stand in each prompt there "
     "and not here: write them into the records (as prompt and completion) if they are to stay"
@@ -45,7 +45,7 @@ def last_name(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-def path_of(part: str, theirs: ForeignConfig) -> Any:
+def find_usable_path(part: str, theirs: ForeignConfig) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
     files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
     if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
@@ -57,7 +57,7 @@ def path_of(part: str, theirs: ForeignConfig) -> Any:
 
 def eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the steps between evaluations, if something is held out."""
-    if path_of("dataset_val", theirs) or _holds_out(theirs):
+    if find_usable_path("dataset_val", theirs) or _holds_out(theirs):
         return Mapped({"train.eval_every_steps": value})
     return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
@@ -67,7 +67,7 @@ def _holds_out(theirs: ForeignConfig) -> bool:
     return isinstance(_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped)
 
 
-def _is_of_one_file(theirs: ForeignConfig) -> bool:
+def _is_rest_of_file(theirs: ForeignConfig) -> bool:
     """Return whether the held-out data, if any, are the rest of the file that is trained on."""
     held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
     if not held_out:
@@ -92,10 +92,10 @@ def _split(part: str) -> Rule:
 
 
 def _part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
-    is_whole = part == "dataset" and _is_of_one_file(theirs)
+    is_whole = part == "dataset" and _is_rest_of_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
     known = file if isinstance(file, str) and is_data_path(file) else None
-    return split(value, PARTS[part], known, is_whole)
+    return convert_split(value, PARTS[part], known, is_whole)
 
 
 def _component(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -125,11 +125,11 @@ def _component(value: Any, theirs: ForeignConfig) -> Outcome:
 def _source(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.get(f"{part}.data_files"):
-            return Automatic("the ending of the file says its kind")
+            return Ignored("the ending of the file says its kind")
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
-        path = path_of(part, theirs)
-        return Mapped({PARTS[part]: path}) if path else hub_data(value, PARTS[part])
+        path = find_usable_path(part, theirs)
+        return Mapped({PARTS[part]: path}) if path else explain_hub_data(value, PARTS[part])
 
     return rule
 
@@ -138,7 +138,7 @@ def _files(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
-        path = path_of(part, theirs)
+        path = find_usable_path(part, theirs)
         if path:
             return Mapped({PARTS[part]: path})
         instead = f"put it as JSONL or Parquet into one file or folder; set {PARTS[part]}"
@@ -148,8 +148,8 @@ def _files(part: str) -> Rule:
 
 
 def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    if objective(theirs) != SFT:
-        return Automatic("of preferences only the answers are compared")
+    if find_objective(theirs) != SFT:
+        return Ignored("of preferences only the answers are compared")
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     choice = choices.get(str(value).lower())
@@ -169,9 +169,9 @@ def _column(*names: str) -> Rule:
     return rule
 
 
-def _mapped(value: Any, theirs: ForeignConfig) -> Outcome:
+def _column_map(value: Any, theirs: ForeignConfig) -> Outcome:
     if last_name(theirs.get("dataset._component_")) in _FIELDS:
-        return Automatic("data.columns says it")
+        return Ignored("data.columns says it")
     return Unsupported(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
     )
@@ -190,11 +190,11 @@ DATA: dict[str, Rule] = {
     **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
     "dataset.conversation_column": _column("messages", "conversations"),
     "dataset.column": _column("text"),
-    "dataset.column_map.*": _mapped,
+    "dataset.column_map.*": _column_map,
     "run_val_every_n_steps": eval_every,
     **each(_BY_KEYS, "dataset.conversation_style"),
-    **each(Automatic("validation data are read as data.path is"), "dataset_val.*"),
-    **each(Automatic("what is longer than a row is cut"), "dataset.split_across_pack"),
+    **each(Ignored("validation data are read as data.path is"), "dataset_val.*"),
+    **each(Ignored("what is longer than a row is cut"), "dataset.split_across_pack"),
     "dataset.new_system_prompt": lacking(
         "begin each record's messages with a system message", to_do=True
     ),

@@ -3,13 +3,13 @@
 from typing import Any
 
 from hpc_tune.convert.outcomes import (
-    Another,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
+    WrongTask,
     each,
 )
 from hpc_tune.convert.preferences import (
@@ -17,29 +17,29 @@ from hpc_tune.convert.preferences import (
     SFT,
     TAKE_ANOTHER_LOSS,
     has_reference,
-    number,
-    smoothing,
+    number_rule,
+    smoothing_rule,
 )
 
 _LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
-_OTHERS = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
+_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
 
 
-def objective(theirs: ForeignConfig) -> str:
+def find_objective(theirs: ForeignConfig) -> str:
     """Return the objective; SFT for other losses."""
-    return _LOSSES.get(_loss_of(theirs), SFT)
+    return _LOSSES.get(_loss_name(theirs), SFT)
 
 
-def other_loss(theirs: ForeignConfig) -> Another | None:
+def find_other_loss(theirs: ForeignConfig) -> WrongTask | None:
     """Return which loss on preferences a config has, if there is no counterpart."""
-    if _loss_of(theirs) in _OTHERS:
-        return Another(("loss._component_",), OTHER_LOSS, TAKE_ANOTHER_LOSS)
+    if _loss_name(theirs) in _OTHER_LOSSES:
+        return WrongTask(("loss._component_",), OTHER_LOSS, TAKE_ANOTHER_LOSS)
     return None
 
 
 def preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what is taken where a config says nothing."""
-    match objective(theirs):
+    match find_objective(theirs):
         case "dpo":
             return {"loss.beta": 0.1}
         case "simpo":
@@ -47,36 +47,36 @@ def preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
     return {}
 
 
-def _loss_of(theirs: ForeignConfig) -> str:
+def _loss_name(theirs: ForeignConfig) -> str:
     return str(theirs.get("loss._component_")).rpartition(".")[2]
 
 
 def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not has_reference(objective(theirs)):
-        return Automatic("no reference is used")
+    if not has_reference(find_objective(theirs)):
+        return Ignored("no reference is used")
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == first:
-        return Automatic("the model as it was at the start is the reference")
+        return Ignored("the model as it was at the start is the reference")
     return Unsupported(
         "the model as it was at the start is the reference, no other: begin with that one",
         to_do=True,
     )
 
 
-def loss(value: Any, theirs: ForeignConfig) -> Mapped | None:
+def convert_loss(value: Any, theirs: ForeignConfig) -> Mapped | None:
     """Return what becomes of a loss on preferences; None of others."""
-    ours = objective(theirs)
+    ours = find_objective(theirs)
     return None if ours == SFT else Mapped({"tune.objective": ours})
 
 
 PREFERENCES: dict[str, Rule] = {
-    "loss.beta": number("tune.beta", objective),
-    "loss.gamma": number("tune.gamma", objective),
-    "loss.label_smoothing": smoothing(objective),
+    "loss.beta": number_rule("tune.beta", find_objective),
+    "loss.gamma": number_rule("tune.gamma", find_objective),
+    "loss.label_smoothing": smoothing_rule(find_objective),
     "ref_checkpointer.checkpoint_dir": _reference_path,
     "base_model_path": _reference_path,
     **each(
-        Automatic("the reference is computed once, before the first step, and kept"),
+        Ignored("the reference is computed once, before the first step, and kept"),
         "ref_checkpointer.* reference_model.* reference_checkpointer.*",
     ),
 }

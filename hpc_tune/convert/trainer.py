@@ -9,8 +9,8 @@ from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
     OFF,
-    Automatic,
     ForeignConfig,
+    Ignored,
     Mapped,
     Outcome,
     Rule,
@@ -24,7 +24,7 @@ SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
 _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
-_ENDS = "its end is reached in the last step here, and one step after it there"
+_END_REMARK = "its end is reached in the last step here, and one step after it there"
 # Of balance between experts.
 ROUTER_LOSS = lacking(
     "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
@@ -33,7 +33,7 @@ ROUTER_LOSS = lacking(
 )
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
-_BNB = "embeddings too, whose state theirs keeps in fp32"
+_BNB_REMARK = "embeddings too, whose state theirs keeps in fp32"
 _OFFLOADS = (
     "fsdp_config.offload_params",
     "fsdp_config.fsdp_offload_params",
@@ -43,11 +43,11 @@ _OFFLOADS = (
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
-def only(value: str, why: str) -> Rule:
+def only_value(value: str, why: str) -> Rule:
     """Rule for a key of which hpc_tune has one value."""
 
     def rule(given: Any, theirs: ForeignConfig) -> Outcome:
-        return Automatic(why) if str(given).lower() == value else Unsupported(why, to_do=True)
+        return Ignored(why) if str(given).lower() == value else Unsupported(why, to_do=True)
 
     return rule
 
@@ -71,7 +71,7 @@ def first_adapter(method: Callable[[ForeignConfig], str]) -> Rule:
 def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the share of the data that is held out."""
     if value == 0:
-        return Automatic("no data is held out")
+        return Ignored("no data is held out")
     if isinstance(value, int | float) and 0 < value < 1:
         return Mapped({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
     return Unsupported("data.eval_fraction is a share of the documents: set it", to_do=True)
@@ -97,7 +97,7 @@ def early_stop(share: str) -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in OFF:
-            return Automatic("off in their config")
+            return Ignored("off in their config")
         if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
             remark = "the held-out loss counts, also that of the start"
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
@@ -113,7 +113,7 @@ def early_stop(share: str) -> Rule:
 def neftune(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for noise on embeddings."""
     if value in OFF:
-        return Automatic("off in their config")
+        return Ignored("off in their config")
     remark = "by the tokens of a document; there by those of a row, with padding"
     return Mapped({"tune.neftune_alpha": value}, remark)
 
@@ -127,13 +127,13 @@ def max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for max_steps, where -1 is none."""
     if has_max_steps(theirs):
         return Mapped({"train.max_steps": value})
-    return Automatic("unset in their config: train.epochs decides")
+    return Ignored("unset in their config: train.epochs decides")
 
 
 def epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for epochs, over which max_steps wins."""
     if has_max_steps(theirs):
-        return Automatic("train.max_steps decides, as max_steps does there")
+        return Ignored("train.max_steps decides, as max_steps does there")
     return Mapped({"train.epochs": value})
 
 
@@ -155,28 +155,28 @@ def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
 def warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for warmup as steps, of which 0 let a share of all steps decide."""
     if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
-        return Automatic("0 of them: warmup_ratio decides, as it does there")
+        return Ignored("0 of them: warmup_ratio decides, as it does there")
     return warmup(value, theirs)
 
 
 def warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for warmup as a share of all steps, over which a number of them wins."""
     if theirs.number("warmup_steps") > 0:
-        return Automatic("warmup_steps decides, as it does there")
+        return Ignored("warmup_steps decides, as it does there")
     return warmup(value, theirs)
 
 
-def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
+def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
     ours = SCHEDULES.get(str(name))
     match str(name):
         case "warmup_stable_decay":
-            return _wsd(theirs)
+            return _convert_wsd(theirs)
         case "cosine_with_restarts":
             if theirs.number(f"{_KWARGS}.num_cycles") > 1:
                 cycles = theirs.whole(f"{_KWARGS}.num_cycles")
                 more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
-                return Mapped({"optim.schedule": str(name), **more}, _ENDS)
+                return Mapped({"optim.schedule": str(name), **more}, _END_REMARK)
             ours = "cosine"
     if ours is None:
         return Unsupported(ONE_SCHEDULE, to_do=True)
@@ -184,10 +184,14 @@ def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
         return Mapped({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
         return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
-    return falling(ours, theirs.whole("max_steps") if has_max_steps(theirs) else None, _of(theirs))
+    return fall_to_zero(
+        ours,
+        theirs.whole("max_steps") if has_max_steps(theirs) else None,
+        _known_warmup_steps(theirs),
+    )
 
 
-def _wsd(theirs: ForeignConfig) -> Outcome:
+def _convert_wsd(theirs: ForeignConfig) -> Outcome:
     """Return what becomes of warmup_stable_decay, whose decay is half a cosine by default."""
     ours: dict[str, Any] = {"optim.schedule": "wsd"}
     ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
@@ -200,35 +204,35 @@ def _wsd(theirs: ForeignConfig) -> Outcome:
     kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
     if kinds != ("linear", "linear"):  # transformers falls by a cosine if nothing is said
         missing.append("it rises and falls straight here, and not there")
-    return Mapped(ours, "; ".join(missing) or _ENDS, to_do=bool(missing))
+    return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
-def schedule_part(keys: str, why: str) -> dict[str, Rule]:
+def schedule_arguments(keys: str, why: str) -> dict[str, Rule]:
     """Rule for arguments of a schedule: told by ``why`` where optim.schedule took them."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
         if name in _TAKES_ARGUMENTS:
-            return Automatic(why)
+            return Ignored(why)
         return Unsupported(ONE_SCHEDULE, to_do=True)
 
     return {f"{_KWARGS}.{key}": rule for key in keys.split()}
 
 
-def falling(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
+def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
     """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
 
     Here ``optim.min_lr_ratio`` is the rate of the last step.
     """
     if steps is None or steps <= warmup_steps + 1:
-        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _ENDS)
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
     left = 1 / (steps - warmup_steps)
     ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
     remark = "their rate in the last step"
     return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
 
 
-def _of(theirs: ForeignConfig) -> int:
+def _known_warmup_steps(theirs: ForeignConfig) -> int:
     """Return the steps of warm-up of a run whose steps are known."""
     taken = warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
     return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
@@ -237,10 +241,10 @@ def _of(theirs: ForeignConfig) -> int:
 def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the optimizer, which is AdamW."""
     if str(value) in _PLAIN_ADAMW:
-        return Automatic("AdamW is the only optimizer")
+        return Ignored("AdamW is the only optimizer")
     name = str(value)
     if "adamw" in name and "8bit" in name:
-        return adamw_8bit(theirs, "" if "torch" in name else _BNB, "paged" in name)
+        return convert_adamw_8bit(theirs, "" if "torch" in name else _BNB_REMARK, "paged" in name)
     if "adamw" in name and re.search("bit|fp8|paged", name):
         return Unsupported(
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
@@ -249,7 +253,7 @@ def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
 
 
-def adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
+def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
     """Return AdamW with moments in 8 bits, if that goes together with the rest.
 
     ``remark``: what is different here.
@@ -267,7 +271,7 @@ def deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return Automatic(LAYOUT + asked)
+    return Ignored(LAYOUT + asked)
 
 
 def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -279,7 +283,7 @@ def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
             return Unsupported(
                 "a run always saves: checkpoint.every_minutes is 30, and one at the end"
             )
-    return Automatic("checkpoints go by time and by checkpoint.every_steps, not by epochs")
+    return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
 def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -296,7 +300,7 @@ def modules_to_save(method: Callable[[ForeignConfig], str]) -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not value:
-            return Automatic("off in their config")
+            return Ignored("off in their config")
         if method(theirs) == "full":
             return NO_ADAPTERS
         names = value.split(",") if isinstance(value, str) else value
@@ -310,7 +314,7 @@ def trainable_tokens(method: Callable[[ForeignConfig], str]) -> Rule:
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not value:
-            return Automatic("off in their config")
+            return Ignored("off in their config")
         if method(theirs) == "full":
             return NO_ADAPTERS
         return Mapped({"tune.trainable_tokens": value})
@@ -328,4 +332,4 @@ def patterns(theirs_key: str, ours: str, method: Callable[[ForeignConfig], str])
         found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
         return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
 
-    return {theirs_key: Automatic("off in their config"), f"{theirs_key}.*": rule}
+    return {theirs_key: Ignored("off in their config"), f"{theirs_key}.*": rule}

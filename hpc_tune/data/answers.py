@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_tune.data.controls import any_of
+from hpc_tune.data.controls import longest_match_pattern
 from hpc_tune.data.rendered import PROBE, QUESTION, RESULT, RenderedChat
 
 Span = tuple[int, int]
@@ -26,7 +26,7 @@ MARK = "\ufdd0"  # no character, by Unicode
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
-def with_marks(template: Any) -> str | None:
+def mark_generation_blocks(template: Any) -> str | None:
     """Return a template with MARK at the begin and end of its {% generation %} blocks, if any."""
     if not isinstance(template, str) or not _BLOCK.search(template):
         return None
@@ -40,7 +40,7 @@ def with_marks(template: Any) -> str | None:
     return _BLOCK.sub(marked, template)
 
 
-def blocks_of(marked: str, full: str) -> list[Span] | None:
+def find_marked_blocks(marked: str, full: str) -> list[Span] | None:
     """Return what lies between marks; None if ``full`` is not the same text without them."""
     pieces, spans, at = marked.split(MARK), [], 0
     if "".join(pieces) != full:
@@ -52,7 +52,9 @@ def blocks_of(marked: str, full: str) -> list[Span] | None:
     return spans
 
 
-def by_answer(blocks: Sequence[Span], answers: Sequence[Span | None]) -> list[tuple[Span, ...]]:
+def group_by_answer(
+    blocks: Sequence[Span], answers: Sequence[Span | None]
+) -> list[tuple[Span, ...]]:
     """Return the blocks in each answer, where there are not as many as answers.
 
     A block is of the last answer that begins before its end.
@@ -70,17 +72,17 @@ class AnswerFinder:
 
     def __init__(self, controls: Sequence[str]) -> None:
         """Take the control tokens as text."""
-        self._controls, self._control = tuple(controls), any_of(controls)
+        self._controls, self._control = tuple(controls), longest_match_pattern(controls)
         self._next_control = re.compile(rf"\s*({self._control.pattern})")
 
     def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
         """Return the characters of each of ``answers`` (numbers of messages); None if unsure."""
-        spans = [self._by_beginnings(chat, number) for number in answers]
+        spans = [self._find_by_beginnings(chat, number) for number in answers]
         if None in spans:
-            opening = self._opening(chat)
+            opening = self._find_opening(chat)
             spans = [
-                self._by_calls(chat, number, opening)
-                or self._by_probe(chat, number, opening)
+                self._find_by_calls(chat, number, opening)
+                or self._find_by_probe(chat, number, opening)
                 or known
                 for number, known in zip(answers, spans, strict=True)
             ]
@@ -103,7 +105,7 @@ class AnswerFinder:
         is_own = words.endswith(self._controls) and answer.endswith(words)
         return answer.endswith(self._controls) and not is_own
 
-    def with_next_opening(
+    def extend_to_next_opening(
         self, chat: RenderedChat, number: int, span: Span
     ) -> tuple[str, Span] | None:
         """Return the text, and an answer together with the control token that follows it.
@@ -121,18 +123,18 @@ class AnswerFinder:
             return (full, (span[0], found.end())) if found else None
         if full[stop:].strip():
             return None  # what ends the whole chat
-        probed = chat.probed(number)
-        alone = chat.behind_probe(probed)
+        probed = chat.with_probe(number)
+        alone = chat.text_after_probe(probed)
         last = alone.rstrip()  # calls of tools
         for follower in [*([RESULT] if messages[number].get("tool_calls") else []), QUESTION]:
-            followed = chat.behind_probe([*probed, follower])
+            followed = chat.text_after_probe([*probed, follower])
             found = self._next_control.match(followed, len(last))
             if found and followed.startswith(last):
                 full = full.removesuffix(alone[len(last) :]) + found[0]
                 return full, (span[0], len(full))
         return None
 
-    def _by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
+    def _find_by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
         before, after = chat.prompt(number), chat.first(number + 1)
         if before is None or after is None or not chat.full.startswith(after):
             return None
@@ -143,10 +145,10 @@ class AnswerFinder:
             return span[0], len(after.rstrip())  # white space after the end is not the answer's
         return span
 
-    def _by_probe(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
+    def _find_by_probe(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
         full, messages = chat.full, chat.messages
         # Calls are written after the content, and belong to the answer.
-        probed = [*chat.probed(number)]
+        probed = [*chat.with_probe(number)]
         calls = probed[number].get("tool_calls")
         probed[number] = {k: v for k, v in probed[number].items() if k != "tool_calls"}
         whole = chat.render(probed)
@@ -160,17 +162,17 @@ class AnswerFinder:
             start = len(prompt)
         else:
             start = (
-                self._behind_opening(before, opening, is_first=number == 0)
-                or self._behind_prompt(chat, number, opening)
+                self._start_after_opening(before, opening, is_first=number == 0)
+                or self._start_after_prompt(chat, number, opening)
                 or len(before)
             )
         start = min(start, len(before))
         if full[:start] != before[:start]:
             return None
         after_alone = (alone or "").partition(PROBE)[2]
-        ends = self._common_run(after, after_alone)
+        ends = self._common_length(after, after_alone)
         if not ends and (alone is None or self._next_control.match(after_alone)):
-            ends = self._end_of_any_turn(chat, number, after, opening)
+            ends = self._shared_end_length(chat, number, after, opening)
         if full.endswith(after):
             stop = len(full) - len(after) + ends
         else:  # the turn ends with another token: calls of tools have their own in some templates
@@ -179,11 +181,11 @@ class AnswerFinder:
             stop = len(full) - len(rest)
             if not full.endswith(rest) or not full[:stop].endswith(self._controls):
                 return None
-        if calls is not None and stop > chat.begin_of_next(number):
+        if calls is not None and stop > chat.next_content_start(number):
             return None  # its calls are written elsewhere, and others' words lie between
         return (start, stop) if start < stop else None
 
-    def _by_calls(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
+    def _find_by_calls(self, chat: RenderedChat, number: int, opening: str) -> Span | None:
         """Return the characters of an answer that calls tools.
 
         It ends before the next message's content, with the control token behind which most is as
@@ -196,19 +198,19 @@ class AnswerFinder:
         if prompt and full.startswith(prompt):
             start: int | None = len(prompt)
         else:
-            start = self._behind_prompt(chat, number, opening)
-        limit = chat.begin_of_next(number)
+            start = self._start_after_prompt(chat, number, opening)
+        limit = chat.next_content_start(number)
         alone = (chat.first(number + 1) or "").rstrip()
         if start is None or not alone.endswith(self._controls):
             return None
         end = max((c for c in self._controls if alone.endswith(c)), key=len)
-        stop = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
+        stop = self._find_most_similar_end(full[:limit], start, alone.removesuffix(end), end)
         names = [call.get("function", call)["name"] for call in calls]
         if stop is None or not any(name in full[start:stop] for name in names):
             return None
         return start, stop
 
-    def _most_alike(self, text: str, start: int, answer: str, end: str) -> int | None:
+    def _find_most_similar_end(self, text: str, start: int, answer: str, end: str) -> int | None:
         """Return the end of that ``end`` in ``text`` before which it is most like ``answer``'s end.
 
         It stands behind ``start``; of several it is the last.
@@ -221,7 +223,7 @@ class AnswerFinder:
                 best, most = control.end(), same
         return best
 
-    def _behind_prompt(self, chat: RenderedChat, number: int, opening: str) -> int | None:
+    def _start_after_prompt(self, chat: RenderedChat, number: int, opening: str) -> int | None:
         """Return where an answer begins: behind the prompt that follows the message before it.
 
         Where the prompt opens a block of reasoning that a finished turn does not have, behind what
@@ -229,7 +231,7 @@ class AnswerFinder:
         """
         if number == 0:
             return None
-        probed, full = chat.probed(number - 1), chat.full
+        probed, full = chat.with_probe(number - 1), chat.full
         before = probed[:number]
         texts = [chat.render(probed), chat.render(before), chat.render(before, generation=True)]
         if any(text is None or text.count(PROBE) != 1 for text in texts):
@@ -251,7 +253,7 @@ class AnswerFinder:
         ends = [found.end() for found in re.finditer(rf"{self._control.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)
 
-    def _behind_opening(self, before: str, opening: str, is_first: bool) -> int | None:
+    def _start_after_opening(self, before: str, opening: str, is_first: bool) -> int | None:
         """Return where an answer begins in ``before``, the text up to its content; None if unsure.
 
         Behind what opens an answer's turn, or the part of it that is there. In front of a chat's
@@ -264,7 +266,7 @@ class AnswerFinder:
                 return at + length
         return None
 
-    def _opening(self, chat: RenderedChat) -> str:
+    def _find_opening(self, chat: RenderedChat) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
         That is what it adds to a turn of another role: a last answer may end by a token of its own.
@@ -281,7 +283,7 @@ class AnswerFinder:
                 at = control.start()  # two tokens that begin alike
         return asked[at:]
 
-    def _end_of_any_turn(self, chat: RenderedChat, number: int, after: str, opening: str) -> int:
+    def _shared_end_length(self, chat: RenderedChat, number: int, after: str, opening: str) -> int:
         """Return the length of a control token in front of ``after`` that ends others' turns too.
 
         Some templates end the last answer by a token of its own. What follows another answer may
@@ -296,12 +298,12 @@ class AnswerFinder:
         probed = [QUESTION, *chat.messages]
         for other, role in enumerate(roles[:-1]):
             if role != "assistant" and not roles[other + 1] == follower != "assistant":
-                probed = [*chat.probed(other)]
+                probed = [*chat.with_probe(other)]
                 break
-        end = self._next_control.match(chat.behind_probe(probed))
+        end = self._next_control.match(chat.text_after_probe(probed))
         return first.end() if end and end[1] == first[1] else 0
 
-    def _common_run(self, one: str, other: str) -> int:
+    def _common_length(self, one: str, other: str) -> int:
         """Return how far the same control tokens begin both texts."""
         end = 0
         while (a := self._next_control.match(one, end)) and other.startswith(a[0], end):

@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, by_answer
-from hpc_tune.data.calls import with_text_arguments
-from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
+from hpc_tune.data.answers import AnswerFinder, Span, find_marked_blocks, group_by_answer
+from hpc_tune.data.calls import serialise_arguments
+from hpc_tune.data.controls import ESCAPED_IN_JSON, SpecialTokenEscapes
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.rendered import PROBE, Render, RenderedChat
 from hpc_tune.data.templates import ChatTemplates
-from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
 from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]
 # What is learned of an answer, none if the template marks other text; None where it is unsure.
 Parts = tuple[Span, ...] | None
 # What a template raises that cannot render messages.
-REFUSALS = (
+TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
@@ -35,9 +35,9 @@ _REASON_CHARS = 120
 _END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}
 # What others call the assistant, in small letters.
-_ANSWERING = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
+_ASSISTANT_NAMES = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
 # Turns that show which control tokens a template writes around them; the first that it renders.
-_TURNS = (
+_TRIAL_TURNS = (
     ("system", "user", "assistant", "tool", "assistant", "user"),
     ("system", "user", "assistant", "user"),
     ("user", "assistant", "user"),
@@ -45,7 +45,7 @@ _TURNS = (
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedText:
     """Text for the tokenizer; ``spans`` (characters) are learned, None means all.
 
     ``weights``: what each of the spans counts, or the whole text; none if all count 1.
@@ -74,13 +74,13 @@ class Renderer:
         """Take the tokenizer with its chat template; ``stand_ins`` are in what is rendered."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
         self._templates = ChatTemplates(tokenizer.chat_template)
-        controls = controls_of(tokenizer)
-        self.stand_ins = StandIns(controls, self._turn_controls(controls), counters)
+        controls = list_special_tokens(tokenizer)
+        self.stand_ins = SpecialTokenEscapes(controls, self._turn_tokens(controls), counters)
         self._answers = AnswerFinder(controls)
         self._written_roles: set[str] = set()  # by the template, as far as has been seen
         self._shows_tools = False
 
-    def render(self, example: Chat | Completion) -> Rendered | str:
+    def render(self, example: Chat | Completion) -> RenderedText | str:
         """Return the text and its spans, or the reason to drop the example.
 
         Raises:
@@ -93,24 +93,25 @@ class Renderer:
             example = example.as_chat()
         if not self._templates:
             raise DataError(
-                f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
+                f"the data are chats (messages), but the tokenizer "
+                f"{tokenizer_name(self._tokenizer)} has"
                 " no chat template; set data.chat_template to a Jinja file, or use the instruct"
                 " model's"
             )
-        typed = example = replace(example, messages=self._with_content(example.messages))
+        typed = example = replace(example, messages=self._fill_null_content(example.messages))
         others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
-            messages = self.stand_ins.hide_in(example.messages)
+            messages = self.stand_ins.hide_in_messages(example.messages)
             example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
-            example, full = self._written(example)
+            example, full = self._write(example)
         except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
-            where = f"the chat template of {describe(self._tokenizer)}, line {error.lineno}"
+            where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
             raise DataError(
                 f"{where}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "
                 "or set data.chat_template to a Jinja file"
             ) from None
-        except REFUSALS as error:
+        except TEMPLATE_ERRORS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"
             return f"the chat template refused the messages ({reason}){roles}"
@@ -118,19 +119,19 @@ class Renderer:
             return "the chat template writes a typed control token as JSON in ASCII"
         self._count_left_out(example, full)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
-            return Rendered(full, None, weights=_unless_ones([example.weight]))
+            return RenderedText(full, None, weights=_drop_unit_weights([example.weight]))
         numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
         if not numbers:
             return f"no answer of the assistant{roles}"
-        parts = self._parts(example, numbers, full)
+        parts = self._learned_parts(example, numbers, full)
         if self._loss_on == "all":
-            return self._all_but(example, numbers, parts, full)
+            return self._learn_all_but(example, numbers, parts, full)
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
-            if role.strip().lower() in _ANSWERING:
+            if role.strip().lower() in _ASSISTANT_NAMES:
                 self._counters.count_role("other_answers", role)
-        return self._answers_of(example, numbers, parts, full)
+        return self._learn_answers(example, numbers, parts, full)
 
-    def prompt(self, chat: Chat) -> Rendered:
+    def prompt(self, chat: Chat) -> RenderedText:
         """Return the text of a chat up to where the assistant answers it, as training has it.
 
         Without a chat template: of a prompt, with or without a system prompt.
@@ -145,28 +146,29 @@ class Renderer:
                 ["system", "user"],
             ):
                 raise DataError(
-                    f"the tokenizer {describe(self._tokenizer)} has no chat template: it takes a "
-                    "prompt, with or without a system prompt, and neither tools nor further turns"
+                    f"the tokenizer {tokenizer_name(self._tokenizer)} has no chat template: it "
+                    "takes a prompt, with or without a system prompt, and neither tools nor "
+                    "further turns"
                 )
-            return Rendered("\n\n".join(texts), None, is_plain=True, bos=True)
-        typed = chat = replace(chat, messages=self._with_content(chat.messages))
+            return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
+        typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
-            messages = self.stand_ins.hide_in(chat.messages)
+            messages = self.stand_ins.hide_in_messages(chat.messages)
             chat = replace(chat, messages=messages, tools=self.stand_ins.hide(chat.tools))
-            chat, text = self._written(chat, generation=True)
-        except REFUSALS as error:
+            chat, text = self._write(chat, generation=True)
+        except TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refuses the messages: {first_line(error)[:_REASON_CHARS]}"
             ) from None
         if ESCAPED_IN_JSON in text and chat != typed:
             raise DataError("the chat template writes a typed control token as JSON in ASCII")
-        if (full := self._render_of(chat)(chat.messages)) is not None:
+        if (full := self._make_render(chat)(chat.messages)) is not None:
             self._count_left_out(chat, full)
-        return Rendered(text, None)
+        return RenderedText(text, None)
 
-    def _answers_of(
+    def _learn_answers(
         self, example: Chat, numbers: list[int], parts: list[Parts], full: str
-    ) -> Rendered | str:
+    ) -> RenderedText | str:
         """Learn the answers of a chat; count what of them is not learned."""
         learned: list[Span] = []
         weights: list[float] = []
@@ -180,9 +182,9 @@ class Renderer:
                 num_unmarked += 1
                 continue
             message = example.messages[number]
-            self._counters.lost_reasoning += _reasoning(message) not in answer
+            self._counters.lost_reasoning += _read_reasoning(message) not in answer
             self._counters.written_reasoning += _is_reasoning_written(message, answer)
-            names = Counter(_called(message))
+            names = Counter(_called_tools(message))
             written = answer if spans else full
             lost_calls = any(written.count(name) < names[name] for name in names)
             self._counters.lost_calls += lost_calls
@@ -193,13 +195,13 @@ class Renderer:
             else:
                 *others, last = spans
                 if not self._answers.is_ended(full, last, message):
-                    full, last = self._with_end(example, number, full, last)
+                    full, last = self._include_end(example, number, full, last)
                 learned += [*others, last]
                 weights += [example.weights.get(number, example.weight)] * len(spans)
         self._counters.empty_answers += num_empty
         self._counters.unmarked_answers += num_unmarked
         if learned:
-            return Rendered(full, learned, weights=_unless_ones(weights))
+            return RenderedText(full, learned, weights=_drop_unit_weights(weights))
         if num_empty == len(numbers):
             return "empty answer"
         if num_empty + len(example.unlearned) == len(numbers):
@@ -208,7 +210,7 @@ class Renderer:
             return "the chat template marks no answer in it ({% generation %})"
         return "the chat template does not show where the answer begins"
 
-    def _with_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
+    def _include_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
         """Return the text, and an answer that no control token ends with the one that follows it.
 
         It is added to the text where the answer is the last message. Where the template marks what
@@ -217,59 +219,61 @@ class Renderer:
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
         if not is_marked:
-            rendered = RenderedChat(self._render_of(chat), chat.messages, full)
-            ended = self._answers.with_next_opening(rendered, number, span)
+            rendered = RenderedChat(self._make_render(chat), chat.messages, full)
+            ended = self._answers.extend_to_next_opening(rendered, number, span)
         self._counters.unended_answers += ended is None
         self._counters.ended_by_next += ended is not None
         return ended or (full, span)
 
-    def _render_of(self, chat: Chat) -> Render:
+    def _make_render(self, chat: Chat) -> Render:
         """Return what renders messages of a chat, with its tools."""
 
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
             try:
-                return self._apply(messages, generation, chat.tools)
-            except REFUSALS:
+                return self._apply_template(messages, generation, chat.tools)
+            except TEMPLATE_ERRORS:
                 return None
 
         return render
 
-    def _written(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
+    def _write(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
         """Return a chat as the template takes it, and its text; raises one of REFUSALS.
 
         Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
         """
         try:
-            return chat, self._apply(chat.messages, generation, chat.tools)
-        except REFUSALS:
-            as_text = replace(chat, messages=with_text_arguments(chat.messages))
-            full = self._render_of(chat)(as_text.messages, generation)
+            return chat, self._apply_template(chat.messages, generation, chat.tools)
+        except TEMPLATE_ERRORS:
+            as_text = replace(chat, messages=serialise_arguments(chat.messages))
+            full = self._make_render(chat)(as_text.messages, generation)
             if as_text != chat and full is not None:
                 return as_text, full
             raise
 
-    def _parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
+    def _learned_parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
         """Return what is learned of the answers with these numbers."""
         _, template = self._templates.choose(chat.tools is not None)
         blocks = None
         if template is not None:
-            blocks = blocks_of(self._apply(chat.messages, False, chat.tools, template), full)
+            blocks = find_marked_blocks(
+                self._apply_template(chat.messages, False, chat.tools, template), full
+            )
         if blocks is not None and len(blocks) == len(numbers):
             return [(block,) for block in blocks]
-        rendered = RenderedChat(self._render_of(chat), chat.messages, full)
+        rendered = RenderedChat(self._make_render(chat), chat.messages, full)
         spans = self._answers.find(rendered, numbers)
         if blocks is not None:
-            return [*by_answer(blocks, spans)]
+            return [*group_by_answer(blocks, spans)]
         return [None if span is None else (span,) for span in spans]
 
-    def _with_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _fill_null_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages without null in place of text, which templates write as None.
 
         Beside calls it stays: templates ask whether there is text, too.
         """
         filled = []
         for message in messages:
-            if "content" in message and message["content"] is None and not _called(message):
+            if "content" in message and message["content"] is None and not _called_tools(message):
                 self._counters.null_contents += message["role"] != "assistant"
                 message = {**message, "content": ""}
             filled.append(message)
@@ -292,14 +296,16 @@ class Renderer:
             {**message, "content": suspects[number]} if number in suspects else message
             for number, message in enumerate(chat.messages)
         ]
-        names = [_name_of_tool(tool) for tool in chat.tools or ()]
+        names = [_tool_name(tool) for tool in chat.tools or ()]
         try:
-            written = self._apply(probed, False, chat.tools).lower() if suspects else ""
+            written = self._apply_template(probed, False, chat.tools).lower() if suspects else ""
             if names and not (self._shows_tools and all(name in full for name in names)):
                 template, _ = self._templates.choose(has_tools=True)
-                self._shows_tools = self._apply(chat.messages, False, None, template) != full
+                self._shows_tools = (
+                    self._apply_template(chat.messages, False, None, template) != full
+                )
                 self._counters.lost_tools += not self._shows_tools
-        except REFUSALS:
+        except TEMPLATE_ERRORS:
             return
         for number, probe in suspects.items():
             role = chat.messages[number]["role"]
@@ -308,25 +314,25 @@ class Renderer:
             else:
                 self._counters.count_role("left_out", role)
 
-    def _turn_controls(self, controls: Sequence[str]) -> set[str]:
+    def _turn_tokens(self, controls: Sequence[str]) -> set[str]:
         """Return the control tokens that are not an answer's own: those around turns, bos, eos.
 
         All of them, where the template renders no turns, or none with a control token.
         """
         named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
-        for roles in _TURNS if self._templates else ():
+        for roles in _TRIAL_TURNS if self._templates else ():
             turns = [{"role": role, "content": PROBE} for role in roles]
             try:
-                text = self._apply(turns, True, None)
-            except REFUSALS:
+                text = self._apply_template(turns, True, None)
+            except TEMPLATE_ERRORS:
                 continue
             around = {control for control in controls if control in text}
             return named | (around or {*controls})
         return {*controls}
 
-    def _all_but(
+    def _learn_all_but(
         self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
-    ) -> Rendered | str:
+    ) -> RenderedText | str:
         """Learn all of a chat but the answers that are marked as not learned.
 
         Answers with weights of their own are learned with them.
@@ -348,9 +354,9 @@ class Renderer:
                 learned.append(span)
                 weights.append(chat.weights[number])
         spans_of_all = [*learned, (at, len(full))]
-        return Rendered(full, spans_of_all, weights=_unless_ones([*weights, chat.weight]))
+        return RenderedText(full, spans_of_all, weights=_drop_unit_weights([*weights, chat.weight]))
 
-    def _render_plain(self, example: Completion) -> Rendered | str:
+    def _render_plain(self, example: Completion) -> RenderedText | str:
         prompt = (
             f"{example.system}\n\n{example.plain_prompt}"
             if example.system
@@ -364,11 +370,11 @@ class Renderer:
             return "empty answer"
         marks: dict[str, Any] = {"is_plain": True, "bos": True, "eos": True}
         if self._loss_on == "all":
-            return Rendered(text, None, weights=_unless_ones([example.weight]), **marks)
-        weights = _unless_ones([example.weight] * len(spans))
-        return Rendered(text, spans, weights=weights, **marks)
+            return RenderedText(text, None, weights=_drop_unit_weights([example.weight]), **marks)
+        weights = _drop_unit_weights([example.weight] * len(spans))
+        return RenderedText(text, spans, weights=weights, **marks)
 
-    def _apply(
+    def _apply_template(
         self,
         messages: Sequence[dict[str, Any]],
         generation: bool,
@@ -386,7 +392,7 @@ class Renderer:
         return text
 
 
-def end_of_answer(tokenizer: FastTokenizer) -> str | None:
+def find_answer_end(tokenizer: FastTokenizer) -> str | None:
     """Return the control token that a chat template writes after an answer; None without one."""
     if not tokenizer.chat_template:
         return None
@@ -395,45 +401,45 @@ def end_of_answer(tokenizer: FastTokenizer) -> str | None:
     if isinstance(rendered, str) or not rendered.spans:
         return None
     answer = rendered.text[slice(*rendered.spans[0])]
-    return next((c for c in controls_of(tokenizer) if answer.endswith(c)), None)
+    return next((c for c in list_special_tokens(tokenizer) if answer.endswith(c)), None)
 
 
-def controls_of(tokenizer: FastTokenizer) -> list[str]:
+def list_special_tokens(tokenizer: FastTokenizer) -> list[str]:
     """Return the control tokens of a tokenizer, as text."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     marked = {token.content for token in added if token.special}
     return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
 
 
-def _unless_ones(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return weights as ``Rendered`` has them: none where all are 1."""
+def _drop_unit_weights(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return weights as ``RenderedText`` has them: none where all are 1."""
     return () if all(weight == 1 for weight in weights) else tuple(weights)
 
 
 def _is_empty(message: dict[str, Any], learned: str) -> bool:
     """Return whether nothing of an answer is in ``learned``, the text that is learned."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
-    others = [_reasoning(message), *_called(message)]
+    others = [_read_reasoning(message), *_called_tools(message)]
     return not (text or any(other and other in learned for other in others))
 
 
-def _called(message: dict[str, Any]) -> list[str]:
+def _called_tools(message: dict[str, Any]) -> list[str]:
     """Return the names of the tools that an answer calls."""
     return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
 
 
-def _name_of_tool(tool: Any) -> str:
+def _tool_name(tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _is_reasoning_written(message: dict[str, Any], learned: str) -> bool:
     """Return whether the text that is learned has a block of reasoning that the data have not."""
-    is_given = _END_OF_REASONING in (message.get("content") or "") or _reasoning(message)
+    is_given = _END_OF_REASONING in (message.get("content") or "") or _read_reasoning(message)
     return _END_OF_REASONING in learned and not is_given
 
 
-def _reasoning(message: dict[str, Any]) -> str:
+def _read_reasoning(message: dict[str, Any]) -> str:
     """Return the reasoning of an answer, as a field of its own or as a block in front of it."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.get(name), str):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_tune.data.records import Completion
-from hpc_tune.data.values import WrongRecord, shown
+from hpc_tune.data.values import WrongRecord, format_value
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -51,8 +51,8 @@ def split_chats(
         if not same or rest[0]["role"] != "assistant":
             raise WrongRecord(
                 f"{both} do not begin with the same prompt: they differ in message {same + 1}, "
-                f"which is {shown(rest[0])} in {name}; expected the same messages, and then the "
-                "assistant's"
+                f"which is {format_value(rest[0])} in {name}; expected the same messages, and then "
+                "the assistant's"
             )
     return chosen[:same], *rests
 
@@ -63,7 +63,7 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     Raises:
         WrongRecord: if one of the three would be empty.
     """
-    one, other = _turns(chosen, names[0]), _turns(rejected, names[1])
+    one, other = _split_turns(chosen, names[0]), _split_turns(rejected, names[1])
     if one and other:
         prompt, *rests = split_chats(one, other, names)
         asked = _as_completion(prompt)
@@ -87,7 +87,7 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     return Completion(same.rstrip(), "", plain_prompt=same), answers[0], answers[1]
 
 
-def _turns(text: str, name: str) -> Messages:
+def _split_turns(text: str, name: str) -> Messages:
     """Return the turns of a dialogue of Human and Assistant as messages; empty if it is none."""
     before, *parts = _TURN.split(f"\n\n{text.strip()}")
     if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:

@@ -1,8 +1,9 @@
 """The hash of the documents in a file of prepared data, and what is checked by reading them all.
 
-``TokenStore.open`` reads no documents: it takes the same time for any size. ``verify`` reads each
-byte, a second or two for a GB. All other ranks wait for rank 0 meanwhile, so a run does it once for
-each file, before the first step, and again only if its size or the time of its change is another.
+``TokenStore.open`` reads no documents: it takes the same time for any size. ``verify_content``
+reads each byte, a second or two for a GB. All other ranks wait for rank 0 meanwhile, so a run does
+it once for each file, before the first step, and again only if its size or the time of its change
+is another.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ from hpc_tune.log import log
 from hpc_tune.units import format_bytes
 
 VERIFIED_FILE = "data-verified.json"
-HASHED = ("documents/offsets", "tokens", "loss_mask")  # then what a form has beside them
+HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then what a form has beside them
 # The same labelled answers were packed into other rows before: a run does not go on with these.
-_MARK_OF_LABELS = b"each side by itself"
-_LARGE = 1 << 30
+_LABELS_SALT = b"each side by itself"
+_LARGE_BYTES = 1 << 30
 _PIECE = 1 << 22
 _DOCUMENTS = 1 << 20
 
@@ -35,13 +36,13 @@ def new_hash() -> Any:
     return hashlib.blake2b(digest_size=32)
 
 
-def joined(hashes: Sequence[Any], has_labels: bool) -> str:
-    """Return the hash of the documents from those of the datasets, in the order of ``HASHED``."""
-    mark = _MARK_OF_LABELS if has_labels else b""
+def combine_hashes(hashes: Sequence[Any], has_labels: bool) -> str:
+    """Return the hash of the documents from those of ``HASHED_DATASETS``, in their order."""
+    mark = _LABELS_SALT if has_labels else b""
     return hashlib.sha256(b"".join(h.digest() for h in hashes) + mark).hexdigest()
 
 
-def verify(store: TokenStore) -> None:
+def verify_content(store: TokenStore) -> None:
     """Read every document of a prepared file and compare it with what was written.
 
     Raises:
@@ -51,8 +52,8 @@ def verify(store: TokenStore) -> None:
     further = store.borders, store.labels, store.loss_weights
     columns += [column for column in further if column is not None]
     with ThreadPoolExecutor(len(columns)) as pool:
-        hashes = [*pool.map(_hash, columns)]
-    content, expected = joined(hashes, store.labels is not None), store.attributes.content
+        hashes = [*pool.map(_hash_column, columns)]
+    content, expected = combine_hashes(hashes, store.labels is not None), store.attributes.content
     if content != expected or not _is_sorted(store):
         what = "documents" if content != expected else "order of the documents by length"
         raise DataError(
@@ -62,7 +63,7 @@ def verify(store: TokenStore) -> None:
         )
 
 
-def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
+def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
     """Verify a prepared file unless ``known``, a file of the run, records that it was verified.
 
     ``is_new``: this process has just written it.
@@ -80,14 +81,14 @@ def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
     if marks.get(name) == mark:
         return
     if not is_new:
-        if status.st_size > _LARGE:
+        if status.st_size > _LARGE_BYTES:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
-        verify(store)
+        verify_content(store)
     with contextlib.suppress(OSError):  # it is verified again then
         write_file(known, json.dumps({**marks, name: mark}))
 
 
-def _hash(values: Column) -> Any:
+def _hash_column(values: Column) -> Any:
     hashed = new_hash()
     for at in range(0, len(values), _PIECE):
         hashed.update(values[at : at + _PIECE])

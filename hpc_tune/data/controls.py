@@ -18,7 +18,7 @@ _FIRST = ord(ESCAPE) + 1
 _REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
 
 
-class StandIns:
+class SpecialTokenEscapes:
     """Stands for the control tokens of one tokenizer in people's text, counting them."""
 
     def __init__(
@@ -28,16 +28,16 @@ class StandIns:
         self._counters = counters
         self._typed = [ESCAPE, *sorted(set(controls), key=len, reverse=True)]
         self._number = {text: number for number, text in enumerate(self._typed)}
-        self._all = any_of(self._typed)
+        self._all = longest_match_pattern(self._typed)
         others = [text for text in self._typed if not _REASONING.search(text)]
-        self._but_reasoning = any_of(others)
+        self._but_reasoning = longest_match_pattern(others)
         own = {text for text in others if text != ESCAPE and text not in turn_controls}
-        self._but_own = any_of([text for text in others if text not in own])
-        self._own = any_of(sorted(own))
+        self._but_own = longest_match_pattern([text for text in others if text not in own])
+        self._own = longest_match_pattern(sorted(own))
         last = chr(_FIRST + len(self._typed) - 1)
         self._stand_in = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
-    def hide_in(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def hide_in_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with typed control tokens hidden, in whatever text they have.
 
         An assistant's own marks stay, of reasoning (``</think>``) and of calls (``<tool_call>``):
@@ -76,7 +76,7 @@ class StandIns:
         return ESCAPE + chr(_FIRST + self._number[found[0]])
 
 
-def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern that matches the longest of ``texts`` at a position.
 
     It shares their beginnings: some models have thousands of reserved tokens, and each alternative

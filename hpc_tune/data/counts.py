@@ -7,7 +7,7 @@ ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
 _MAX_SHOWN = 5
 _MAX_NAMES = 30
 _MAX_REASONS = 20
-_SAMPLE = "such as data.chat_template=chatml where turns are ChatML's"
+_TEMPLATE_EXAMPLE = "such as data.chat_template=chatml where turns are ChatML's"
 _REMARKS = {
     "truncated": "cut at seq_len",
     "split": "texts split into pieces of seq_len",
@@ -28,9 +28,9 @@ _REMARKS = {
     " so the model will not learn where to stop",
     "null_contents": "messages whose content is null, taken as empty",
     "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
-    f" takes one that writes them, {_SAMPLE})",
+    f" takes one that writes them, {_TEMPLATE_EXAMPLE})",
     "lost_tools": "rows whose tools the chat template does not show (data.chat_template takes one"
-    f" that does, {_SAMPLE})",
+    f" that does, {_TEMPLATE_EXAMPLE})",
     "own_controls": "control tokens in answers, such as those of calls, learned as such",
     "control_texts": "control tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
@@ -45,12 +45,12 @@ _REMARKS = {
     " estimates how far the model has moved",
 }
 # Counted for preferences alone.
-OF_PREFERENCES = ("cut_prompts", "cut_others", "unpaired", "unmatched")
+PREFERENCE_COUNTERS = ("cut_prompts", "cut_others", "unpaired", "unmatched")
 # Written into a file only where there are some: files without are those of before.
-IF_ANY = ("weighted", "written_reasoning", "joined_starts", "unmarked_answers")
-_OF_ROLES = {
+OPTIONAL_COUNTERS = ("weighted", "written_reasoning", "joined_starts", "unmarked_answers")
+_ROLE_REMARKS = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
-    f" takes one that writes them, {_SAMPLE})",
+    f" takes one that writes them, {_TEMPLATE_EXAMPLE})",
     "other_answers": "messages of role {role} not learned: only those of role assistant are",
 }
 
@@ -121,7 +121,7 @@ class Counters:
         """Return what was cut, not learned and dropped, one phrase each."""
         counts = {remark: getattr(self, name) for name, remark in _REMARKS.items()}
         parts = [f"{count:,} {remark}" for remark, count in counts.items() if count]
-        for name, remark in _OF_ROLES.items():
+        for name, remark in _ROLE_REMARKS.items():
             roles = sorted(getattr(self, name).items())
             parts += [f"{count:,} {remark.format(role=role)}" for role, count in roles]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.data.patterns import matches
-from hpc_tune.errors import DataError, remedy_of
+from hpc_tune.data.patterns import glob_files
+from hpc_tune.errors import DataError, find_remedy
 from hpc_tune.safe_yaml import load_yaml
 
 CARD = "README.md"
-HeldOut = Callable[[Sequence[Path]], list[Path]]
+FindHeldOut = Callable[[Sequence[Path]], list[Path]]
 _MAX_NAMES = 5
 
 
@@ -41,13 +41,13 @@ class Configuration:
         """Return the data.path that reads all of a split, and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
-        matched = {Path(match) for name in names for match in matches(name)}
+        matched = {Path(match) for name in names for match in glob_files(name)}
         if len(files) == 1 or matched != set(files):
             names = [str(file) for file in files]
         return names[0] if len(names) == 1 else f"'[{', '.join(names)}]'"
 
 
-def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path, str]] | None:
+def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[Path, str]] | None:
     """Return the files to train on by the folder's card, and why each other one that it names is
     not among them; None where no card says so, or its files are not here.
 
@@ -56,22 +56,22 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
     """
-    configs = [c for c in _configurations(folder, held_out) if any(c.splits.values())]
+    configs = [c for c in _find_configurations(folder, held_out) if any(c.splits.values())]
     if not configs:
         return None
     default = [c for c in configs if c.is_default] or configs
     if len(default) > 1:
         raise DataError(
             f"{folder} holds several configurations by its card; name the files of one: "
-            + _choices([(c.name, c.path_of(folder, _train_or_first(c.splits))) for c in default])
+            + _list_choices([(c.name, c.path_of(folder, _choose_split(c.splits))) for c in default])
         )
     (chosen,) = default
     splits = {name: files for name, files in chosen.splits.items() if files}
-    name = _train_or_first(splits)
+    name = _choose_split(splits)
     if len(splits) > 1 and name != "train":
         raise DataError(
             f"{folder} has no split called train by its card; name the files of one: "
-            + _choices([(split, chosen.path_of(folder, split)) for split in splits])
+            + _list_choices([(split, chosen.path_of(folder, split)) for split in splits])
         )
     left_out: dict[Path, str] = {}
     for config in configs:
@@ -83,27 +83,27 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     return splits[name], left_out
 
 
-def _choices(choices: list[tuple[str, str]]) -> str:
+def _list_choices(choices: list[tuple[str, str]]) -> str:
     options = [f"{name} (data.path={path})" for name, path in choices[:_MAX_NAMES]]
     return ", ".join(options) + (" and more" if len(choices) > _MAX_NAMES else "")
 
 
-def _train_or_first(splits: dict[str, list[Path]]) -> str:
+def _choose_split(splits: dict[str, list[Path]]) -> str:
     """Return the split to train on: the one called train, or else the first that has files."""
     filled = [name for name, files in splits.items() if files]
     return "train" if "train" in filled else filled[0]
 
 
-def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
-    configs = _header(folder / CARD).get("configs")
+def _find_configurations(folder: Path, held_out: FindHeldOut) -> Iterator[Configuration]:
+    configs = _read_header(folder / CARD).get("configs")
     for config in configs if isinstance(configs, list) else []:
         patterns: dict[str, list[Any]] = {}
         if isinstance(config, dict) and config.get("data_files"):
-            patterns = _patterns(config["data_files"])
+            patterns = _read_patterns(config["data_files"])
         elif isinstance(config, dict) and config.get("data_dir"):
             patterns = {"train": [f"{config['data_dir']}/**/*"]}
         splits = {
-            split: sorted({file for path in paths for file in _matching(folder, path)})
+            split: sorted({file for path in paths for file in _match_files(folder, path)})
             for split, paths in patterns.items()
         }
         if patterns and not config.get("data_files"):
@@ -116,7 +116,7 @@ def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
             )
 
 
-def _header(card: Path) -> dict[str, Any]:
+def _read_header(card: Path) -> dict[str, Any]:
     """Return the YAML at the beginning of a card; nothing where there is none."""
     try:
         with card.open(encoding="utf-8") as lines:
@@ -131,11 +131,11 @@ def _header(card: Path) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError, ValueError):
         return {}
     except OSError as error:  # without its splits those for tests would be trained on
-        raise DataError(f"{card} cannot be read: {error.strerror}{remedy_of(error)}") from None
+        raise DataError(f"{card} cannot be read: {error.strerror}{find_remedy(error)}") from None
     return content if isinstance(content, dict) else {}
 
 
-def _patterns(data_files: Any) -> dict[str, list[Any]]:
+def _read_patterns(data_files: Any) -> dict[str, list[Any]]:
     """Return the patterns of each split: of one, of a list of them, or split by split."""
     if isinstance(data_files, dict):
         entries = [{"split": split, "path": path} for split, path in data_files.items()]
@@ -151,7 +151,7 @@ def _patterns(data_files: Any) -> dict[str, list[Any]]:
     return patterns
 
 
-def _matching(folder: Path, pattern: Any) -> Iterator[Path]:
+def _match_files(folder: Path, pattern: Any) -> Iterator[Path]:
     """Yield the files in a folder that a pattern of a card matches; none outside of it."""
     text = str(pattern)
     if not text or Path(text).is_absolute() or ".." in Path(text).parts or "://" in text:

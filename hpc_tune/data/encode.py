@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.data.answers import Span
-from hpc_tune.data.chats import LossOn, Rendered, Renderer
+from hpc_tune.data.chats import LossOn, RenderedText, Renderer
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text, Tokens
 from hpc_tune.data.tokenizer import (
     FastTokenizer,
-    are_controls_text,
-    describe,
     num_ids,
     require_fast,
+    splits_special_tokens,
+    tokenizer_name,
 )
 from hpc_tune.data.writer import Block, token_dtype
 from hpc_tune.errors import DataError
@@ -45,7 +45,7 @@ class Encoder:
         self._backend = require_fast(tokenizer).backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._num_ids, self._name = num_ids(tokenizer), describe(tokenizer)
+        self._num_ids, self._name = num_ids(tokenizer), tokenizer_name(tokenizer)
         self._seq_len, self._dtype = seq_len, token_dtype(self._num_ids)
         self._learns_prompts = loss_on == "all"
         own = self._backend.encode("", add_special_tokens=True).ids
@@ -55,7 +55,7 @@ class Encoder:
         self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
         added = self._backend.get_added_tokens_decoder()
         self._control_ids = [number for number, token in added.items() if token.special]
-        self._are_controls_text = are_controls_text(tokenizer)
+        self._are_controls_text = splits_special_tokens(tokenizer)
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
@@ -66,13 +66,13 @@ class Encoder:
             DataError: for messages where the tokenizer has no chat template, and for token numbers
                 that it does not have.
         """
-        held: list[Rendered] = []
+        held: list[RenderedText] = []
         num_chars = 0
         for rendered in self._render_all(examples):
             if isinstance(rendered, Tokens):
                 yield from self._tokenize(held)
                 held, num_chars = [], 0
-                yield from self._of_numbers(rendered)
+                yield from self._encode_numbers(rendered)
                 continue
             held.append(rendered)
             num_chars += len(rendered.text)
@@ -81,7 +81,7 @@ class Encoder:
                 held, num_chars = [], 0
         yield from self._tokenize(held)
 
-    def render(self, example: Chat | Completion) -> Rendered | str:
+    def render(self, example: Chat | Completion) -> RenderedText | str:
         """Return an example's text and what is learned of it, or the reason to drop it.
 
         Raises:
@@ -99,15 +99,15 @@ class Encoder:
         (tokens, _) = self.tokenize([rendered])[0]
         return [int(token) for token in tokens]
 
-    def tokenize(self, rendered: list[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def tokenize(self, rendered: list[RenderedText]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens and loss mask of each text, whole. All are of chats, or none is."""
         encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         return [
-            self._with_mask(item, *self._ids_of(item, encoding))
+            self._add_mask(item, *self._tokenize_chat(item, encoding))
             for item, encoding in zip(rendered, encodings, strict=True)
         ]
 
-    def _of_numbers(self, example: Tokens) -> Iterator[Block]:
+    def _encode_numbers(self, example: Tokens) -> Iterator[Block]:
         """Yield the documents of token numbers that another program has made."""
         for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
             if not 0 <= number < self._num_ids:
@@ -116,20 +116,20 @@ class Encoder:
                     f"those from 0 to {self._num_ids - 1}; set model.path to a model whose "
                     "tokenizer made the data"
                 )
-        learned = Rendered("", None, split=True)
-        yield from self._block(self._pieces(learned, example.numbers.astype(self._dtype)))
+        learned = RenderedText("", None, split=True)
+        yield from self._make_block(self._pieces(learned, example.numbers.astype(self._dtype)))
 
-    def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[Rendered | Tokens]:
+    def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[RenderedText | Tokens]:
         for example in examples:
             self.counters.examples += not isinstance(example, Text) or example.begins
             if isinstance(example, Tokens):
                 yield example
                 continue
-            rendered: Rendered | str
+            rendered: RenderedText | str
             if isinstance(example, Text):
                 marks = {"bos": example.begins, "eos": example.ends}
                 weights = () if example.weight == 1 else (example.weight,)
-                rendered = Rendered(
+                rendered = RenderedText(
                     example.text, None, is_plain=True, split=True, weights=weights, **marks
                 )
             else:
@@ -139,22 +139,22 @@ class Encoder:
             else:
                 yield rendered
 
-    def _tokenize(self, rendered: list[Rendered]) -> Iterator[Block]:
+    def _tokenize(self, rendered: list[RenderedText]) -> Iterator[Block]:
         """Yield the documents of some texts as one block, long plain texts apart from it."""
-        short: list[Rendered] = []
+        short: list[RenderedText] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
                 if short and self._as_text(short[0]) != self._as_text(item):
-                    yield from self._short_block(short)
+                    yield from self._encode_short_texts(short)
                     short = []
                 short.append(item)
                 continue
-            yield from self._short_block(short)
+            yield from self._encode_short_texts(short)
             short = []
-            yield from self._block(self._pieces(item, self._long_text(item)))
-        yield from self._short_block(short)
+            yield from self._make_block(self._pieces(item, self._encode_long_text(item)))
+        yield from self._encode_short_texts(short)
 
-    def _as_text(self, item: Rendered) -> bool:
+    def _as_text(self, item: RenderedText) -> bool:
         """Whether control tokens in it are text: those of a template never are."""
         return item.is_plain and self._are_controls_text
 
@@ -164,26 +164,26 @@ class Encoder:
         self._backend.encode_special_tokens = False
         return encodings
 
-    def _long_text(self, item: Rendered) -> np.ndarray:
+    def _encode_long_text(self, item: RenderedText) -> np.ndarray:
         """Tokenize a text of any length, part by part."""
-        parts, texts = [], _parts(item.text)
+        parts, texts = [], _cut_text(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
                 parts.append(np.array(encoding.ids, dtype=self._dtype))
         ids = np.concatenate(parts)
-        bos, eos = self._marks(item, ids)
+        bos, eos = self._missing_bos_eos(item, ids)
         return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
 
-    def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
+    def _encode_short_texts(self, rendered: list[RenderedText]) -> Iterator[Block]:
         if not rendered:
             return
         rendered = [self._head(item) for item in rendered]
         documents: list[tuple[np.ndarray, np.ndarray]] = []
         for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
             documents += self._pieces(item, tokens) if item.split else self._cut(item, tokens, mask)
-        yield from self._block(documents)
+        yield from self._make_block(documents)
 
-    def _head(self, item: Rendered) -> Rendered:
+    def _head(self, item: RenderedText) -> RenderedText:
         """Return as much of a long chat as its first ``seq_len`` tokens come from.
 
         The rest is cut off in any case, and its tokens would take 400 bytes of memory each.
@@ -192,13 +192,13 @@ class Encoder:
         while not item.split and len(item.text) > size:
             head = replace(item, text=item.text[:size])
             (encoding,) = self._encode_batch([head.text], self._as_text(head))
-            ids, offsets = self._ids_of(head, encoding)
+            ids, offsets = self._tokenize_chat(head, encoding)
             if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - UNSURE_CHARS:
                 return head
             size *= 2
         return item
 
-    def _ids_of(self, item: Rendered, encoding: Any) -> tuple[list[int], list[Span]]:
+    def _tokenize_chat(self, item: RenderedText, encoding: Any) -> tuple[list[int], list[Span]]:
         """Return tokens and their characters, with typed control tokens as text."""
         pieces = [] if item.is_plain else [*self._renderer.stand_ins.split(item.text)]
         if all(typed is None for _, typed in pieces):
@@ -208,7 +208,7 @@ class Encoder:
         at = 0
         for piece, typed in pieces:
             if typed is not None:
-                plain = self._as_plain_text(typed, at > 0)
+                plain = self._tokenize_as_text(typed, at > 0)
                 ids += plain
                 offsets += [(at, at + len(piece))] * len(plain)
             else:
@@ -218,7 +218,7 @@ class Encoder:
             at += len(piece)
         return ids, offsets
 
-    def _as_plain_text(self, token: str, is_inside: bool) -> list[int]:
+    def _tokenize_as_text(self, token: str, is_inside: bool) -> list[int]:
         """Return the tokens of a control token's text as plain text."""
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
@@ -240,7 +240,7 @@ class Encoder:
         alone = self._backend.encode(text, add_special_tokens=False)
         return alone.ids, alone.offsets
 
-    def _marks(self, item: Rendered, ids: Any) -> tuple[list[int], list[int]]:
+    def _missing_bos_eos(self, item: RenderedText, ids: Any) -> tuple[list[int], list[int]]:
         """Return the BOS and EOS tokens that a text lacks; count its other control tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
@@ -251,12 +251,12 @@ class Encoder:
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
 
-    def _with_mask(
-        self, item: Rendered, ids: list[int], offsets: list[Span]
+    def _add_mask(
+        self, item: RenderedText, ids: list[int], offsets: list[Span]
     ) -> tuple[np.ndarray, np.ndarray]:
-        bos, eos = self._marks(item, ids)
+        bos, eos = self._missing_bos_eos(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
-        mask = _ones(item, len(whole))
+        mask = _full_mask(item, len(whole))
         if item.spans is not None and ids:
             begins, ends = np.array(offsets).T
             is_control = np.isin(ids, self._control_ids)
@@ -271,7 +271,9 @@ class Encoder:
         mask[:1] = 0
         return whole, mask
 
-    def _pieces(self, item: Rendered, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _pieces(
+        self, item: RenderedText, tokens: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
@@ -281,13 +283,13 @@ class Encoder:
             pieces.pop()
             if not pieces:
                 self.counters.drop("empty text")
-        masks = [_ones(item, len(piece)) for piece in pieces]
+        masks = [_full_mask(item, len(piece)) for piece in pieces]
         for mask in masks:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
 
     def _cut(
-        self, item: Rendered, tokens: np.ndarray, mask: np.ndarray
+        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Cut an example at ``seq_len``; drop it if nothing in it is learned."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
@@ -301,7 +303,7 @@ class Encoder:
             self.counters.truncated += 1
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
-    def _block(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Block]:
+    def _make_block(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Block]:
         if not documents:
             return
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
@@ -317,14 +319,14 @@ class Encoder:
         yield Block(lengths, tokens, (mask > 0).astype(np.uint8), loss_weights=weights)
 
 
-def _ones(item: Rendered, length: int) -> np.ndarray:
+def _full_mask(item: RenderedText, length: int) -> np.ndarray:
     """Return the mask of a text that is learned as a whole, and behind whose end no span is."""
     if item.weights:
         return np.full(length, item.weights[-1], dtype=np.float32)
     return np.ones(length, dtype=np.uint8)
 
 
-def _parts(text: str) -> Iterator[str]:
+def _cut_text(text: str) -> Iterator[str]:
     """Cut a long text, at line ends or else at spaces, into parts for the tokenizer."""
     at, size = 0, max(BATCH_CHARS // PARTS_PER_BATCH, 1)
     while at < len(text):

@@ -17,10 +17,15 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.config.data import Form
-from hpc_tune.data.chats import LossOn, Rendered
+from hpc_tune.data.chats import LossOn, RenderedText
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import BATCH_CHARS, Encoder
-from hpc_tune.data.preferences import Labelled, Pair, answer_begins, with_answer_of
+from hpc_tune.data.preferences import (
+    LabelledAnswers,
+    PreferencePair,
+    find_answer_start,
+    swap_answer,
+)
 from hpc_tune.data.reading import Row
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer
@@ -37,7 +42,7 @@ _TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
 class _Item:
     """The sides of a document as text; ``label`` of labelled answers, whose second may lack."""
 
-    sides: tuple[Rendered, ...]
+    sides: tuple[RenderedText, ...]
     label: bool | None = None
 
 
@@ -70,8 +75,8 @@ class PreferenceEncoder:
         """
         held: list[_Item] = []
         num_chars = 0
-        for row, following in _with_next(rows):
-            for item in self._items(row, following):
+        for row, following in _pair_with_next(rows):
+            for item in self._render_row(row, following):
                 held.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
             if num_chars >= BATCH_CHARS:
@@ -79,17 +84,17 @@ class PreferenceEncoder:
                 held, num_chars = [], 0
         yield from self._blocks(held)
 
-    def _items(self, row: Row, following: Row | None) -> Iterator[_Item]:
+    def _render_row(self, row: Row, following: Row | None) -> Iterator[_Item]:
         """Render a row; ``following`` gives the mismatched answers of a labelled one."""
-        if isinstance(row, Pair):
+        if isinstance(row, PreferencePair):
             self.counters.examples += 1
             chosen = self._render(row.chosen)
             if chosen and (rejected := self._render(row.rejected)):
                 yield _Item((chosen, rejected))
             return
-        assert isinstance(row, Labelled), "rows of preferences are pairs or labelled answers"
+        assert isinstance(row, LabelledAnswers), "rows of preferences are pairs or labelled answers"
         self.counters.unpaired += len(row.answers) > 1
-        others = following.answers if isinstance(following, Labelled) else ()
+        others = following.answers if isinstance(following, LabelledAnswers) else ()
         for number, (answer, label) in enumerate(zip(row.answers, row.labels, strict=True)):
             self.counters.examples += 1
             if (own := self._render(answer)) is None:
@@ -97,11 +102,11 @@ class PreferenceEncoder:
             sides = [own]
             if others:
                 other = others[min(number, len(others) - 1)]
-                rendered = self._others.render(with_answer_of(answer, other))
+                rendered = self._others.render(swap_answer(answer, other))
                 sides += [] if isinstance(rendered, str) else [rendered]
             yield _Item(tuple(sides), label)
 
-    def _render(self, answer: Chat | Completion) -> Rendered | None:
+    def _render(self, answer: Chat | Completion) -> RenderedText | None:
         """Render a side; None, and counted, if it cannot be used."""
         rendered = self._own.render(answer)
         self.counters.marked_answers = 0  # earlier turns are never learned: nothing to report
@@ -186,7 +191,7 @@ class PreferenceEncoder:
         ]
 
 
-def encoder_of(
+def make_encoder(
     form: Form, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn
 ) -> Encoder | PreferenceEncoder:
     """Return what turns rows of a form into blocks."""
@@ -213,28 +218,28 @@ def _why_unfit(sides: list[Side]) -> str | None:
     return None
 
 
-def _with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
+def _pair_with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
     """Yield each row with the next one that has another prompt, and the last ones with the first;
     with None where there is no other prompt.
 
     Rows of one prompt are often neighbours: pairs that were split into labelled answers.
     """
-    groups = (list(rows) for _, rows in groupby(rows, _prompt_of))
+    groups = (list(rows) for _, rows in groupby(rows, _prompt_key))
     first = before = next(groups, None)
     for group in groups:
         assert before is not None
         yield from ((row, group[0]) for row in before)
         before = group
     if first is not None and before is not None:
-        is_other = _prompt_of(first[0]) != _prompt_of(before[0])
+        is_other = _prompt_key(first[0]) != _prompt_key(before[0])
         yield from ((row, first[0] if is_other else None) for row in before)
 
 
-def _prompt_of(row: Row) -> Any:
+def _prompt_key(row: Row) -> Any:
     """Return what rows with the same prompt have in common; of pairs, which need none, all."""
-    if not isinstance(row, Labelled):
+    if not isinstance(row, LabelledAnswers):
         return row
     answer = row.answers[0]
     if isinstance(answer, Completion):
         return answer.prompt, answer.system, answer.history
-    return answer.messages[: answer_begins(answer)], answer.tools
+    return answer.messages[: find_answer_start(answer)], answer.tools

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_tune.data.dataset_card import train_files
-from hpc_tune.data.hub_cache import own_name, refuse_several_revisions, snapshot_of
-from hpc_tune.data.patterns import matches
+from hpc_tune.data.hub_cache import choose_snapshot, own_name, refuse_several_revisions
+from hpc_tune.data.patterns import glob_files
 from hpc_tune.errors import DataError
-from hpc_tune.hub_cache import is_cache, where_looked
+from hpc_tune.hub_cache import cache_hint, is_cache
 from hpc_tune.pointer_file import why_pointer
 
-Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
+FileKind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
 Paths = str | list[str]
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -36,21 +36,21 @@ KINDS: dict[str, Kind] = {
     ".txt": "text",
     ".md": "text",
 }
-PACKED = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
-KNOWN = (
-    f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)}), or a .bin of "
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
+KNOWN_KINDS = (
+    f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(COMPRESSIONS)}), or a .bin of "
     "Megatron with its .idx"
 )
-_MEGATRON, _INDEX = ".bin", ".idx"
+_MEGATRON, _MEGATRON_INDEX = ".bin", ".idx"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-_SPLIT = re.compile(
+_SPLIT_NAME = re.compile(
     r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval|held[-_]?out|hold[-_]?out)(?:[-_.]|$)",
     re.I,
 )
 # How the hub names a file: the split, and which of how many.
 _HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 # One part of several: train-00000-of-00003.parquet, c4-train.00000-of-01024.json.gz.
-_PART = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
+_PART_NAME = re.compile(r"(?P<of>.*?[-_.])(?P<number>\d+)-of-(?P<total>\d+)(?=[-_.])")
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|contributing|code_of_conduct|"
@@ -59,13 +59,13 @@ _DOCUMENTATION = re.compile(
 )
 # What map and filter of Hugging Face datasets have made of the files beside it, kept for later.
 _CACHED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
-_METADATA = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 _IS_HELD_OUT = "by its name a split to hold out; name it in data.eval_path"
 _MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files of a source in their order, and what is not read: (file, why)."""
 
     files: tuple[Path, ...]
@@ -77,31 +77,31 @@ def as_list(paths: Paths) -> list[str]:
     return [paths] if isinstance(paths, str) else list(paths)
 
 
-def shown(paths: Paths) -> str:
+def join_paths(paths: Paths) -> str:
     """Return the paths that data.path names as one text."""
     return ", ".join(as_list(paths))
 
 
-def kind_of(file: Path) -> Kind | None:
+def find_kind(file: Path) -> FileKind | None:
     """Return the kind of data in a file, by its name; None if it is unknown.
 
     A .bin is Megatron's where its .idx is beside it.
     """
     if file.suffix == _MEGATRON:
-        return "megatron" if _data_of(file) else None
+        return "megatron" if _find_megatron_data(file) else None
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in PACKED:
+    if suffixes and suffixes[-1] in COMPRESSIONS:
         kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
         return None if kind in ("parquet", "arrow") else kind
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def index_of(data: Path) -> Path:
+def megatron_index(data: Path) -> Path:
     """Return the index that belongs to a .bin of Megatron."""
-    return data.with_name(data.name.removesuffix(_MEGATRON) + _INDEX)
+    return data.with_name(data.name.removesuffix(_MEGATRON) + _MEGATRON_INDEX)
 
 
-def find(paths: Paths) -> Found:
+def find_files(paths: Paths) -> FoundFiles:
     """Return the files of a source, which is a file, a folder, a glob or a list of these.
 
     Raises:
@@ -118,81 +118,81 @@ def find(paths: Paths) -> Found:
             raise DataError(why)
         if (resolved := own_name(file)) in seen:
             raise DataError(
-                f"{shown(paths)} names {file} twice; to learn from it more often, raise "
+                f"{join_paths(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
             )
         seen.add(resolved)
     left_out = [left for source in sources for left in source.left_out]
     empty = [file for file in files if len(files) > 1 and file.stat().st_size == 0]
     kept = tuple(file for file in files if file not in empty)
-    return Found(kept, (*left_out, *((file, "empty") for file in empty)))
+    return FoundFiles(kept, (*left_out, *((file, "empty") for file in empty)))
 
 
-def say_read(found: Found) -> str:
+def describe_read(found: FoundFiles) -> str:
     """Return which files are read."""
-    return f"reads {len(found.files):,} files: {_names(found.files)}"
+    return f"reads {len(found.files):,} files: {_join_names(found.files)}"
 
 
-def say_left_out(found: Found) -> Iterator[str]:
+def describe_left_out(found: FoundFiles) -> Iterator[str]:
     """Yield a line for each reason for which files are not read."""
     for why in sorted({why for _, why in found.left_out}):
         files = sorted((f for f, reason in found.left_out if reason == why), key=str)
-        yield f"left out {_names(files)}: {why}"
+        yield f"left out {_join_names(files)}: {why}"
 
 
-def _names(files: Sequence[Path]) -> str:
+def _join_names(files: Sequence[Path]) -> str:
     more = f" and {len(files) - _MAX_NAMES} more" if len(files) > _MAX_NAMES else ""
     return ", ".join(map(str, files[:_MAX_NAMES])) + more
 
 
-def _find_one(name: str) -> Found:
-    of_megatron = _data_of(Path(name))
+def _find_one(name: str) -> FoundFiles:
+    of_megatron = _find_megatron_data(Path(name))
     if of_megatron and not of_megatron.exists():
         raise DataError(
-            f"there is an index {index_of(of_megatron)}, and not {of_megatron}, its data"
+            f"there is an index {megatron_index(of_megatron)}, and not {of_megatron}, its data"
         )
     path = of_megatron or Path(name)
     if not path.exists() and glob.has_magic(name):
-        return _of_glob(name, [Path(match) for match in matches(name)])
+        return _find_by_glob(name, [Path(match) for match in glob_files(name)])
     if why := why_pointer(path):
         raise DataError(why)
     if not path.exists():
-        raise DataError(f"there is no data at {name}{_instead(name) or _near(path)}")
+        raise DataError(f"there is no data at {name}{_advise_instead(name) or _suggest_near(path)}")
     if path.is_file():
-        if kind_of(path) is None:
+        if find_kind(path) is None:
             raise DataError(
                 f"{path}: files of type {''.join(path.suffixes[-2:]) or '(none)'} are not known; "
-                f"expected raw data as {KNOWN}, or one prepared .h5 file alone"
+                f"expected raw data as {KNOWN_KINDS}, or one prepared .h5 file alone"
             )
-        return Found((path,))
-    return _of_folder(path)
+        return FoundFiles((path,))
+    return _find_in_folder(path)
 
 
-def _data_of(path: Path) -> Path | None:
+def _find_megatron_data(path: Path) -> Path | None:
     """Return the .bin that a path means: itself, the one of an .idx, or of both without an ending.
 
     None where no index is there: other programs have files that end in .bin, too.
     """
-    if path.suffix in (_MEGATRON, _INDEX):
+    if path.suffix in (_MEGATRON, _MEGATRON_INDEX):
         data = path.with_suffix(_MEGATRON)
     elif path.exists():
         return None
     else:
         data = Path(f"{path}{_MEGATRON}")
-    return data if index_of(data).is_file() else None
+    return data if megatron_index(data).is_file() else None
 
 
-def _of_glob(name: str, matched: Sequence[Path]) -> Found:
+def _find_by_glob(name: str, matched: Sequence[Path]) -> FoundFiles:
     """Return what a pattern matches, without files that are no data."""
-    folders = [_of_folder(path) for path in matched if path.is_dir()]
-    files, left_out = _known(path for path in matched if path.is_file())
+    folders = [_find_in_folder(path) for path in matched if path.is_dir()]
+    files, left_out = _split_by_known_kind(path for path in matched if path.is_file())
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
-    held_out = _held_out(files, Path(*fixed))
+    held_out = _find_held_out(files, Path(*fixed))
     kept = [file for file in files if file not in held_out]
     kept += [file for folder in folders for file in folder.files]
     if not kept:
-        raise DataError(f"no file of a known kind matches {name}; expected {KNOWN}")
-    return Found(
+        raise DataError(f"no file of a known kind matches {name}; expected {KNOWN_KINDS}")
+    return FoundFiles(
         tuple(kept),
         (
             *left_out,
@@ -202,30 +202,30 @@ def _of_glob(name: str, matched: Sequence[Path]) -> Found:
     )
 
 
-def _of_folder(folder: Path) -> Found:
-    if (cached := snapshot_of(folder)) is not None:
+def _find_in_folder(folder: Path) -> FoundFiles:
+    if (cached := choose_snapshot(folder)) is not None:
         chosen, older = cached
-        found = _of_folder(chosen)
+        found = _find_in_folder(chosen)
         why = f"another revision of the dataset than the one that is read, {chosen.name}"
-        return Found(found.files, (*found.left_out, *((revision, why) for revision in older)))
+        return FoundFiles(found.files, (*found.left_out, *((revision, why) for revision in older)))
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
-        return _saved_dataset(folder)
-    files, left_out = _known(_walk(folder, set()))
+        return _find_saved_dataset(folder)
+    files, left_out = _split_by_known_kind(_list_files(folder, set()))
     if not files:
         beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
-        raise DataError(f"{folder} is a folder without any {KNOWN} file{beside}")
-    by_card = train_files(folder, lambda named: _held_out(named, folder))
+        raise DataError(f"{folder} is a folder without any {KNOWN_KINDS} file{beside}")
+    by_card = train_files(folder, lambda named: _find_held_out(named, folder))
     if by_card is not None and set(by_card[0]) <= set(files):
         kept, others = by_card
         beside = "not named by the dataset's card"
         unread = [(f, others.get(f, beside)) for f in files if f not in kept]
     else:
-        held_out = _held_out(files, folder)
-        kept = _one_configuration(folder, [file for file in files if file not in held_out])
+        held_out = _find_held_out(files, folder)
+        kept = _require_one_configuration(folder, [file for file in files if file not in held_out])
         unread = [(file, _IS_HELD_OUT) for file in held_out]
     _require_all_parts(folder, kept)
     _refuse_copies(folder, kept)
-    kinds = {str(kind_of(file)): file for file in kept}
+    kinds = {str(find_kind(file)): file for file in kept}
     if len(kinds) > 1:
         mixed = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
         suffix = kept[0].suffix
@@ -233,10 +233,10 @@ def _of_folder(folder: Path) -> Found:
             f"{folder} mixes kinds of data: {mixed}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
-    return Found(tuple(kept), (*left_out, *unread))
+    return FoundFiles(tuple(kept), (*left_out, *unread))
 
 
-def _walk(folder: Path, seen: set[Path]) -> list[Path]:
+def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
     """Return all files below a folder that are not hidden, sorted; links are followed once."""
     seen.add(folder.resolve())
     try:
@@ -244,7 +244,7 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
         entries += [folder / ".hoodie"] if (folder / ".hoodie").is_dir() else []
         inner = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
         files = [entry for entry in entries if entry.is_file()]
-        broken = [e for e in entries if e.is_symlink() and not e.exists() and kind_of(e)]
+        broken = [e for e in entries if e.is_symlink() and not e.exists() and find_kind(e)]
     except OSError as error:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
     for entry in broken:
@@ -252,7 +252,7 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
         raise DataError(why_pointer(entry) or where)
     for entry in inner:
         if is_cache(entry):
-            raise DataError(_cache_within(folder, [path for path in inner if is_cache(path)]))
+            raise DataError(_advise_on_cache(folder, [path for path in inner if is_cache(path)]))
         if table := _table_with_history(folder, entry):
             raise DataError(
                 f"{folder} is {table} table, whose files hold rows that were deleted since; write "
@@ -265,11 +265,11 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
                 f"{folder} has {entry.name} within it, a dataset saved by save_to_disk; name it "
                 f"itself: data.path={entry}"
             )
-        files += _walk(entry, seen)
+        files += _list_files(entry, seen)
     return sorted(files)
 
 
-def _cache_within(folder: Path, cached: Sequence[Path]) -> str:
+def _advise_on_cache(folder: Path, cached: Sequence[Path]) -> str:
     """Return what to do about a folder that holds some of the hub's cache."""
     data = [path for path in cached if not path.name.startswith("models--")]
     if not data:
@@ -295,16 +295,16 @@ def _table_with_history(folder: Path, inner: Path) -> str | None:
     return {"_delta_log": "a Delta", ".hoodie": "a Hudi"}.get(inner.name)
 
 
-def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Separate files into data and (file, why) for those that are none."""
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
-        if file.suffix == _INDEX and file.with_suffix(_MEGATRON).is_file():
+        if file.suffix == _MEGATRON_INDEX and file.with_suffix(_MEGATRON).is_file():
             continue  # it belongs to a .bin
-        kind = kind_of(file)
+        kind = find_kind(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
-        if is_documentation or file.name in _METADATA:
+        if is_documentation or file.name in _METADATA_FILES:
             others.append((file, "it describes the data"))
         elif kind is None:
             others.append((file, "of no known kind of data"))
@@ -317,7 +317,7 @@ def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     return data, others
 
 
-def _held_out(files: Sequence[Path], folder: Path) -> list[Path]:
+def _find_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
     """Return files such as test-00000-of-00001.parquet, where others are beside them."""
     on_hub = {file: m["split"] for file in files if (m := _HUB_NAME.match(file.name))}
     if "train" in on_hub.values():
@@ -331,12 +331,12 @@ def _held_out(files: Sequence[Path], folder: Path) -> list[Path]:
 def _is_held_out(file: Path, folder: Path) -> bool:
     """Return whether a file's name, or else its folder's, is that of a split to hold out."""
     for part in (file.name, *file.relative_to(folder).parent.parts[::-1]):
-        if found := _SPLIT.search(part):
+        if found := _SPLIT_NAME.search(part):
             return found[1].lower() != "train"
     return False
 
 
-def _one_configuration(folder: Path, files: list[Path]) -> list[Path]:
+def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
     """Return files that belong together; the hub puts each configuration into a folder.
 
     Raises:
@@ -360,7 +360,7 @@ def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
     """
     sets: dict[tuple[Path, str], dict[str, dict[int, Path]]] = {}
     for file in files:
-        if m := _PART.match(file.name):
+        if m := _PART_NAME.match(file.name):
             parts = sets.setdefault((file.parent, m["of"]), {}).setdefault(m["total"], {})
             parts[int(m["number"])] = file
     for several in sets.values():
@@ -390,11 +390,11 @@ def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
     Raises:
         DataError: naming both.
     """
-    seen: dict[tuple[Path, Kind | None, str], Path] = {}
+    seen: dict[tuple[Path, FileKind | None, str], Path] = {}
     for file in files:
-        packed = file.suffix.lower() in PACKED
+        packed = file.suffix.lower() in COMPRESSIONS
         bare = file.with_suffix("").stem if packed else file.stem
-        other = seen.setdefault((file.parent, kind_of(file), bare), file)
+        other = seen.setdefault((file.parent, find_kind(file), bare), file)
         if other != file:
             raise DataError(
                 f"{folder} has {other.name} and {file.name}, which may hold the same rows; remove "
@@ -402,7 +402,7 @@ def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
             )
 
 
-def _saved_dataset(path: Path) -> Found:
+def _find_saved_dataset(path: Path) -> FoundFiles:
     """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` has written."""
     try:
         if (path / SPLITS_FILE).is_file():
@@ -413,8 +413,8 @@ def _saved_dataset(path: Path) -> Found:
                     f"them is called train; name one, such as {path / splits[0]}"
                 )
             others = [path / Path(split).name for split in splits if split != "train"]
-            files = _saved_dataset(path / "train").files
-            return Found(files, tuple((other, _IS_HELD_OUT) for other in others))
+            files = _find_saved_dataset(path / "train").files
+            return FoundFiles(files, tuple((other, _IS_HELD_OUT) for other in others))
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if state.get("_indices_data_files") or state.get("_indices_files"):
             raise DataError(
@@ -434,16 +434,16 @@ def _saved_dataset(path: Path) -> Found:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} is missing; copy the whole folder")
-    return Found(files)
+    return FoundFiles(files)
 
 
-def _instead(name: str) -> str:
+def _advise_instead(name: str) -> str:
     """Return what to do where a name that is no file is an address, or a list without brackets."""
     path = Path(name)
-    is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and kind_of(path) is None
+    is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
     if is_hub or "://" in name:
         return (
-            f"{where_looked(name, 'dataset')}; a run downloads nothing, because compute nodes have "
+            f"{cache_hint(name, 'dataset')}; a run downloads nothing, because compute nodes have "
             "no internet. Fetch data on the login node (from the Hugging Face hub: hf download "
             "--repo-type dataset NAME --local-dir DIR) and name its file or folder"
         )
@@ -453,7 +453,7 @@ def _instead(name: str) -> str:
     return ""
 
 
-def _near(path: Path) -> str:
+def _suggest_near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir()]

@@ -47,9 +47,9 @@ import numpy as np
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.files import Paths, shown
+from hpc_tune.data.files import Paths, join_paths
 from hpc_tune.data.seal import is_intact
-from hpc_tune.data.tokenizer import FastTokenizer, describe, num_ids
+from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
 from hpc_tune.pointer_file import why_pointer
 
@@ -58,7 +58,7 @@ FORMAT = "hpc_tune tokens"
 # that people have typed into calls of tools for real ones.
 VERSION = 4
 PAIR_VERSION, WEIGHT_VERSION, LABEL_VERSION = 5, 6, 7
-_OF_ANSWERS = (VERSION, WEIGHT_VERSION)
+_ANSWER_VERSIONS = (VERSION, WEIGHT_VERSION)
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -73,13 +73,13 @@ _DTYPES = {
     "lengths/counts": ("int64",),
 }
 # Further datasets of a form.
-OF_FORM: dict[Form, dict[str, tuple[str, ...]]] = {
+FORM_DATASETS: dict[Form, dict[str, tuple[str, ...]]] = {
     "answers": {},
     "pairs": {"documents/borders": ("int64",)},
     "labels": {"documents/borders": ("int64",), "documents/labels": ("uint8",)},
 }
-WEIGHTS = {"loss_weights": ("float32",)}  # of files with weights
-_FORMS: dict[Form, str] = {
+WEIGHT_DATASETS = {"loss_weights": ("float32",)}  # of files with weights
+_FORM_NAMES: dict[Form, str] = {
     "answers": "answers to learn",
     "pairs": "pairs of a chosen and a rejected answer",
     "labels": "answers with labels",
@@ -121,7 +121,7 @@ class Attributes:
         return WEIGHT_VERSION if self.has_weights else VERSION
 
 
-class _Bytes:
+class _OpenFile:
     """An open file, read at any place by any thread or forked process."""
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +151,7 @@ class _Bytes:
 class Column:
     """One dataset of the file; an index or a slice of it is read when it is asked for."""
 
-    def __init__(self, file: _Bytes, offset: int, dtype: Any, length: int) -> None:
+    def __init__(self, file: _OpenFile, offset: int, dtype: Any, length: int) -> None:
         """Use ``TokenStore.open``."""
         self._file, self._offset, self.dtype, self._length = file, offset, np.dtype(dtype), length
 
@@ -193,18 +193,18 @@ class TokenStore:
                 or contradicts itself.
         """
         path = Path(path)
-        _require_ours(path)
+        _require_format(path)
         try:
             with h5py.File(path, "r", locking=False) as opened:
                 attributes = _read_attributes(path, opened)
-                kinds = {**_DTYPES, **OF_FORM[attributes.form]}
-                kinds |= WEIGHTS if attributes.has_weights else {}
-                places = {name: _find(path, opened, name, kinds[name]) for name in kinds}
+                kinds = {**_DTYPES, **FORM_DATASETS[attributes.form]}
+                kinds |= WEIGHT_DATASETS if attributes.has_weights else {}
+                places = {name: _find_dataset(path, opened, name, kinds[name]) for name in kinds}
         except _HDF5_ERRORS as error:
             raise DataError(
                 f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN}"
             ) from error
-        file = _Bytes(path)
+        file = _OpenFile(path)
         store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
         store._check()
         return store
@@ -239,7 +239,7 @@ class TokenStore:
         """
         borders = self.borders if self.labels is not None else None
         lengths = np.diff(self.offsets[start : stop + 1])
-        return sizes_of(lengths, None if borders is None else borders[start:stop])
+        return compute_sizes(lengths, None if borders is None else borders[start:stop])
 
     def longest_side(self) -> int:
         """Return the tokens of the longest side of all documents: of the longest text.
@@ -273,9 +273,9 @@ class TokenStore:
         """
         if form != self.form:
             raise DataError(
-                f"{self.path} holds {_FORMS[self.form]}, and this training needs {_FORMS[form]}:"
-                " set tune.objective to what it was prepared for, or give raw data, which is"
-                " prepared for the objective"
+                f"{self.path} holds {_FORM_NAMES[self.form]}, and this training needs "
+                f"{_FORM_NAMES[form]}: set tune.objective to what it was prepared for, or give raw "
+                "data, which is prepared for the objective"
             )
 
     def require_tokenizer(self, tokenizer: FastTokenizer, mark: str) -> None:
@@ -291,9 +291,10 @@ class TokenStore:
             raise DataError(
                 f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
                 f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
-                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {num_ids(tokenizer)}"
-                " tokens); vocabulary, special tokens and chat template must be the same. Set"
-                f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
+                f" model's tokenizer is {tokenizer_name(tokenizer)} ({mark[:12]}, "
+                f"{num_ids(tokenizer)} tokens); vocabulary, special tokens and chat template must "
+                "be the same. Set model.path or data.chat_template to what it was made with, or "
+                f"{PREPARE_AGAIN}"
             )
 
     def require_embeddings(self, rows: int, name: str) -> None:
@@ -343,22 +344,22 @@ class TokenStore:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
 
 
-def sizes_of(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
+def compute_sizes(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
     """Return what documents take of a row; ``borders``: of those whose sides are in rows apart."""
     return lengths if borders is None else np.maximum(borders, lengths - borders)
 
 
-def prepared_from(source: Paths, folders: Iterable[Path]) -> list[Path]:
+def find_prepared(source: Paths, folders: Iterable[Path]) -> list[Path]:
     """Return the files in ``folders`` that were prepared from ``source``, oldest first."""
     found = []
     for file in {file for folder in folders for file in folder.glob("*.h5")}:
         with contextlib.suppress(DataError, OSError):
-            if TokenStore.open(file).attributes.source == shown(source):
+            if TokenStore.open(file).attributes.source == join_paths(source):
                 found.append(file)
     return sorted(found, key=lambda file: file.stat().st_mtime)
 
 
-def _require_ours(path: Path) -> None:
+def _require_format(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
     if why := why_pointer(path):
@@ -381,7 +382,7 @@ def _require_ours(path: Path) -> None:
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     attributes = dict(file.attrs)
     version = attributes.get("version")
-    if version not in (*_OF_ANSWERS, PAIR_VERSION, LABEL_VERSION):
+    if version not in (*_ANSWER_VERSIONS, PAIR_VERSION, LABEL_VERSION):
         raise DataError(
             f"{path} has version {version} of the format, this hpc_tune reads "
             f"versions {VERSION} to {LABEL_VERSION}; {PREPARE_AGAIN}"
@@ -393,12 +394,12 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
             f"version {LABEL_VERSION}. A run that was trained on it cannot go on: "
             f"{PREPARE_AGAIN}, and train in another run.dir"
         )
-    if version in _OF_ANSWERS:
+    if version in _ANSWER_VERSIONS:
         attributes["form"] = "answers"
     try:
         kinds = {**get_type_hints(Attributes), "form": str}
         counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
-        OF_FORM[attributes["form"]]  # a KeyError for an unknown one
+        FORM_DATASETS[attributes["form"]]  # a KeyError for an unknown one
         values = {name: kind(attributes[name]) for name, kind in kinds.items()}
         found = Attributes(**values, counters=counters)
         if found.version != version:
@@ -408,7 +409,9 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
         raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
 
 
-def _find(path: Path, file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, Any, int]:
+def _find_dataset(
+    path: Path, file: h5py.File, name: str, dtypes: tuple[str, ...]
+) -> tuple[int, Any, int]:
     """Return where a dataset's bytes are: (offset, dtype, length)."""
     dataset: Any = file
     for part in name.split("/"):

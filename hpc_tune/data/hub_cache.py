@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_tune.errors import DataError
-from hpc_tune.hub_cache import BLOBS, SNAPSHOTS, is_cache, revisions_of, snapshot
+from hpc_tune.hub_cache import BLOBS, SNAPSHOTS, find_snapshot, is_cache, list_revisions
 
 
-def snapshot_of(folder: Path) -> tuple[Path, list[Path]] | None:
+def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     """Return the folder of the revision that is read of a cache's folder, and those of the others.
 
     ``folder`` may be its ``snapshots`` as well; None if it is no such folder. It is the revision
@@ -20,10 +20,10 @@ def snapshot_of(folder: Path) -> tuple[Path, list[Path]] | None:
         folder = folder.parent
     if not is_cache(folder):
         return None
-    revisions = revisions_of(folder)
+    revisions = list_revisions(folder)
     if not revisions:
         raise DataError(f"{folder} is a folder of the hub's cache without any snapshot in it")
-    if (found := snapshot(folder)) is None:
+    if (found := find_snapshot(folder)) is None:
         raise DataError(
             f"{folder} is a folder of the hub's cache with {len(revisions)} revisions, and "
             f"refs/main names none of them; name one: {' or '.join(map(str, revisions[:5]))}"

@@ -6,7 +6,7 @@ from hpc_tune.errors import DataError
 MIN_RATIO, MAX_RATIO = 1.0, 1.33
 
 
-def require_both(num_good: int, num_bad: int, where: str) -> None:
+def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
     """Check that there are good answers and others.
 
     Raises:
@@ -22,7 +22,7 @@ def require_both(num_good: int, num_bad: int, where: str) -> None:
     )
 
 
-def why_lopsided(
+def describe_imbalance(
     num_good: int, num_bad: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
     """Return what to say of kinds that do not weigh the same, with the weights that would."""

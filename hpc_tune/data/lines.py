@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpc_tune.data.files import PACKED
+from hpc_tune.data.files import COMPRESSIONS
 from hpc_tune.data.records import Text
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
@@ -26,9 +26,9 @@ _TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
 _GAP = re.compile(r"[\s,]*")
 
 
-def is_packed(file: Path) -> bool:
+def is_compressed(file: Path) -> bool:
     """Return whether a file is one compressed stream, which is read from its beginning only."""
-    return file.suffix.lower() in PACKED
+    return file.suffix.lower() in COMPRESSIONS
 
 
 @contextmanager
@@ -38,14 +38,14 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: if its content cannot be unpacked.
     """
-    if not is_packed(file):
+    if not is_compressed(file):
         with file.open("rb") as opened:
             yield opened
         return
     import pyarrow
 
     try:
-        packed = pyarrow.input_stream(str(file), PACKED[file.suffix.lower()], READ_BYTES)
+        packed = pyarrow.input_stream(str(file), COMPRESSIONS[file.suffix.lower()], READ_BYTES)
         with packed, io.BufferedReader(packed, READ_BYTES) as opened:
             yield opened
     except (pyarrow.ArrowException, OSError) as error:
@@ -66,7 +66,7 @@ def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     A position is the byte at which the line starts; in a packed file, which is read whole, the
     line's number.
     """
-    lines = _numbered(file) if is_packed(file) else _lines(file, start, stop)
+    lines = _iterate_positions(file) if is_compressed(file) else _iterate_lines(file, start, stop)
     for position, line in lines:
         if len(line) > MAX_LINE_BYTES:
             yield position, WrongRecord(f"{_TOO_LONG}; write it as several")
@@ -76,7 +76,7 @@ def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
 
 def line_number(file: Path, position: int) -> int:
     """Return the number of the line at a position; lines are counted for errors alone."""
-    if is_packed(file):
+    if is_compressed(file):
         return position
     number, left = 1, position
     with file.open("rb") as opened:
@@ -88,27 +88,27 @@ def line_number(file: Path, position: int) -> int:
     return number
 
 
-def _numbered(file: Path) -> Iterator[tuple[int, bytes]]:
+def _iterate_positions(file: Path) -> Iterator[tuple[int, bytes]]:
     with open_bytes(file) as opened:
         number = 1
         while line := opened.readline(MAX_LINE_BYTES + 1):
             yield number, line.removeprefix(BOM) if number == 1 else line
-            _pass_over(opened, line)
+            _skip_line(opened, line)
             number += 1
 
 
-def _lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+def _iterate_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as opened:
-        position = _line_start(opened, start, stop)
+        position = _seek_line_start(opened, start, stop)
         while position < stop:
             line = opened.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
             yield position, line.removeprefix(BOM) if position == 0 else line
-            position += len(line) + _pass_over(opened, line)
+            position += len(line) + _skip_line(opened, line)
 
 
-def _pass_over(file: BinaryIO, begun: bytes) -> int:
+def _skip_line(file: BinaryIO, begun: bytes) -> int:
     """Read what is left of a line of which ``begun`` was read; return how many bytes that is."""
     num_bytes, part = 0, begun
     while part and not part.endswith(b"\n"):
@@ -117,7 +117,7 @@ def _pass_over(file: BinaryIO, begun: bytes) -> int:
     return num_bytes
 
 
-def _line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
+def _seek_line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
     """Seek the first line that starts at ``position`` or later; return where it starts.
 
     If none starts before ``enough``, any place from there on may be returned.
@@ -131,18 +131,18 @@ def _line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
 
 
 def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
-    """Return ``_line_start`` of a file of text.
+    """Return ``_seek_line_start`` of a file of text.
 
     Raises:
         DataError: if the line before it is too long.
     """
-    start = _line_start(opened, position, position + MAX_LINE_BYTES)
+    start = _seek_line_start(opened, position, position + MAX_LINE_BYTES)
     if start >= position + MAX_LINE_BYTES:
         raise DataError(f"{file}: {_TOO_LONG}; break its lines")
     return start
 
 
-class _Objects:
+class _ObjectHook:
     """Makes JSON's objects and notes keys that one has twice: a dict would keep the last alone."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _Objects:
 
 
 def _parse(line: bytes) -> Any:
-    objects = _Objects()
+    objects = _ObjectHook()
     try:
         return objects.checked(json.loads(line.decode("utf-8"), object_pairs_hook=objects))
     except UnicodeDecodeError as error:
@@ -190,7 +190,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: for what is no JSON: where the next element begins is not known then.
     """
-    objects, number, position, is_end = _Objects(), 1, 1, False
+    objects, number, position, is_end = _ObjectHook(), 1, 1, False
     decoder = json.JSONDecoder(object_pairs_hook=objects)
     where = f"{file}, element"
     with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
@@ -239,20 +239,20 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
     Raises:
         DataError: if it is not UTF-8.
     """
-    if not is_packed(file):
+    if not is_compressed(file):
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             stop = _text_line_start(file, opened, stop)
             start = _text_line_start(file, opened, start)
             data = opened.read(stop - start)
         if data:
-            yield start, _as_text(file, data, start == 0, stop == size)
+            yield start, _make_text(file, data, start == 0, stop == size)
         return
     with open_bytes(file) as opened:
         position, data = 0, _read_lines(file, opened, piece_bytes)
         while data:
             following = _read_lines(file, opened, piece_bytes)
-            yield position, _as_text(file, data, position == 0, not following)
+            yield position, _make_text(file, data, position == 0, not following)
             position, data = position + len(data), following
 
 
@@ -264,7 +264,7 @@ def _read_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
     return data + rest
 
 
-def _as_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
+def _make_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
     try:
         decoded = data.removeprefix(BOM if begins else b"").decode("utf-8")
     except UnicodeDecodeError as error:

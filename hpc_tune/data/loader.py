@@ -25,7 +25,7 @@ from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.data.sampler import ORDER_VERSION, SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
-from hpc_tune.world.device import use_in_this_thread
+from hpc_tune.world.device import set_thread_device
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class Loader:
         if self._rows >= self.total_rows:
             return []
         batches = self._prefetcher.take(self._rows)
-        self._rows = self._after(self._rows)
+        self._rows = self._end_row(self._rows)
         return batches
 
     def state(self) -> _State:
@@ -162,7 +162,7 @@ class Loader:
         """End the thread."""
         self._prefetcher.close()
 
-    def _after(self, rows: int) -> int:
+    def _end_row(self, rows: int) -> int:
         return min(rows + self._global_size, self.total_rows)
 
     def _step_bytes(self) -> int:
@@ -174,7 +174,7 @@ class Loader:
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""
-        stop, micro_size = self._after(start), self._micro_size
+        stop, micro_size = self._end_row(start), self._micro_size
         if start >= stop:
             return None
         own_rows = range(start + self._rank, stop, self._size)
@@ -182,7 +182,7 @@ class Loader:
         batches = micro_batches(self.stream, own_rows, most_rows, micro_size)
         if self._pins_for is None:
             return batches, stop
-        use_in_this_thread(self._pins_for)
+        set_thread_device(self._pins_for)
         return [batch.pinned() for batch in batches], stop
 
 
@@ -203,7 +203,7 @@ class HeldOut:
         num_packed = self._packed.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
-            warn_of_cuts(store, order.seq_len)
+            warn_of_cut_documents(store, order.seq_len)
 
     def num_batches(self, micro_size: int) -> int:
         """Return how many batches of ``micro_size`` rows each rank gets."""
@@ -237,7 +237,7 @@ def prefetch_limit(step_bytes: int) -> int:
     return max(PREFETCH_BYTES, step_bytes)
 
 
-def warn_of_cuts(store: TokenStore, seq_len: int) -> None:
+def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
     """Say which documents are longer than a row, or were when they were prepared."""
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts

@@ -9,35 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.data.values import WrongRecord, is_unset, shown
+from hpc_tune.data.values import WrongRecord, format_value, is_unset
 
-_WEIGHTS = ("weight", "loss_scale")
-MARKS = (*_WEIGHTS, "train", "training", "loss", "loss_mask")
+_WEIGHT_FIELDS = ("weight", "loss_scale")
+MARK_FIELDS = (*_WEIGHT_FIELDS, "train", "training", "loss", "loss_mask")
 # Advantages of reinforcement learning, which are not read: see docs/data.md.
-ADVANTAGES = ("advantage", "advantages")
+ADVANTAGE_FIELDS = ("advantage", "advantages")
 
 
-def weight_of(fields: dict[str, Any], where: str) -> float | None:
+def read_weight(fields: dict[str, Any], where: str) -> float | None:
     """Return what a turn, or a row, counts in the loss by its own marks; None without a mark.
 
     Raises:
         WrongRecord: if a mark is no such number, or two of them contradict each other.
     """
-    marks = {name: fields[name] for name in MARKS if not is_unset(fields.get(name))}
-    weights = {name: _number(name, value, where) for name, value in marks.items()}
+    marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
+    weights = {name: _read_number(name, value, where) for name, value in marks.items()}
     # A mark that says no more than "learned" leaves the weight to the others.
-    said = {weights[name] for name in _WEIGHTS if name in weights} or set(weights.values())
+    said = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
     if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
         raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
     return said.pop() if said else None
 
 
-def _number(name: str, value: Any, where: str) -> float:
-    if name not in _WEIGHTS:
+def _read_number(name: str, value: Any, where: str) -> float:
+    if name not in _WEIGHT_FIELDS:
         if value not in (0, 1):
             raise WrongRecord(
-                f"{where}: {name} is {shown(value)}, expected 0 or 1, false or true: an answer is "
-                "learned or not; how much it counts is what weight says"
+                f"{where}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "
+                "answer is learned or not; how much it counts is what weight says"
             )
         return float(value)
     if isinstance(value, int | float):
@@ -46,8 +46,8 @@ def _number(name: str, value: Any, where: str) -> float:
         if value == 0 or 0 < stored < float("inf"):
             return stored
     raise WrongRecord(
-        f"{where}: {name} is {shown(value)}, expected a number from 0 on: how much it counts in "
-        "the loss, 0 for what is not learned, 1 as without it"
+        f"{where}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
+        "counts in the loss, 0 for what is not learned, 1 as without it"
     )
 
 
@@ -57,7 +57,7 @@ def refuse_advantages(record: dict[str, Any]) -> None:
     Raises:
         WrongRecord: if it has one.
     """
-    if fields := [name for name in ADVANTAGES if record.get(name) is not None]:
+    if fields := [name for name in ADVANTAGE_FIELDS if record.get(name) is not None]:
         raise WrongRecord(
             f"{fields[0]}: advantages are of reinforcement learning, where each update needs the "
             "probabilities that the answers were written with; rows are not learned by them here. "

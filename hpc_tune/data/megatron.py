@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc_tune.data.files import index_of
+from hpc_tune.data.files import megatron_index
 from hpc_tune.data.records import Tokens
 from hpc_tune.errors import DataError
 
@@ -26,11 +26,11 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)  # in either order, by the age of the writer
-_AGAIN = "copy both files again, or preprocess the data again"
+_ADVICE = "copy both files again, or preprocess the data again"
 
 
 @dataclass(frozen=True)
-class Index:
+class MegatronIndex:
     """The index of ``data``, whose columns are read when they are asked for."""
 
     data: Path
@@ -63,20 +63,20 @@ class Index:
         return pointers[sequences - sequences[0]]
 
     def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        file = index_of(self.data)
+        file = megatron_index(self.data)
         found = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
         if len(found) < count:
-            raise DataError(f"{file} was cut off while it was read; {_AGAIN}")
+            raise DataError(f"{file} was cut off while it was read; {_ADVICE}")
         return found
 
 
-def open_index(data: Path) -> Index:
+def open_index(data: Path) -> MegatronIndex:
     """Read the header of the index of a .bin, and compare the index's size with it.
 
     Raises:
         DataError: if it is cut off, or not what Megatron writes.
     """
-    file = index_of(data)
+    file = megatron_index(data)
     with file.open("rb") as opened:
         header = opened.read(_HEADER.size)
         size = os.fstat(opened.fileno()).st_size
@@ -86,12 +86,12 @@ def open_index(data: Path) -> Index:
             "(the older formats lazy and cached are not read; preprocess with --dataset-impl mmap)"
         )
     if len(header) < _HEADER.size:
-        raise DataError(f"{file} is cut off within its first {_HEADER.size} bytes; {_AGAIN}")
+        raise DataError(f"{file} is cut off within its first {_HEADER.size} bytes; {_ADVICE}")
     _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
     if version != 1 or code not in _DTYPES:
         kind = "of floating-point numbers" if code in _FLOATS else f"of the unknown code {code}"
         found = f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
-        raise DataError(f"{file} {found}; {_AGAIN}")
+        raise DataError(f"{file} {found}; {_ADVICE}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected + num_sequences > expected:
         raise DataError(
@@ -100,12 +100,12 @@ def open_index(data: Path) -> Index:
     if size != expected:
         raise DataError(
             f"{file} has {size:,} bytes, and its {num_sequences:,} sequences and "
-            f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_AGAIN}"
+            f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_ADVICE}"
         )
-    return Index(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
+    return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
 
-def cut(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
+def cut_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
     """Return ranges of documents with about ``chunk_bytes`` of tokens; checks the whole index.
 
     Raises:
@@ -123,11 +123,11 @@ def cut(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
         or sequences[-1] != index.num_sequences
         or (np.diff(sequences) < 0).any()
     ):
-        raise DataError(f"{index_of(data)} contradicts itself; {_AGAIN}")
+        raise DataError(f"{megatron_index(data)} contradicts itself; {_ADVICE}")
     if (size := data.stat().st_size) != last:
         raise DataError(
-            f"{data} has {size:,} bytes, and {index_of(data).name} describes {last:,}: one of both "
-            f"is cut off, or they do not belong together; {_AGAIN}"
+            f"{data} has {size:,} bytes, and {megatron_index(data).name} describes {last:,}: one "
+            f"of both is cut off, or they do not belong together; {_ADVICE}"
         )
     if not last:
         return []
@@ -150,11 +150,11 @@ def read_documents(data: Path, start: int, stop: int) -> Iterator[tuple[int, Tok
         count = int(end - begin) // size
         tokens = np.fromfile(data, index.dtype, count=count, offset=int(begin))
         if len(tokens) < count:
-            raise DataError(f"{data} was cut off while it was read; {_AGAIN}")
+            raise DataError(f"{data} was cut off while it was read; {_ADVICE}")
         yield number, Tokens(tokens, f"{data}, document {number}")
 
 
-def say_tokenizer(name: str) -> str:
+def describe_tokenizer(name: str) -> str:
     """Return that nothing says which tokenizer made the tokens; ``name``: of the model's."""
     return (
         "Megatron's files do not say which tokenizer made their tokens: they are taken for those "

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_tune.config.data import Form
-from hpc_tune.data.mixture import Phase
+from hpc_tune.data.mixture import MixturePhase
 from hpc_tune.data.packed_rows import PackedRows, ReadRow
 from hpc_tune.errors import ConfigError
 
@@ -16,7 +16,7 @@ class MixedRows:
     Rows before the present phase are over, and are never read again.
     """
 
-    def __init__(self, sources: Mapping[str, PackedRows], phases: list[Phase]) -> None:
+    def __init__(self, sources: Mapping[str, PackedRows], phases: list[MixturePhase]) -> None:
         """``sources``: by name, as in the present phase, of one form and seq_len."""
         self.phase, self.phases = phases[-1], phases
         assert list(sources) == list(self.phase.parts), f"{[*sources]}, {[*self.phase.parts]}"
@@ -30,7 +30,7 @@ class MixedRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch: see ``Phase``."""
+        """Rows of an epoch: see ``MixturePhase``."""
         return self._num_rows
 
     @property
@@ -68,7 +68,7 @@ class MixedRows:
         """Check that a position is one of this stream, or of one that this is to go on with.
 
         Raises:
-            ConfigError: if it is of another. See ``phases_of`` in train/mixture.py, which decides.
+            ConfigError: if it is of another. See ``determine_phases``, which decides.
         """
         saved, own = state.get("phases"), self.state()["phases"]
         if not saved or saved != own[: len(saved)]:

@@ -29,7 +29,7 @@ from hpc_tune.units import format_count
 
 
 @dataclass(frozen=True)
-class Part:
+class MixtureSource:
     """A source in a phase of a mixture.
 
     ``num_rows`` and ``learned_tokens``: of one pass over it. ``rows_before``: how many of its rows
@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """What holds from stream row ``first_row`` on, where ``first_epoch`` epochs are over.
 
     ``parts``: by name, in the order of the names, on which the order of rows depends.
@@ -69,7 +69,7 @@ class Phase:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    parts: dict[str, Part]
+    parts: dict[str, MixtureSource]
     first_row: int = 0
     first_epoch: float = 0.0
 
@@ -106,7 +106,7 @@ class Phase:
         return self.first_row + math.ceil((epochs - self.first_epoch) * self.num_rows)
 
 
-def rows_before(phases: Sequence[Phase], stream_row: int) -> dict[str, int]:
+def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, int]:
     """Return how many rows of each source come before a row of the stream, over all phases."""
     ends = [phase.first_row for phase in phases[1:]] + [stream_row]
     rows: dict[str, int] = {}
@@ -116,7 +116,7 @@ def rows_before(phases: Sequence[Phase], stream_row: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Reached:
+class SourceProgress:
     """What a run has of a source at some row of its stream.
 
     ``asked``: its weight or epochs. ``learned_tokens`` by its mean row, ``share`` of those of all
@@ -140,14 +140,14 @@ class Reached:
         )
 
 
-def reached(phases: Sequence[Phase], stream_row: int) -> list[Reached]:
+def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[SourceProgress]:
     """Return what a run has of each source before a row of the stream."""
     rows = rows_before(phases, stream_row)
     parts = {name: part for phase in phases for name, part in phase.parts.items()}
     learned = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
     total = max(1.0, sum(learned.values()))
     return [
-        Reached(
+        SourceProgress(
             name,
             part.asked if name in phases[-1].parts else "left out by now",
             rows[name],
@@ -161,13 +161,13 @@ def reached(phases: Sequence[Phase], stream_row: int) -> list[Reached]:
     ]
 
 
-def phases_from_json(values: Any) -> list[Phase]:
+def phases_from_json(values: Any) -> list[MixturePhase]:
     """Return phases from the JSON types of a checkpoint.
 
     Raises:
         ValueError: if they are none.
     """
-    phases = TypeAdapter(list[Phase]).validate_python(values)
+    phases = TypeAdapter(list[MixturePhase]).validate_python(values)
     if not phases:
         raise ValueError("it names no phase")
     return [replace(phase, parts=dict(sorted(phase.parts.items()))) for phase in phases]
@@ -181,7 +181,7 @@ class _Node:
     source: int = 0
     halves: "tuple[_Node, _Node] | None" = None
 
-    def of_first_half(self, num_rows: int) -> int:
+    def count_first_half(self, num_rows: int) -> int:
         """Return how many of the first ``num_rows`` rows are of the first half."""
         assert self.halves is not None, "a single source has no halves"
         first, _ = self.halves
@@ -210,8 +210,8 @@ class Interleaving:
         node = self._root
         while node.halves is not None:
             one, other = node.halves
-            before = node.of_first_half(place)
-            is_of_one = node.of_first_half(place + 1) > before
+            before = node.count_first_half(place)
+            is_of_one = node.count_first_half(place + 1) > before
             node, place = (one, before) if is_of_one else (other, place - before)
         return node.source, place
 
@@ -225,6 +225,6 @@ class Interleaving:
                 counts[node.source] = num
             else:
                 one, other = node.halves
-                first = node.of_first_half(num)
+                first = node.count_first_half(num)
                 open_nodes += [(one, first), (other, num - first)]
         return counts

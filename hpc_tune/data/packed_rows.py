@@ -1,6 +1,6 @@
 """Rows of documents -> batches.
 
-    row number -> documents (sampler.py) -> their sides (TokenStore) -> Batch, with Pairs
+    row number -> documents (sampler.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
 Of pairs, the chosen answer is followed by the rejected one in the same row. Of labelled answers,
 the batch holds those that rows give, and ``mismatched`` those of other rows after their prompts.
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpc_tune.batch import IGNORED_LABEL, Batch, Pairs, empty_batch
+from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, empty_batch
 from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
-from hpc_tune.data.subset import by_length
+from hpc_tune.data.subset import sort_by_length
 from hpc_tune.errors import ConfigError, DataError
 
 ROUND_TO = 8
@@ -79,7 +79,7 @@ class PackedRows:
         Raises:
             DataError: for preferences that are longer than a row: cut, they would lose an answer.
         """
-        values, counts, numbers = by_length(store, limit)
+        values, counts, numbers = sort_by_length(store, limit)
         longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
             what = "both answers together" if store.form == "pairs" else "with their prompts"
@@ -184,12 +184,12 @@ def _batch(rows: Rows, numbers: range, stride: int) -> Batch:
     return replace(own, pairs=replace(pairs, counts_P2=first), mismatched=others)
 
 
-def _pairs(read: Sequence[ReadRow]) -> Pairs:
+def _pairs(read: Sequence[ReadRow]) -> PreferencePairs:
     documents = [sides for row in read for sides in row.sides]
     counts_P2 = np.zeros((len(documents), 2), dtype=np.int64)
     for number, sides in enumerate(documents):
         counts_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
-    return Pairs(
+    return PreferencePairs(
         torch.from_numpy(counts_P2),
         torch.from_numpy(np.concatenate([row.reference_P2 for row in read])),
         torch.tensor([label for row in read for label in row.desirable], dtype=torch.bool),

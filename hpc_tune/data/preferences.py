@@ -11,22 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_tune.data.calls import tools_of
-from hpc_tune.data.cells import opened, with_input
+from hpc_tune.data.calls import read_tools
+from hpc_tune.data.cells import parse_input, unpack_chats
 from hpc_tune.data.common_prompt import Answer, Messages, Prompt, split_chats, split_texts
-from hpc_tune.data.marks import MARKS, weight_of
-from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example, turns_of
-from hpc_tune.data.values import WrongRecord, fields_of, is_unset, name_of, shown
+from hpc_tune.data.marks import MARK_FIELDS, read_weight
+from hpc_tune.data.records import Chat, Completion, NotLearned, Text, read_turns, to_example
+from hpc_tune.data.values import WrongRecord, format_value, is_unset, json_type_name, list_fields
 
-CHOSEN = ("chosen", "chosen_response", "preferred_output")
-REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
-LABELS = ("label", "kto_tag")
-_CHATS = ("messages", "conversations")
-_TEXTS = ("prompt", "instruction", "question", "query", "input")
-_WITH_EACH = ("tools", "functions", *MARKS)
-_BESIDE = ("system", "system_prompt", "history", "context", "rejected_tools")
+CHOSEN_FIELDS = ("chosen", "chosen_response", "preferred_output")
+REJECTED_FIELDS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+LABEL_FIELDS = ("label", "kto_tag")
+_CHAT_FIELDS = ("messages", "conversations")
+_TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
+_COMMON_FIELDS = ("tools", "functions", *MARK_FIELDS)
+_OTHER_FIELDS = ("system", "system_prompt", "history", "context", "rejected_tools")
 # All fields of rows of pairs.
-PAIR_FIELDS = frozenset((*CHOSEN, *REJECTED, *_CHATS, *_TEXTS, *_WITH_EACH, *_BESIDE))
+PAIR_FIELDS = frozenset(
+    (
+        *CHOSEN_FIELDS,
+        *REJECTED_FIELDS,
+        *_CHAT_FIELDS,
+        *_TEXT_FIELDS,
+        *_COMMON_FIELDS,
+        *_OTHER_FIELDS,
+    )
+)
 _EXPECTED_PAIRS = (
     "expected pairs: chosen and rejected, with prompt, messages, conversations, instruction or"
     " question, or each of the two a whole chat; data.columns={GOOD: chosen, BAD: rejected} names"
@@ -39,7 +48,7 @@ _EXPECTED_LABELS = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """A chosen and a rejected answer to the same prompt."""
 
     chosen: Chat | Completion
@@ -47,14 +56,14 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledAnswers:
     """Answers of one row, each with whether it is desirable: one, or the two of a pair."""
 
     answers: tuple[Chat | Completion, ...]
     labels: tuple[bool, ...]
 
 
-def to_pair(record: Any) -> Pair:
+def to_pair(record: Any) -> PreferencePair:
     """Turn a record into a pair.
 
     Raises:
@@ -62,28 +71,32 @@ def to_pair(record: Any) -> Pair:
         NotLearned: if it is marked as not to be learned.
     """
     _require_object(record)
-    record = opened(with_input(record), (*CHOSEN, *REJECTED, *_CHATS, "prompt"))
-    better, worse = _only(record, CHOSEN), _only(record, REJECTED)
+    record = unpack_chats(
+        parse_input(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *_CHAT_FIELDS, "prompt")
+    )
+    better, worse = _only_field(record, CHOSEN_FIELDS), _only_field(record, REJECTED_FIELDS)
     if better is None and worse is None:
-        raise WrongRecord(f"found {fields_of(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}")
-    weight = weight_of(record, "the row")
+        raise WrongRecord(
+            f"found {list_fields(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}"
+        )
+    weight = read_weight(record, "the row")
     if weight == 0:
         raise NotLearned
-    _require_no_weight(weight is None or weight == 1)
+    _refuse_weight(weight is None or weight == 1)
     _require_same_tools(record)
-    prompt, chosen, rejected = _parts(record, better, worse)
+    prompt, chosen, rejected = _split_row(record, better, worse)
     if chosen == rejected:
         raise WrongRecord(
-            f"chosen and rejected are the same, {shown(chosen)}: neither is preferred; take the row"
-            " out, or set data.bad_rows=skip"
+            f"chosen and rejected are the same, {format_value(chosen)}: neither is preferred; take "
+            "the row out, or set data.bad_rows=skip"
         )
-    return Pair(
-        _answered(record, prompt, chosen, better or "chosen"),
-        _answered(record, prompt, rejected, worse or "rejected"),
+    return PreferencePair(
+        _add_answer(record, prompt, chosen, better or "chosen"),
+        _add_answer(record, prompt, rejected, worse or "rejected"),
     )
 
 
-def to_labelled(record: Any) -> Labelled:
+def to_labelled(record: Any) -> LabelledAnswers:
     """Turn a record into labelled answers.
 
     Raises:
@@ -91,13 +104,13 @@ def to_labelled(record: Any) -> Labelled:
         NotLearned: if it is marked as not to be learned.
     """
     _require_object(record)
-    field, worse = _only(record, LABELS), _only(record, REJECTED)
+    field, worse = _only_field(record, LABEL_FIELDS), _only_field(record, REJECTED_FIELDS)
     if field is None and worse is not None:
         pair = to_pair(record)
-        return Labelled((pair.chosen, pair.rejected), (True, False))
+        return LabelledAnswers((pair.chosen, pair.rejected), (True, False))
     if field is None:
-        raise WrongRecord(f"found {fields_of(record)}; {_EXPECTED_LABELS}")
-    if worse is None and (better := _only(record, CHOSEN)) is not None:
+        raise WrongRecord(f"found {list_fields(record)}; {_EXPECTED_LABELS}")
+    if worse is None and (better := _only_field(record, CHOSEN_FIELDS)) is not None:
         raise WrongRecord(
             f"{field} and {better} are both there: expected an answer with a label, in completion "
             f"or as the last of messages; data.columns={{{better}: completion}} names it"
@@ -110,32 +123,32 @@ def to_labelled(record: Any) -> Labelled:
     label = record[field]
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise WrongRecord(
-            f"{field} is {shown(label)}, expected true or false (or 1 or 0): whether the answer is "
-            "desirable"
+            f"{field} is {format_value(label)}, expected true or false (or 1 or 0): whether the "
+            "answer is desirable"
         )
     example = to_example({name: value for name, value in record.items() if name != field})
     is_round = field != "kto_tag"  # of LLaMA-Factory, where it is of the last message
-    return Labelled((_answer_alone(example, record, is_round),), (bool(label),))
+    return LabelledAnswers((_read_labelled(example, record, is_round),), (bool(label),))
 
 
 def has_label(record: dict[str, Any]) -> bool:
     """Return whether a row is an answer with a label."""
-    return any(record.get(name) is not None for name in LABELS)
+    return any(record.get(name) is not None for name in LABEL_FIELDS)
 
 
-def with_answer_of(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
+def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
     """Return the prompt of one labelled answer with the answer of another, all messages of it."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
-    begin, others_begin = answer_begins(chat), answer_begins(answers)
+    begin, others_begin = find_answer_start(chat), find_answer_start(answers)
     later = {n for n in answers.unlearned if n > others_begin}
     unlearned = {n for n in chat.unlearned if n < begin} | {n - others_begin + begin for n in later}
     messages = [*chat.messages[:begin], *answers.messages[others_begin:]]
     return replace(chat, messages=messages, unlearned=frozenset(unlearned))
 
 
-def answer_begins(chat: Chat) -> int:
+def find_answer_start(chat: Chat) -> int:
     """Return with which message the answer of a pair or with a label begins: the first learned."""
     is_learned = (
         message["role"] == "assistant" and number not in chat.unlearned
@@ -146,19 +159,21 @@ def answer_begins(chat: Chat) -> int:
 
 def _require_object(record: Any) -> None:
     if not isinstance(record, dict):
-        raise WrongRecord(f"found a JSON {name_of(record)}, expected an object with fields")
+        raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
 
 
 def _other_objective(record: dict[str, Any]) -> str:
     """Return which objective takes a row that is no pair."""
     if has_label(record):
         return "answers with a label are for tune.objective=kto; "
-    if any(not is_unset(record.get(name)) for name in (*_CHATS, "completion", "output", "text")):
+    if any(
+        not is_unset(record.get(name)) for name in (*_CHAT_FIELDS, "completion", "output", "text")
+    ):
         return "answers alone are for tune.objective=sft; "
     return ""
 
 
-def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
+def _only_field(record: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return which of ``names`` a row has; None without any."""
     has = [name for name in names if record.get(name) is not None]
     if len(has) > 1:
@@ -169,38 +184,38 @@ def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
     return has[0] if has else None
 
 
-def _parts(
+def _split_row(
     record: dict[str, Any], better: str | None, worse: str | None
 ) -> tuple[Prompt, Answer, Answer]:
     """Return prompt, chosen and rejected; ``better``, ``worse``: the fields of the latter."""
-    whole = next((name for name in _CHATS if not is_unset(record.get(name))), None)
+    whole = next((name for name in _CHAT_FIELDS if not is_unset(record.get(name))), None)
     if better is None and worse != "rejected" and whole is not None:
-        return _of_ms_swift(record, whole, str(worse))
+        return _split_ms_swift_row(record, whole, str(worse))
     if better is None or worse is None:
         raise WrongRecord(
             f"found {better or worse}, but {'rejected' if better else 'chosen'} is missing;"
             f" {_EXPECTED_PAIRS}"
         )
-    chosen, rejected, names = _side(record, better), _side(record, worse), (better, worse)
+    chosen, rejected, names = _read_side(record, better), _read_side(record, worse), (better, worse)
     if isinstance(chosen, list) and isinstance(rejected, list):
         are_whole = [side[0]["role"] != "assistant" for side in (chosen, rejected)]
         if any(are_whole):
             parts = split_chats(chosen, rejected, names)
             _require_same_prompt(record, parts[0], names)
             return parts
-    if (odd := _whole_beside_answer((chosen, rejected), names)) is not None:
+    if (odd := _explain_mixed_sides((chosen, rejected), names)) is not None:
         raise WrongRecord(odd)
-    if (prompt := _prompt_of(record)) is not None:
+    if (prompt := _read_prompt(record)) is not None:
         return prompt, chosen, rejected
     if isinstance(chosen, str) and isinstance(rejected, str):
         text, *answers = split_texts(chosen, rejected, names)
-        return _of_row(text, record), answers[0], answers[1]
+        return _add_system(text, record), answers[0], answers[1]
     raise WrongRecord(
         f"{better} and {worse} are answers, and their prompt is missing; {_EXPECTED_PAIRS}"
     )
 
 
-def _whole_beside_answer(sides: tuple[Answer, Answer], names: tuple[str, str]) -> str | None:
+def _explain_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) -> str | None:
     """Return what to say of a whole chat beside an answer that is text."""
     for side, name, other in zip(sides, names, reversed(names), strict=True):
         if isinstance(side, list) and side[0]["role"] != "assistant":
@@ -211,12 +226,14 @@ def _whole_beside_answer(sides: tuple[Answer, Answer], names: tuple[str, str]) -
     return None
 
 
-def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messages, Answer, Answer]:
+def _split_ms_swift_row(
+    record: dict[str, Any], whole: str, worse: str
+) -> tuple[Messages, Answer, Answer]:
     """Return the parts of a row whose chosen answer is in its messages.
 
     It is all that comes after the last turn of the user, and so is the rejected one.
     """
-    messages, rejected = _turns(record[whole], whole), _side(record, worse)
+    messages, rejected = _read_turns(record[whole], whole), _read_side(record, worse)
     if messages[-1]["role"] != "assistant":
         raise WrongRecord(
             f"{whole} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
@@ -224,13 +241,13 @@ def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messag
         )
     if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
         return split_chats(messages, rejected, (whole, worse))
-    begin = _last_round(messages)
+    begin = _find_last_round(messages)
     if not begin:
         raise WrongRecord(f"{whole} begins with its answer, expected a turn of the user before it")
     return messages[:begin], messages[begin:], rejected
 
 
-def _last_round(messages: Messages) -> int:
+def _find_last_round(messages: Messages) -> int:
     """Return the first of the assistant's messages after the user's last."""
     user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
     return next(n for n, m in enumerate(messages) if n > user and m["role"] == "assistant")
@@ -238,15 +255,15 @@ def _last_round(messages: Messages) -> int:
 
 def _require_same_tools(record: dict[str, Any]) -> None:
     """Refuse tools of the rejected answer alone (ms-swift): its prompt would be another."""
-    rejected = tools_of({"tools": record.get("rejected_tools")})
-    if rejected is not None and rejected != _tools_of(record):
+    rejected = read_tools({"tools": record.get("rejected_tools")})
+    if rejected is not None and rejected != _read_tools(record):
         raise WrongRecord(
             "rejected_tools and tools differ: two answers are compared after the same prompt, of "
             "which the tools are a part; keep tools alone"
         )
 
 
-def _side(record: dict[str, Any], field: str) -> Answer:
+def _read_side(record: dict[str, Any], field: str) -> Answer:
     value = record[field]
     if isinstance(value, str):
         if not value.strip():
@@ -255,68 +272,70 @@ def _side(record: dict[str, Any], field: str) -> Answer:
     if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str):
         value = [value]
     if not isinstance(value, list | dict):
-        raise WrongRecord(f"{field} is {name_of(value)}, expected text or messages")
-    return _turns(value, field)
+        raise WrongRecord(f"{field} is {json_type_name(value)}, expected text or messages")
+    return _read_turns(value, field)
 
 
-def _turns(value: Any, field: str) -> Messages:
+def _read_turns(value: Any, field: str) -> Messages:
     """Return messages without the keys that say nothing, so that equal ones are the same."""
     return [
         {key: item for key, item in message.items() if key == "content" or not is_unset(item)}
-        for message in turns_of(value, field)
+        for message in read_turns(value, field)
     ]
 
 
-def _prompt_of(record: dict[str, Any]) -> Prompt | None:
+def _read_prompt(record: dict[str, Any]) -> Prompt | None:
     """Return the prompt that is a field of its own, or several; None without one."""
     if isinstance(inner := record.get("input"), dict):  # OpenAI
-        return _turns(inner.get("messages"), "input.messages")
+        return _read_turns(inner.get("messages"), "input.messages")
     given = record.get("prompt")
     if not is_unset(given) and not isinstance(given, str):
-        return _turns(given, "prompt")
+        return _read_turns(given, "prompt")
     if is_unset(given):
-        for name in _CHATS:
+        for name in _CHAT_FIELDS:
             if not is_unset(record.get(name)):
-                return _turns(record[name], name)
-    field = next((name for name in _TEXTS if not is_unset(record.get(name))), None)
+                return _read_turns(record[name], name)
+    field = next((name for name in _TEXT_FIELDS if not is_unset(record.get(name))), None)
     if field is None:
-        if blank := [name for name in _TEXTS if record.get(name) is not None]:
-            raise WrongRecord(f"{blank[0]} is {name_of(record[blank[0]])}, expected a prompt")
+        if blank := [name for name in _TEXT_FIELDS if record.get(name) is not None]:
+            raise WrongRecord(
+                f"{blank[0]} is {json_type_name(record[blank[0]])}, expected a prompt"
+            )
         return None
     if not isinstance(record[field], str) or not record[field].strip():
-        raise WrongRecord(f"{field} is {shown(record[field])}, expected a prompt as text")
+        raise WrongRecord(f"{field} is {format_value(record[field])}, expected a prompt as text")
     if field != "instruction" and is_unset(record.get("history")):
-        return _of_row(Completion(record[field], "", plain_prompt=record[field]), record)
+        return _add_system(Completion(record[field], "", plain_prompt=record[field]), record)
     further = next((f for f in ("input", "context") if not is_unset(record.get(f))), None)
     fields = {"instruction": record[field], "history": record.get("history"), "output": ""}
     if field == "instruction" and further is not None:
         fields["input"] = record[further]
     alpaca = to_example({name: value for name, value in fields.items() if value is not None})
     assert isinstance(alpaca, Completion)
-    return _of_row(replace(alpaca, plain_answers=()), record)
+    return _add_system(replace(alpaca, plain_answers=()), record)
 
 
-def _of_row(prompt: Prompt, record: dict[str, Any]) -> Prompt:
+def _add_system(prompt: Prompt, record: dict[str, Any]) -> Prompt:
     """Add the row's system prompt to a prompt that is text; with tools it is a chat."""
     if isinstance(prompt, list):
         return prompt
-    prompt = replace(prompt, system=_system_of(record))
-    return prompt.messages()[:-1] if _tools_of(record) else prompt
+    prompt = replace(prompt, system=_read_system(record))
+    return prompt.messages()[:-1] if _read_tools(record) else prompt
 
 
-def _system_of(record: dict[str, Any]) -> str:
+def _read_system(record: dict[str, Any]) -> str:
     fields = [f for f in ("system", "system_prompt") if not is_unset(record.get(f))]
     for field in fields:
         if not isinstance(record[field], str):
-            raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
+            raise WrongRecord(f"{field} is {json_type_name(record[field])}, expected text")
     if len(fields) > 1 and record["system"] != record["system_prompt"]:
         raise WrongRecord("system and system_prompt are there, and they differ; keep one of them")
     return record[fields[0]] if fields else ""
 
 
-def _tools_of(record: dict[str, Any]) -> list[Any] | None:
+def _read_tools(record: dict[str, Any]) -> list[Any] | None:
     inner = record.get("input")
-    return tools_of(inner if isinstance(inner, dict) else record)
+    return read_tools(inner if isinstance(inner, dict) else record)
 
 
 def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequence[str]) -> None:
@@ -328,16 +347,16 @@ def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequen
         texts = [str(m.get("content") or "").strip() for m in prompt if m["role"] != "assistant"]
         is_same = any(text and (text in given or given.strip() in text) for text in texts)
     else:
-        turns = _turns(given, "prompt")
+        turns = _read_turns(given, "prompt")
         is_same = turns == prompt[: len(turns)]
     if not is_same:
         raise WrongRecord(
-            f"prompt is {shown(given)}, but the chats of {' and '.join(names)} begin with"
-            f" {shown(prompt[-1])}; take one of the prompts out"
+            f"prompt is {format_value(given)}, but the chats of {' and '.join(names)} begin with"
+            f" {format_value(prompt[-1])}; take one of the prompts out"
         )
 
 
-def _answered(
+def _add_answer(
     record: dict[str, Any], prompt: Prompt, answer: Answer, field: str
 ) -> Chat | Completion:
     """Return a prompt with the answer in ``field``."""
@@ -351,25 +370,27 @@ def _answered(
             " of a tool"
         )
     answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if answer[0]["role"] != "assistant" or not any(map(_is_said, answer)):
-        raise WrongRecord(f"{field} is {shown(answer[0])}, expected an answer of the assistant")
-    fields = {name: record[name] for name in MARKS if name in record}
+    if answer[0]["role"] != "assistant" or not any(map(_has_content, answer)):
+        raise WrongRecord(
+            f"{field} is {format_value(answer[0])}, expected an answer of the assistant"
+        )
+    fields = {name: record[name] for name in MARK_FIELDS if name in record}
     try:
         chat = to_example(
             {
                 **fields,
-                "system": _system_of(record),
-                "tools": _tools_of(record),
+                "system": _read_system(record),
+                "tools": _read_tools(record),
                 "messages": [*prompt, *answer],
             }
         )
     except WrongRecord as error:
         raise WrongRecord(f"with {field}: {error}") from error
     assert isinstance(chat, Chat)
-    return _unlearned_before(chat, len(chat.messages) - len(answer))
+    return _unlearn_before(chat, len(chat.messages) - len(answer))
 
 
-def _answer_alone(example: Any, record: dict[str, Any], is_round: bool) -> Chat | Completion:
+def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat | Completion:
     """Return a labelled answer, before which nothing is learned.
 
     Of a chat the answer is the last message; if ``is_round``, all after the user's last (ms-swift).
@@ -381,20 +402,22 @@ def _answer_alone(example: Any, record: dict[str, Any], is_round: bool) -> Chat 
         for name, text in (("prompt", example.prompt), ("answer", example.completion)):
             if not text.strip():
                 raise WrongRecord(f"the {name} is empty text, expected a prompt and its answer")
-        _require_no_weight(example.weight == 1)
+        _refuse_weight(example.weight == 1)
         return replace(example, plain_answers=())
     last = example.messages[-1]
-    if last["role"] != "assistant" or not _is_said(last):
-        raise WrongRecord(f"the last message is {shown(last)}, expected an answer of the assistant")
+    if last["role"] != "assistant" or not _has_content(last):
+        raise WrongRecord(
+            f"the last message is {format_value(last)}, expected an answer of the assistant"
+        )
     if all(message["role"] == "assistant" for message in example.messages):
         raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
-    if "completion" in record and not any(record.get(name) for name in _CHATS):
-        return _unlearned_before(example, answer_begins(example))
-    begin = _last_round(example.messages) if is_round else len(example.messages) - 1
-    return _unlearned_before(example, begin)
+    if "completion" in record and not any(record.get(name) for name in _CHAT_FIELDS):
+        return _unlearn_before(example, find_answer_start(example))
+    begin = _find_last_round(example.messages) if is_round else len(example.messages) - 1
+    return _unlearn_before(example, begin)
 
 
-def _require_no_weight(is_one: bool) -> None:
+def _refuse_weight(is_one: bool) -> None:
     """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
     if not is_one:
         raise WrongRecord(
@@ -404,9 +427,9 @@ def _require_no_weight(is_one: bool) -> None:
         )
 
 
-def _unlearned_before(chat: Chat, first: int) -> Chat:
+def _unlearn_before(chat: Chat, first: int) -> Chat:
     """Return a chat whose answers before message ``first`` are not learned."""
-    _require_no_weight(chat.weight == 1 and not chat.weights)
+    _refuse_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
     unlearned = chat.unlearned | {number for number in answers if number < first}
     if unlearned == answers:
@@ -414,7 +437,7 @@ def _unlearned_before(chat: Chat, first: int) -> Chat:
     return replace(chat, unlearned=frozenset(unlearned))
 
 
-def _is_said(message: dict[str, Any]) -> bool:
+def _has_content(message: dict[str, Any]) -> bool:
     """Return whether a message has text, or a call of tools."""
     content = message.get("content")
     text = content.strip() if isinstance(content, str) else content

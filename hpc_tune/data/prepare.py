@@ -31,27 +31,27 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpc_tune import __version__
-from hpc_tune.atomic_file import replacing
+from hpc_tune.atomic_file import replace_atomically
 from hpc_tune.data.chats import LossOn
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
 from hpc_tune.data.encode import Encoder
-from hpc_tune.data.encode_preferences import PreferenceEncoder, encoder_of
-from hpc_tune.data.files import Paths, as_list, shown
+from hpc_tune.data.encode_preferences import PreferenceEncoder, make_encoder
+from hpc_tune.data.files import Paths, as_list, join_paths
 from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
-from hpc_tune.data.reading import PLAIN, Reading, require_columns
-from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
-from hpc_tune.data.templates import template_date_of
-from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint, num_ids
+from hpc_tune.data.reading import DEFAULT_READING, Reading, require_columns
+from hpc_tune.data.sources import Chunk, hash_file_ends, identity, list_chunks, read_chunk
+from hpc_tune.data.templates import find_template_date
+from hpc_tune.data.tokenizer import FastTokenizer, fingerprint, num_ids, tokenizer_name
 from hpc_tune.data.writer import Block, write_store
-from hpc_tune.errors import DataError, HpcTuneError, remedy_of
+from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 from hpc_tune.log import log
-from hpc_tune.world.comm import RunAndAgree, alone
+from hpc_tune.world.comm import RunAndAgree, run_alone
 
 STALE_S = 24 * 3600
-_FACTS = "facts.json"
+_FACTS_FILE = "facts.json"
 # Of what is learned of a row: files of another are prepared again.
-_MEANING, _MEANING_OF_LABELS = 8, 9
-Report = Callable[[int, int], None]
+_MEANING_VERSION, _LABELS_MEANING_VERSION = 8, 9
+ReportProgress = Callable[[int, int], None]
 T = TypeVar("T")
 
 
@@ -61,11 +61,11 @@ class PrepareSettings:
 
     seq_len: int
     loss_on: LossOn = "answers"
-    reading: Reading = PLAIN
+    reading: Reading = DEFAULT_READING
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparePlan:
     """What is to be prepared, and where its parts are kept meanwhile."""
 
     out: Path
@@ -94,7 +94,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    run_and_agree: RunAndAgree = alone
+    run_and_agree: RunAndAgree = run_alone
     share: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
 
@@ -105,12 +105,12 @@ class Ranks:
             try:
                 return work()
             except OSError as error:
-                raise DataError(f"{error}{remedy_of(error)}") from None
+                raise DataError(f"{error}{find_remedy(error)}") from None
 
         return self.run_and_agree("preparing the data", step)
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
 def cache_name(paths: Paths, mark: str, settings: PrepareSettings) -> str:
@@ -121,12 +121,12 @@ def cache_name(paths: Paths, mark: str, settings: PrepareSettings) -> str:
     first, *others = as_list(paths)
     stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
     stem += f"-and-{len(others)}" if others else ""
-    return f"{stem}-{_key(paths, mark, settings)}.h5"
+    return f"{stem}-{_cache_key(paths, mark, settings)}.h5"
 
 
-def plan(
+def plan_preparation(
     paths: Paths, out: str | Path, tokenizer: FastTokenizer, settings: PrepareSettings
-) -> Plan:
+) -> PreparePlan:
     """List what has to be done; reads the ends of the files and writes nothing.
 
     Raises:
@@ -135,26 +135,26 @@ def plan(
     """
     out, mark = Path(out), fingerprint(tokenizer)
     attributes = Attributes(
-        tokenizer=describe(tokenizer),
+        tokenizer=tokenizer_name(tokenizer),
         tokenizer_fingerprint=mark,
         vocab_size=num_ids(tokenizer),
         seq_len=settings.seq_len,
         loss_on=settings.loss_on,
-        template_date=template_date_of(tokenizer),
-        source=shown(paths),
+        template_date=find_template_date(tokenizer),
+        source=join_paths(paths),
         hpc_tune_version=__version__,
         form=settings.reading.form,
     )
-    parts = out.with_name(f".{out.name}.{_key(paths, mark, settings)}.parts")
+    parts = out.with_name(f".{out.name}.{_cache_key(paths, mark, settings)}.parts")
     chunks = tuple(list_chunks(paths))
-    return Plan(out, ends_of_files(paths), chunks, settings, attributes, parts)
+    return PreparePlan(out, hash_file_ends(paths), chunks, settings, attributes, parts)
 
 
-def tokenize(
-    work: Plan,
+def tokenize_chunks(
+    work: PreparePlan,
     tokenizer: FastTokenizer,
-    ranks: Ranks = ALONE,
-    report: Report | None = None,
+    ranks: Ranks = SINGLE_RANK,
+    report: ReportProgress | None = None,
 ) -> None:
     """Write the parts of this rank's chunks; complete parts of an earlier run are kept.
 
@@ -170,12 +170,12 @@ def tokenize(
     with _tokenizer_threads(ranks.threads):
         for done, number in enumerate(numbers, 1):
             if not zipfile.is_zipfile(work.part(number)):
-                _write_part(work, number, encoder_of(settings.reading.form, *of_tokenizer))
+                _write_part(work, number, make_encoder(settings.reading.form, *of_tokenizer))
             if report is not None:
                 report(done, len(numbers))
 
 
-def assemble(work: Plan) -> Counters:
+def join_parts(work: PreparePlan) -> Counters:
     """Join all parts into ``work.out`` and remove them; for one rank, after all have tokenized.
 
     Raises:
@@ -185,12 +185,12 @@ def assemble(work: Plan) -> Counters:
     num_tokens = 0
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
-            facts = json.loads(part[_FACTS])
+            facts = json.loads(part[_FACTS_FILE])
         counters.add(Counters(**facts["counters"]))
         findings.add(Findings(**facts["findings"]))
         histogram.update(dict(facts["sizes"]))
         num_tokens += facts["tokens"]
-    _check(work, counters, findings)
+    _check_counters(work, counters, findings)
     attributes = replace(work.attributes, counters=counters)
     write_store(work.out, _all_blocks(work), histogram, attributes, num_tokens)
     shutil.rmtree(work.parts, ignore_errors=True)
@@ -198,7 +198,7 @@ def assemble(work: Plan) -> Counters:
     return counters
 
 
-def _check(work: Plan, counters: Counters, findings: Findings) -> None:
+def _check_counters(work: PreparePlan, counters: Counters, findings: Findings) -> None:
     """Log what was found in the data; refuse data without an example to learn from."""
     reading, source = work.settings.reading, work.attributes.source
     if counters.documents:
@@ -226,7 +226,7 @@ def _check(work: Plan, counters: Counters, findings: Findings) -> None:
     )
 
 
-def _require_copy(own: Plan, work: Plan) -> None:
+def _require_same_files(own: PreparePlan, work: PreparePlan) -> None:
     """Check that this rank sees the files of rank 0: each node may have copies."""
     for files in zip_longest(own.files, work.files):
         if files[0] != files[1]:
@@ -243,8 +243,8 @@ def prepare(
     out: str | Path,
     tokenizer: FastTokenizer,
     settings: PrepareSettings,
-    ranks: Ranks = ALONE,
-    report: Report | None = None,
+    ranks: Ranks = SINGLE_RANK,
+    report: ReportProgress | None = None,
 ) -> Counters:
     """Do all three steps; every rank calls it and gets the counters.
 
@@ -254,20 +254,20 @@ def prepare(
     Raises:
         DataError: on every rank, if the data of one cannot be used or written.
     """
-    before = _stamp_of(Path(out), ranks)
-    own = ranks.do(lambda: plan(paths, out, tokenizer, settings))
-    work: Plan = ranks.share(own)
+    before = _file_stamp(Path(out), ranks)
+    own = ranks.do(lambda: plan_preparation(paths, out, tokenizer, settings))
+    work: PreparePlan = ranks.share(own)
 
     def tokenize_own() -> None:
-        _require_copy(own, work)
-        tokenize(work, tokenizer, ranks, report)
+        _require_same_files(own, work)
+        tokenize_chunks(work, tokenizer, ranks, report)
 
     failed: HpcTuneError | None = None
     try:
         ranks.do(tokenize_own)
     except HpcTuneError as error:  # on all ranks; the parts may be gone
         failed = error
-    is_there: bool = ranks.share(_stamp_of(work.out, ranks) != before)
+    is_there: bool = ranks.share(_file_stamp(work.out, ranks) != before)
     if failed is not None and not is_there:
         raise failed
 
@@ -276,9 +276,9 @@ def prepare(
             return
         try:
             if not is_there:
-                assemble(work)
+                join_parts(work)
         except (HpcTuneError, OSError):
-            if _stamp_of(work.out, ranks) == before:
+            if _file_stamp(work.out, ranks) == before:
                 raise
         shutil.rmtree(work.parts, ignore_errors=True)
 
@@ -286,7 +286,7 @@ def prepare(
     return TokenStore.open(work.out).attributes.counters
 
 
-def _stamp_of(file: Path, ranks: Ranks) -> tuple[int, int] | None:
+def _file_stamp(file: Path, ranks: Ranks) -> tuple[int, int] | None:
     """Return what differs between a file and one that replaces it; None where there is none.
 
     Rank 0 alone looks: where a rank on another node has looked in vain, NFS goes on telling it that
@@ -301,12 +301,12 @@ def _stamp_of(file: Path, ranks: Ranks) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
+def _cache_key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
     values, version = asdict(settings), PAIR_VERSION
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    meaning = _MEANING_OF_LABELS if settings.reading.form == "labels" else _MEANING
+    meaning = _LABELS_MEANING_VERSION if settings.reading.form == "labels" else _MEANING_VERSION
     facts = [version, meaning, __version__, identity(paths), mark, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -336,12 +336,15 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _write_part(work: Plan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
+def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, at last facts about all."""
     findings, histogram = Findings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
     num_tokens = 0
     examples = read_chunk(work.chunks[number], work.settings.reading, findings)
-    with replacing(work.part(number)) as temporary, zipfile.ZipFile(temporary, "w") as part:
+    with (
+        replace_atomically(work.part(number)) as temporary,
+        zipfile.ZipFile(temporary, "w") as part,
+    ):
         for at, block in enumerate(encoder.encode(examples)):
             for name, array in block.arrays.items():
                 with part.open(f"{at}/{name}.npy", "w", force_zip64=True) as file:
@@ -356,11 +359,11 @@ def _write_part(work: Plan, number: int, encoder: Encoder | PreferenceEncoder) -
             "tokens": num_tokens,
             "sizes": [*zip(sizes.tolist(), histogram[sizes].tolist(), strict=True)],
         }
-        part.writestr(_FACTS, json.dumps(facts))
+        part.writestr(_FACTS_FILE, json.dumps(facts))
 
 
 @contextlib.contextmanager
-def _open_part(work: Plan, number: int) -> Iterator[Any]:
+def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
     """Open a part, to read from it by name; each array is checked by its CRC then.
 
     Raises:
@@ -376,14 +379,14 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
             " data.cache to such a folder"
         ) from None
     except PermissionError as error:
-        raise DataError(f"{error}{remedy_of(error)}") from None
+        raise DataError(f"{error}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{work.part(number)} is damaged ({error}); remove its folder and prepare again"
         ) from error
 
 
-def _all_blocks(work: Plan) -> Iterator[Block]:
+def _all_blocks(work: PreparePlan) -> Iterator[Block]:
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
             there = frozenset(part.files)

@@ -18,7 +18,7 @@ HELDOUT_NAME = "builtin:pydocs:heldout"
 
 MIN_ANSWER_CHARS = 30
 MAX_ANSWER_CHARS = 1000
-_SKIPPED = {
+_SKIPPED_MODULES = {
     "antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "this",
     "tkinter", "turtledemo",
 }  # fmt: skip
@@ -28,19 +28,19 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "_vendor"}
 
 def list_modules(heldout: bool) -> list[str]:
     """Return the top-level modules of one split, sorted."""
-    names = sorted(sys.stdlib_module_names - _SKIPPED)
-    return [name for name in names if _is_heldout(name) == heldout and _files(name)]
+    names = sorted(sys.stdlib_module_names - _SKIPPED_MODULES)
+    return [name for name in names if _is_heldout(name) == heldout and _module_files(name)]
 
 
 def read_module(name: str) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs for a top-level module and all within it."""
     seen = set()
-    for dotted, path in _files(name):
+    for dotted, path in _module_files(name):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates that a distributor leaves among the sources
             continue
-        for pair in _pairs(dotted, tree):
+        for pair in _module_pairs(dotted, tree):
             if pair not in seen:
                 seen.add(pair)
                 yield pair
@@ -50,7 +50,7 @@ def _is_heldout(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 10 == 0
 
 
-def _files(name: str) -> list[tuple[str, Path]]:
+def _module_files(name: str) -> list[tuple[str, Path]]:
     """Return (dotted module name, source file) of a top-level module, sorted."""
     if (_ROOT / f"{name}.py").is_file():
         return [(name, _ROOT / f"{name}.py")]
@@ -62,7 +62,7 @@ def _files(name: str) -> list[tuple[str, Path]]:
     return sources
 
 
-def _pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _module_pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     answer = _answer(tree)
     if answer:
         yield f"What is the Python module {module} for?", answer

@@ -14,21 +14,21 @@ from typing import Any, Literal
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.marks import ADVANTAGES, MARKS, refuse_advantages
+from hpc_tune.data.marks import ADVANTAGE_FIELDS, MARK_FIELDS, refuse_advantages
 from hpc_tune.data.preferences import (
-    CHOSEN,
-    LABELS,
+    CHOSEN_FIELDS,
+    LABEL_FIELDS,
     PAIR_FIELDS,
-    REJECTED,
-    Labelled,
-    Pair,
+    REJECTED_FIELDS,
+    LabelledAnswers,
+    PreferencePair,
     has_label,
     to_labelled,
     to_pair,
 )
 from hpc_tune.data.records import (
-    EXPECTED,
-    PREFERENCES,
+    EXPECTED_FIELDS,
+    PREFERENCE_FIELDS,
     Chat,
     Completion,
     Example,
@@ -41,30 +41,30 @@ from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
-Part = Literal["all", "train", "held-out"]
-Row = Example | Tokens | Pair | Labelled
+SplitPart = Literal["all", "train", "held-out"]
+Row = Example | Tokens | PreferencePair | LabelledAnswers
 # The fields of each form, the one by which it is known first, and those that any form may have.
 _FORMS = (
     ("messages",), ("conversations",), ("instruction", "input", "output"),
     ("prompt", "completion", "response"), ("text",),
 )  # fmt: skip
-_FURTHER = {
-    "messages": ("system", "tools", "functions", *MARKS),
-    "conversations": ("system", "tools", "functions", *MARKS),
-    "instruction": ("system", "tools", "functions", "history", *MARKS),
-    "prompt": ("system", "tools", "functions", *MARKS),
-    "text": MARKS,
+_FURTHER_FIELDS = {
+    "messages": ("system", "tools", "functions", *MARK_FIELDS),
+    "conversations": ("system", "tools", "functions", *MARK_FIELDS),
+    "instruction": ("system", "tools", "functions", "history", *MARK_FIELDS),
+    "prompt": ("system", "tools", "functions", *MARK_FIELDS),
+    "text": MARK_FIELDS,
 }
-_QUESTIONS = ("instruction", "prompt", "question", "query")
-_ANSWERS = ("output", "completion", "answer", "response")
-KNOWN = frozenset(
+_QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
+_ANSWER_FIELDS = ("output", "completion", "answer", "response")
+KNOWN_FIELDS = frozenset(
     itertools.chain(
         *_FORMS,
-        *_FURTHER.values(),
-        _QUESTIONS,
-        _ANSWERS,
-        PREFERENCES,
-        ADVANTAGES,
+        *_FURTHER_FIELDS.values(),
+        _QUESTION_FIELDS,
+        _ANSWER_FIELDS,
+        PREFERENCE_FIELDS,
+        ADVANTAGE_FIELDS,
         ("label", "context", "system_prompt"),
     )
 )
@@ -86,16 +86,16 @@ class Reading:
     columns: tuple[tuple[str, str], ...] = ()
     bad_rows: BadRows = "refuse"
     held_out: float = 0.0
-    part: Part = "all"
+    part: SplitPart = "all"
     form: Form = "answers"
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that rows may have."""
-        return KNOWN if self.form == "answers" else KNOWN | PAIR_FIELDS
+        return KNOWN_FIELDS if self.form == "answers" else KNOWN_FIELDS | PAIR_FIELDS
 
 
-PLAIN = Reading()
+DEFAULT_READING = Reading()
 
 
 def choose_columns(
@@ -108,10 +108,10 @@ def choose_columns(
     """
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
-        raise DataError(_missing(str(file), missing, names))
+        raise DataError(_explain_missing(str(file), missing, names))
     chosen = [name for name in names if name in reading.known or name in columns]
     if not chosen:
-        raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED}")
+        raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS}")
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
         raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
     findings.note(columns, (name for name in names if name not in chosen))
@@ -125,17 +125,17 @@ def require_columns(source: str, reading: Reading, findings: Findings) -> None:
         DataError: if one was not: it is misspelt, or of other data.
     """
     if missing := [name for name, _ in reading.columns if name not in findings.used]:
-        raise DataError(_missing(source, missing, [*findings.used, *findings.unread]))
+        raise DataError(_explain_missing(source, missing, [*findings.used, *findings.unread]))
 
 
-def _missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
+def _explain_missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
     return (
         f"data.columns names {', '.join(missing)}, but {where} has the columns "
         f"{', '.join(sorted(names)) or '(none)'}"
     )
 
 
-def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
+def read_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
     """Return the example of a row; None if it is not to be learned, or in the other part.
 
     Raises:
@@ -149,7 +149,7 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
         return row if _is_wanted(row, reading, findings) else None
     names: dict[str, str] = {}
     if isinstance(row, dict):
-        row, names = _renamed(row, reading, findings)
+        row, names = _rename_fields(row, reading, findings)
     try:
         if isinstance(row, dict):
             refuse_advantages(row)
@@ -165,7 +165,7 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
     return example if _is_wanted(example, reading, findings) else None
 
 
-def _renamed(
+def _rename_fields(
     row: dict[str, Any], reading: Reading, findings: Findings
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row with the names of its fields as they are read, and what was renamed."""
@@ -175,13 +175,13 @@ def _renamed(
         wanted = {new for _, new in reading.columns}
         forms = [form for form in _FORMS if wanted.intersection(form)]
         others = {name for form in _FORMS if forms and form not in forms for name in form}
-        groups = (CHOSEN, REJECTED, LABELS)
+        groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
         is_said = reading.form == "answers" and bool(forms)  # which answers are learned
         others.update(*(g for g in groups if is_said or wanted.intersection(g)))
         kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
     renamed = {**kept, **{new: row[old] for old, new in names.items()}}
     is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed))
-    if not is_pair and (further := _well_known(renamed)):
+    if not is_pair and (further := _find_known_names(renamed)):
         # A field without a value may have the name that another one is read under.
         taken = {new for old, new in further.items() if old != new}
         renamed = {
@@ -192,16 +192,16 @@ def _renamed(
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
-    of_form = {*form, *_FURTHER.get(form[0], ())} - {"response"}  # it is read renamed alone
+    of_form = {*form, *_FURTHER_FIELDS.get(form[0], ())} - {"response"}  # it is read renamed alone
     if reading.form != "answers":
-        of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABELS}
+        of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
     read = of_form.intersection(kept) | names.keys()
     findings.read_as |= names
     findings.note(read, (name for name in row if name not in read and row[name] is not None))
     return renamed, names
 
 
-def _well_known(row: dict[str, Any]) -> dict[str, str]:
+def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
     """Return under which names fields of well-known names are read, such as question and answer.
 
     Raises:
@@ -213,8 +213,8 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
         return system
     if "text" in has:
         return {}
-    questions = [name for name in _QUESTIONS if name in has]
-    answers = [name for name in _ANSWERS if name in has]
+    questions = [name for name in _QUESTION_FIELDS if name in has]
+    answers = [name for name in _ANSWER_FIELDS if name in has]
     if not questions or not answers:
         return {}
     pairs = {"instruction": "output", "prompt": "completion"}
@@ -251,7 +251,7 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
             )
         return True
     try:
-        data = _content(example)
+        data = _content_bytes(example)
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
     except UnicodeEncodeError:
@@ -268,15 +268,15 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
     return is_wanted
 
 
-def _content(example: Row) -> bytes:
+def _content_bytes(example: Row) -> bytes:
     """Return what two examples have in common if they are duplicates."""
     if isinstance(example, Tokens):
         return example.numbers.astype("<i8").tobytes()
-    text = json.dumps(_plain(example), ensure_ascii=False, sort_keys=True, default=_plain)
+    text = json.dumps(_json_value(example), ensure_ascii=False, sort_keys=True, default=_json_value)
     return text.encode()
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Row):  # duplicates are duplicates with any weight
         return {k: v for k, v in vars(value).items() if k not in ("weight", "weights")}
     return sorted(value) if isinstance(value, frozenset) else str(value)

@@ -43,18 +43,18 @@ class RenderedChat:
         """
         return self.first(number, generation=True) if number else None
 
-    def probed(self, number: int) -> Messages:
+    def with_probe(self, number: int) -> Messages:
         """Return the messages with a probe in place of one's content."""
         probe = {**self.messages[number], "content": PROBE}
         return [*self.messages[:number], probe, *self.messages[number + 1 :]]
 
-    def behind_probe(self, messages: Messages) -> str:
+    def text_after_probe(self, messages: Messages) -> str:
         """Return what follows the probe in the text of ``messages``; nothing if there is none."""
         return (self.render(messages) or "").partition(PROBE)[2]
 
-    def begin_of_next(self, number: int) -> int:
+    def next_content_start(self, number: int) -> int:
         """Return where the content of the message behind one begins, or ``full`` ends."""
         if number + 1 == len(self.messages):
             return len(self.full)
-        before, found, _ = (self.render(self.probed(number + 1)) or "").partition(PROBE)
+        before, found, _ = (self.render(self.with_probe(number + 1)) or "").partition(PROBE)
         return len(os.path.commonprefix([self.full, before])) if found else len(self.full)

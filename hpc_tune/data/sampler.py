@@ -43,31 +43,31 @@ class SampleOrder:
     seed: int
 
 
-def seed_of(seed: int, source: str) -> int:
+def source_seed(seed: int, source: str) -> int:
     """Return the seed of a source of a mixture: other sources do not change its order."""
     digest = hashlib.blake2b(repr((seed, source)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True)
-class Pattern:
+class RowPattern:
     """``num_rows`` rows that each hold ``copies`` documents of each ``length`` in ``items``."""
 
     items: _Items
     num_rows: int
 
 
-def pack(histogram: dict[int, int], seq_len: int) -> list[Pattern]:
+def pack_documents(histogram: dict[int, int], seq_len: int) -> list[RowPattern]:
     """Pack documents {length: count} into rows of ``seq_len`` by best fit decreasing.
 
     Longest first, each document goes into the fullest row that still takes it. All documents of one
     length are placed together: the rows that are alike so far, and stay alike, are one pattern with
     a count.
     """
-    open_patterns: dict[int, list[Pattern]] = {}
+    open_patterns: dict[int, list[RowPattern]] = {}
     spaces: list[int] = []  # the keys of open_patterns, rising
 
-    def put(pattern: Pattern, space: int) -> None:
+    def put(pattern: RowPattern, space: int) -> None:
         if pattern.num_rows:
             if space not in open_patterns:
                 open_patterns[space] = []
@@ -80,7 +80,7 @@ def pack(histogram: dict[int, int], seq_len: int) -> list[Pattern]:
         while left:
             at = bisect_left(spaces, length)
             if at == len(spaces):
-                put(Pattern((), left), seq_len)  # empty rows, more than needed: left out below
+                put(RowPattern((), left), seq_len)  # empty rows, more than needed: left out below
                 continue
             space = spaces[at]
             pattern = open_patterns[space].pop()
@@ -89,19 +89,19 @@ def pack(histogram: dict[int, int], seq_len: int) -> list[Pattern]:
             copies = space // length
             full = min(pattern.num_rows, left // copies)
             rest = left - full * copies if full < pattern.num_rows else 0  # fewer than copies
-            put(Pattern((*pattern.items, (length, copies)), full), space - copies * length)
-            put(Pattern((*pattern.items, (length, rest)), int(rest > 0)), space - rest * length)
+            put(RowPattern((*pattern.items, (length, copies)), full), space - copies * length)
+            put(RowPattern((*pattern.items, (length, rest)), int(rest > 0)), space - rest * length)
             untouched = pattern.num_rows - full - bool(rest)
-            put(Pattern(pattern.items, untouched), space)
+            put(RowPattern(pattern.items, untouched), space)
             left -= full * copies + rest
     return [
         pattern for _, group in sorted(open_patterns.items()) for pattern in group if pattern.items
     ]
 
 
-def one_per_row(histogram: dict[int, int]) -> list[Pattern]:
+def one_per_row(histogram: dict[int, int]) -> list[RowPattern]:
     """Give each document a row of its own."""
-    return [Pattern(((length, 1),), count) for length, count in sorted(histogram.items())]
+    return [RowPattern(((length, 1),), count) for length, count in sorted(histogram.items())]
 
 
 class PackedSampler:
@@ -127,7 +127,9 @@ class PackedSampler:
         self._starts = dict(zip(lengths.tolist(), starts.tolist(), strict=True))
         self._by_length, self._order = by_length, order
         self.patterns = (
-            pack(self._counts, order.seq_len) if order.packing else one_per_row(self._counts)
+            pack_documents(self._counts, order.seq_len)
+            if order.packing
+            else one_per_row(self._counts)
         )
         self._firsts = _first_documents(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
@@ -192,15 +194,15 @@ class Shuffle:
             left, right = divmod(index, b)
             for number, key in enumerate(self._keys):
                 if number & 1:
-                    right = (right + _mix(left ^ key)) % b
+                    right = (right + _hash_64_bits(left ^ key)) % b
                 else:
-                    left = (left + _mix(right ^ key)) % a
+                    left = (left + _hash_64_bits(right ^ key)) % a
             index = left * b + right
             if index < self.n:
                 return index
 
 
-def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
+def _first_documents(patterns: list[RowPattern]) -> list[list[int]]:
     """Return, per pattern and item, how many documents of its length earlier patterns use."""
     used: dict[int, int] = {}
     firsts = []
@@ -211,7 +213,7 @@ def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
     return firsts
 
 
-def _mix(value: int) -> int:
+def _hash_64_bits(value: int) -> int:
     """Hash 64 bits (the finaliser of splitmix64)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK

@@ -21,14 +21,14 @@ from typing import BinaryIO
 import h5py
 
 _MAGIC = b"hpctune\n"
-_END = struct.Struct("<Q8s")
-_LONGEST = 1 << 16
+_TRAILER = struct.Struct("<Q8s")
+_MAX_SEAL_BYTES = 1 << 16
 _PIECE = 1 << 20
 
 Ranges = Sequence[tuple[int, int]]
 
 
-def seal(path: Path) -> None:
+def append_checksum(path: Path) -> None:
     """Append the seal to a file whose structure is final."""
     datasets = _find_datasets(path)
     with path.open("r+b") as file:
@@ -36,18 +36,18 @@ def seal(path: Path) -> None:
         content = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
         text = json.dumps(content).encode()
         file.seek(size)
-        file.write(text + _END.pack(len(text), _MAGIC))
+        file.write(text + _TRAILER.pack(len(text), _MAGIC))
 
 
 def is_intact(file: BinaryIO) -> bool:
     """Return whether the file ends with a seal and has the structure that it was sealed with."""
     size = file.seek(0, 2)
-    if size < _END.size:
+    if size < _TRAILER.size:
         return False
-    file.seek(size - _END.size)
-    length, magic = _END.unpack(file.read(_END.size))
-    end = size - _END.size - length
-    if magic != _MAGIC or length > _LONGEST or end < 0:
+    file.seek(size - _TRAILER.size)
+    length, magic = _TRAILER.unpack(file.read(_TRAILER.size))
+    end = size - _TRAILER.size - length
+    if magic != _MAGIC or length > _MAX_SEAL_BYTES or end < 0:
         return False
     file.seek(end)
     try:
@@ -73,7 +73,7 @@ def _find_datasets(path: Path) -> list[tuple[int, int]]:
 def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
     """Return the hash of the bytes before ``end`` outside the datasets, and of their ranges."""
     hashed = hashlib.sha256(repr([*datasets, end]).encode())
-    for start, stop in _between(datasets, end):
+    for start, stop in _ranges_outside(datasets, end):
         file.seek(start)
         while start < stop:
             piece = file.read(min(_PIECE, stop - start))
@@ -84,7 +84,7 @@ def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
     return hashed.hexdigest()
 
 
-def _between(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
+def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
     start = 0
     for offset, num_bytes in datasets:
         if not start <= offset <= offset + num_bytes <= end:

@@ -17,28 +17,28 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.config.data import Form
-from hpc_tune.data.chats import controls_of
-from hpc_tune.data.content import verify
-from hpc_tune.data.controls import any_of
+from hpc_tune.data.chats import list_special_tokens
+from hpc_tune.data.content import verify_content
+from hpc_tune.data.controls import longest_match_pattern
 from hpc_tune.data.counts import Counters, Findings
-from hpc_tune.data.encode_preferences import Side, encoder_of
-from hpc_tune.data.files import Paths, find, kind_of, say_left_out, shown
+from hpc_tune.data.encode_preferences import Side, make_encoder
+from hpc_tune.data.files import Paths, describe_left_out, find_files, find_kind, join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.megatron import say_tokenizer
+from hpc_tune.data.megatron import describe_tokenizer
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
-from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
 from hpc_tune.data.writer import Block
 from hpc_tune.errors import DataError
 
 # After the rows that are shown others are counted, up to these limits: that takes seconds.
 COUNTED_ROWS = 1000
 COUNTED_TOKENS = 1 << 20
-_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-_KINDS: dict[Form, str] = {
+_FORM_LABELS: dict[Form, str] = {
     "answers": "documents  ",
     "pairs": "pairs      ",
     "labels": "answers    with labels, the longer of each and another's in its place: ",
@@ -46,7 +46,7 @@ _KINDS: dict[Form, str] = {
 
 
 @dataclass(frozen=True)
-class Document:
+class ShownDocument:
     """The sides of a document: one, or a chosen and a rejected answer after their prompt."""
 
     sides: Sequence[Side]
@@ -61,7 +61,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Look:
+class TextStyle:
     """What is written around learned text and around control tokens."""
 
     learned: tuple[str, str]
@@ -75,8 +75,8 @@ class Look:
         return "\n".join(f"{begin}{line}{end}" if line else "" for line in text.split("\n"))
 
 
-PLAIN = Look(("«", "»"))
-COLOURS = Look(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
+PLAIN_STYLE = TextStyle(("«", "»"))
+COLOUR_STYLE = TextStyle(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
 
 
 def show(
@@ -84,7 +84,7 @@ def show(
     tokenizer: FastTokenizer,
     settings: PrepareSettings,
     num_rows: int,
-    look: Look,
+    look: TextStyle,
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` rows of raw data, and the counts of the others.
 
@@ -92,19 +92,19 @@ def show(
         DataError: for raw data that cannot be used, with file and line.
     """
     decoder, reading = DocumentDecoder(tokenizer, look), settings.reading
-    found = None if is_builtin(shown(paths)) else find(paths)
-    notes = [*say_left_out(found)] if found else []
-    if found and any(kind_of(file) == "megatron" for file in found.files):
-        notes.append(say_tokenizer(describe(tokenizer)))
+    found = None if is_builtin(join_paths(paths)) else find_files(paths)
+    notes = [*describe_left_out(found)] if found else []
+    if found and any(find_kind(file) == "megatron" for file in found.files):
+        notes.append(describe_tokenizer(tokenizer_name(tokenizer)))
     yield (
-        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
-        f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
+        f"{join_paths(paths)}, as the model with the tokenizer {tokenizer_name(tokenizer)} gets "
+        f"it: data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
     )
-    encoder = encoder_of(reading.form, tokenizer, settings.seq_len, settings.loss_on)
+    encoder = make_encoder(reading.form, tokenizer, settings.seq_len, settings.loss_on)
     num_shown = num_read = 0
     is_all = True
     findings = Findings()
-    for label, example in _examples(paths, reading, findings):
+    for label, example in _read_examples(paths, reading, findings):
         counters = encoder.counters
         counters.unmatched = 0  # others' answers are those of other rows
         is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
@@ -116,20 +116,20 @@ def show(
         counters.unmatched = 0
         num_read += 1
         if num_shown < num_rows:
-            remarks = _since(before, counters).remarks()
-            documents = [document for block in blocks for document in _documents(block)]
+            remarks = _count_since(before, counters).remarks()
+            documents = [document for block in blocks for document in _read_documents(block)]
             kept = documents[: num_rows - num_shown]
-            yield from _row(label, kept, len(documents), remarks, decoder)
+            yield from _describe_row(label, kept, len(documents), remarks, decoder)
             num_shown += max(len(kept), 1)
     yield ""
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
     if is_all:
-        require_columns(shown(paths), reading, findings)
+        require_columns(join_paths(paths), reading, findings)
     yield from [*findings.lines(), *notes]
 
 
 def show_prepared(
-    store: TokenStore, tokenizer: FastTokenizer, num_rows: int, look: Look
+    store: TokenStore, tokenizer: FastTokenizer, num_rows: int, look: TextStyle
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` documents of prepared data."""
     decoder = DocumentDecoder(tokenizer, look)
@@ -137,8 +137,8 @@ def show_prepared(
     for number in range(min(num_rows, store.num_documents)):
         is_desirable = None if store.labels is None else bool(store.labels[number])
         sides = store.sides(number)[: 2 if is_desirable is None else 1]
-        document = Document(sides, is_desirable)
-        yield from _row(f"document {number + 1}", [document], 1, [], decoder)
+        document = ShownDocument(sides, is_desirable)
+        yield from _describe_row(f"document {number + 1}", [document], 1, [], decoder)
     yield ""
     yield f"all {store.num_documents:,} documents: {store.attributes.counters}"
 
@@ -156,8 +156,8 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
         f"{path}: prepared data, version {attributes.version} of the format, by hpc_tune"
         f" {attributes.hpc_tune_version}",
         f"source     {attributes.source}",
-        f"{_KINDS[store.form]}{store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens,"
-        f" cut at data.seq_len={attributes.seq_len}",
+        f"{_FORM_LABELS[store.form]}{store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} "
+        f"tokens, cut at data.seq_len={attributes.seq_len}",
         f"learned    {attributes.counters.loss_tokens:,} of {attributes.counters.tokens:,} tokens,"
         f" data.loss_on={attributes.loss_on}",
         f"tokenizer  {attributes.tokenizer} (fingerprint {attributes.tokenizer_fingerprint[:12]},"
@@ -168,7 +168,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
         lines.append(f"date       the chat template has printed {day:%-d %B %Y} as today's")
     lines.append(f"counts     {attributes.counters}")
     try:
-        verify(store)
+        verify_content(store)
     except DataError as error:
         return [*lines, f"content    NOT VALID: {error}"], False
     return [*lines, f"content    verified, hash {attributes.content[:12]}"], True
@@ -177,12 +177,12 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
 class DocumentDecoder:
     """Decodes documents into text, with marks around what is learned and around control tokens."""
 
-    def __init__(self, tokenizer: FastTokenizer, look: Look) -> None:
+    def __init__(self, tokenizer: FastTokenizer, look: TextStyle) -> None:
         """Take the tokenizer that the documents were made with."""
         self._backend, self._look = tokenizer.backend_tokenizer, look
         added = self._backend.get_added_tokens_decoder()
         self._controls = {number: token.content for number, token in added.items() if token.special}
-        self._typed = any_of(controls_of(tokenizer))
+        self._typed = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = look.paint("learned", look.learned)
 
     def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
@@ -209,12 +209,12 @@ class DocumentDecoder:
         alone = None if whole.startswith(before) else [ids[at] for at in places]  # half a character
         text = whole[len(before) :] if alone is None else self._backend.decode(alone)
         text = self._typed.sub(r"\\\g<0>", text)
-        return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text)
+        return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def _row(
+def _describe_row(
     label: str,
-    documents: Sequence[Document],
+    documents: Sequence[ShownDocument],
     total: int,
     remarks: Sequence[str],
     decoder: DocumentDecoder,
@@ -227,7 +227,7 @@ def _row(
         part = f", part {number} of {total:,}" if total > 1 else ""
         num_tokens = " and ".join(f"{len(tokens):,}" for tokens, _ in document.sides)
         num_learned = " and ".join(f"{np.count_nonzero(mask):,}" for _, mask in document.sides)
-        weights = "".join(_weights(mask) for _, mask in document.sides)
+        weights = "".join(_describe_weights(mask) for _, mask in document.sides)
         yield ""
         yield f"{label}{part}: {num_tokens} tokens, {num_learned} learned{weights}{notes}"
         if not document.names:
@@ -240,7 +240,7 @@ def _row(
             yield f"{name}: {decoder.text_of(*side, prompt)}"
 
 
-def _weights(mask: np.ndarray) -> str:
+def _describe_weights(mask: np.ndarray) -> str:
     """Return by which weights tokens are learned, for a person; nothing without any."""
     learned = mask[mask > 0]
     if mask.dtype != np.float32 or not len(learned):
@@ -249,23 +249,23 @@ def _weights(mask: np.ndarray) -> str:
     return f" with weight {least:g}" + (f" to {most:g}" if most > least else "")
 
 
-def _documents(block: Block) -> Iterator[Document]:
+def _read_documents(block: Block) -> Iterator[ShownDocument]:
     ends = np.cumsum(block.lengths)[:-1]
     mask = block.loss_mask if block.loss_weights is None else block.loss_weights
     parts = zip(np.split(block.tokens, ends), np.split(mask, ends), strict=True)
     for number, (tokens, mask) in enumerate(parts):
         if block.borders is None:
-            yield Document([(tokens, mask)])
+            yield ShownDocument([(tokens, mask)])
             continue
         border = int(block.borders[number])
         sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
         if block.labels is None:
-            yield Document(sides)
+            yield ShownDocument(sides)
         else:
-            yield Document(sides[:1], bool(block.labels[number]))
+            yield ShownDocument(sides[:1], bool(block.labels[number]))
 
 
-def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Row]]:
+def _read_examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Row]]:
     """Yield (label, example); a label counts the rows of a file that are read."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1
@@ -275,7 +275,7 @@ def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tu
             yield f"{Path(file).name}, row {number}" if has_many else f"row {number}", example
 
 
-def _since(before: dict[str, Any], counters: Counters) -> Counters:
+def _count_since(before: dict[str, Any], counters: Counters) -> Counters:
     """Return what was counted since ``before``."""
     new: dict[str, Any] = {}
     for name, now in asdict(counters).items():

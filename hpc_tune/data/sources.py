@@ -21,8 +21,17 @@ from typing import Any
 from hpc_tune.config.data import is_prepared
 from hpc_tune.data import lines, megatron, pydocs, tables
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, index_of, kind_of, shown
-from hpc_tune.data.reading import PLAIN, Reading, Row, as_example
+from hpc_tune.data.files import (
+    KNOWN_KINDS,
+    FileKind,
+    Paths,
+    as_list,
+    find_files,
+    find_kind,
+    join_paths,
+    megatron_index,
+)
+from hpc_tune.data.reading import DEFAULT_READING, Reading, Row, read_example
 from hpc_tune.data.records import Completion
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
@@ -36,7 +45,7 @@ _END_BYTES = 1 << 16
 class Chunk:
     """A piece of work: bytes, row groups, batches or a module, from ``start`` up to ``stop``."""
 
-    kind: Kind
+    kind: FileKind
     path: str
     start: int
     stop: int
@@ -55,14 +64,14 @@ def list_chunks(paths: Paths) -> list[Chunk]:
     """
     if isinstance(paths, str) and is_builtin(paths):
         return [Chunk("pydocs", name, 0, 1) for name in _builtin_modules(paths)]
-    chunks = [chunk for file in find(paths).files for chunk in _cut(file)]
+    chunks = [chunk for file in find_files(paths).files for chunk in _cut_file(file)]
     if not chunks:
-        raise DataError(f"{shown(paths)} is empty; it must hold at least one example")
+        raise DataError(f"{join_paths(paths)} is empty; it must hold at least one example")
     return chunks
 
 
 def read_chunk(
-    chunk: Chunk, reading: Reading = PLAIN, findings: Findings | None = None
+    chunk: Chunk, reading: Reading = DEFAULT_READING, findings: Findings | None = None
 ) -> Iterator[Row]:
     """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
@@ -71,13 +80,13 @@ def read_chunk(
     """
     findings = Findings() if findings is None else findings
     is_first = True
-    for position, row in _rows(chunk, reading, findings):
+    for position, row in _read_rows(chunk, reading, findings):
         try:
-            example = as_example(row, reading, findings)
+            example = read_example(row, reading, findings)
         except WrongRecord as error:
-            problem = f"{_where(chunk, position)}: {error}" if findings.has_room else ""
+            problem = f"{_describe_position(chunk, position)}: {error}" if findings.has_room else ""
             if reading.bad_rows == "refuse":
-                raise DataError(problem + _advice(problem, reading, is_first)) from error
+                raise DataError(problem + _advise_on_bad_row(problem, reading, is_first)) from error
             findings.skip(problem)
             continue
         is_first = False
@@ -85,7 +94,7 @@ def read_chunk(
             yield example
 
 
-def _advice(problem: str, reading: Reading, is_first: bool) -> str:
+def _advise_on_bad_row(problem: str, reading: Reading, is_first: bool) -> str:
     """Return that a bad row of preferences among good ones may be skipped."""
     if reading.form == "answers" or is_first or "data.bad_rows" in problem:
         return ""
@@ -102,26 +111,26 @@ def identity(paths: Paths) -> str:
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
     else:
         facts = [str(Path(path).resolve()) for path in as_list(paths)]
-        for file in _with_indices(paths):
+        for file in _list_files(paths):
             status = file.stat()
             times = status.st_mtime_ns, status.st_ctime_ns
             facts.append((str(file.resolve()), status.st_size, *times))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def files_of(paths: Paths) -> set[str]:
+def list_source_files(paths: Paths) -> set[str]:
     """Return the files of a source, prepared or raw, or the name of a built-in one."""
     if isinstance(paths, str) and (is_builtin(paths) or is_prepared(paths)):
         return {paths}
-    return {str(file.resolve()) for file in find(paths).files}
+    return {str(file.resolve()) for file in find_files(paths).files}
 
 
-def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
+def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
     """Return (file, size, hash of its two ends), by which copies on several nodes are compared."""
     if isinstance(paths, str) and is_builtin(paths):
         return ((paths, len(_builtin_modules(paths)), sys.version),)
     facts = []
-    for file in _with_indices(paths):
+    for file in _list_files(paths):
         with file.open("rb") as opened:
             data = opened.read(_END_BYTES)
             size = opened.seek(0, 2)
@@ -131,12 +140,12 @@ def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
     return tuple(facts)
 
 
-def _with_indices(paths: Paths) -> list[Path]:
+def _list_files(paths: Paths) -> list[Path]:
     """Return the files of a source, and beside each .bin of Megatron its index."""
     return [
         file
-        for found in find(paths).files
-        for file in ([found, index_of(found)] if kind_of(found) == "megatron" else [found])
+        for found in find_files(paths).files
+        for file in ([found, megatron_index(found)] if find_kind(found) == "megatron" else [found])
     ]
 
 
@@ -152,28 +161,28 @@ def _builtin_modules(path: str) -> list[str]:
     return modules
 
 
-def _cut(file: Path) -> list[Chunk]:
-    kind, size = kind_of(file), file.stat().st_size
+def _cut_file(file: Path) -> list[Chunk]:
+    kind, size = find_kind(file), file.stat().st_size
     if kind is None:
-        raise DataError(f"{file} is of no known kind of data; expected {KNOWN}")
+        raise DataError(f"{file} is of no known kind of data; expected {KNOWN_KINDS}")
     if kind == "parquet":
         num_groups = tables.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
     if kind == "arrow":
-        marks = tables.batch_marks(file, CHUNK_BYTES)
+        marks = tables.cut_batches(file, CHUNK_BYTES)
         return [Chunk(kind, str(file), a, b) for a, b in zip(marks, marks[1:], strict=False)]
     if kind == "megatron":
-        marked = megatron.cut(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
+        marked = megatron.cut_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
         return [Chunk(kind, str(file), a, b) for a, b in marked]
     if kind == "jsonl" and lines.is_array(file):
         return [Chunk("array", str(file), 0, size)]
-    if kind == "csv" or lines.is_packed(file):
+    if kind == "csv" or lines.is_compressed(file):
         return [Chunk(kind, str(file), 0, size)]
     step = max(CHUNK_BYTES, -(-size // MAX_CHUNKS_PER_FILE))
     return [Chunk(kind, str(file), at, min(at + step, size)) for at in range(0, size, step)]
 
 
-def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[int, Any]]:
+def _read_rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[int, Any]]:
     """Yield (position, row), a WrongRecord in place of a row that alone is wrong."""
     file = Path(chunk.path)
     match chunk.kind:
@@ -198,7 +207,7 @@ def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[
             )
 
 
-def _where(chunk: Chunk, position: int) -> str:
+def _describe_position(chunk: Chunk, position: int) -> str:
     match chunk.kind:
         case "jsonl":
             return f"{chunk.path}, line {lines.line_number(Path(chunk.path), position)}"

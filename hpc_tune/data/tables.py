@@ -12,10 +12,10 @@ from typing import Any
 
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
-from hpc_tune.data.marks import MARKS
-from hpc_tune.data.preferences import LABELS
+from hpc_tune.data.marks import MARK_FIELDS
+from hpc_tune.data.preferences import LABEL_FIELDS
 from hpc_tune.data.reading import Reading, choose_columns
-from hpc_tune.data.records import PREFERENCES
+from hpc_tune.data.records import PREFERENCE_FIELDS
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
@@ -23,7 +23,7 @@ PARQUET_ROWS = 256
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEAD = 1  # rows of names
-_MARKS = (*MARKS, *LABELS)  # numbers, or true and false
+_MARK_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
 _READ_BYTES = 1 << 20
 _FILE_MAGIC = b"ARROW1"
 
@@ -54,10 +54,10 @@ def read_parquet(file: Path, group: int, reading: Reading, findings: Findings) -
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
         batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
-        yield from _rows(file, batches, first)
+        yield from _read_rows(file, batches, first)
 
 
-def batch_marks(file: Path, num_bytes: int) -> list[int]:
+def cut_batches(file: Path, num_bytes: int) -> list[int]:
     """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
 
     Returns the numbers of the batches at which parts begin, and that of the end. The file is mapped
@@ -67,15 +67,15 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
         DataError: if it is no such file.
     """
     marks, filled, number = [0], 0, 0
-    for number, batch in enumerate(_batches(file), 1):
-        filled += _num_bytes(batch)
+    for number, batch in enumerate(_read_batches(file), 1):
+        filled += _batch_bytes(batch)
         if filled >= num_bytes:
             marks.append(number)
             filled = 0
     return marks if marks[-1] == number else [*marks, number]
 
 
-def _num_bytes(batch: Any) -> int:
+def _batch_bytes(batch: Any) -> int:
     """Return the bytes of a record batch; pyarrow before 24 cannot count views."""
     import pyarrow
 
@@ -92,7 +92,7 @@ def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Fi
         DataError: for a damaged file, or columns that are not known.
     """
     first, wanted = 0, []
-    for number, batch in enumerate(_batches(file)):
+    for number, batch in enumerate(_read_batches(file)):
         if number >= stop:
             break
         if number >= start:
@@ -101,7 +101,7 @@ def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Fi
             first += batch.num_rows
     if wanted:
         columns = choose_columns(file, wanted[0].schema.names, reading, findings)
-        yield from _rows(file, _pieces(wanted, columns), first)
+        yield from _read_rows(file, _cut_batches(wanted, columns), first)
 
 
 def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
@@ -136,7 +136,7 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
             f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
         )
     columns = choose_columns(file, names, reading, findings)
-    marks = (*_MARKS, *PREFERENCES) if reading.form == "answers" else _MARKS
+    marks = (*_MARK_COLUMNS, *PREFERENCE_FIELDS) if reading.form == "answers" else _MARK_COLUMNS
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,
@@ -148,28 +148,28 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
         with _as_data_error(what):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
-        for number, row in _rows(file, _pieces(batches, columns), 0):
+        for number, row in _read_rows(file, _cut_batches(batches, columns), 0):
             while ragged and ragged[0].number - _CSV_HEAD <= number + shift:
-                yield _ragged(ragged.pop(0))
+                yield _make_ragged_error(ragged.pop(0))
                 shift += 1
             yield number + shift, row
-        yield from map(_ragged, ragged)
+        yield from map(_make_ragged_error, ragged)
 
 
-def _ragged(row: Any) -> tuple[int, WrongRecord]:
+def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
     return row.number - _CSV_HEAD, WrongRecord(
         f"found {row.actual_columns} cells, expected {row.expected_columns}; put quotes around text"
         " with commas, line ends or quotes in it"
     )
 
 
-def _pieces(batches: Any, columns: list[str]) -> Iterator[Any]:
+def _cut_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
     for batch in batches:
         for at in range(0, batch.num_rows, PARQUET_ROWS):
             yield batch.slice(at, PARQUET_ROWS).select(columns)
 
 
-def _batches(file: Path) -> Iterator[Any]:
+def _read_batches(file: Path) -> Iterator[Any]:
     import pyarrow
 
     with (
@@ -209,7 +209,7 @@ def _as_data_error(what: str) -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
+def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
     """Yield the rows of batches; ``first`` rows of the file are before them."""
     number = first
     while True:
@@ -217,13 +217,13 @@ def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
             batch = next(batches, None)
             if batch is None:
                 return
-            rows = _checked(batch)
+            rows = _check_rows(batch)
         for row in rows:
             number += 1
             yield number, row
 
 
-def _checked(batch: Any) -> list[Any]:
+def _check_rows(batch: Any) -> list[Any]:
     """Return a batch's rows as objects, wrong ones as what is wrong with them."""
     import pyarrow
 
@@ -231,14 +231,14 @@ def _checked(batch: Any) -> list[Any]:
         batch.validate(full=True)
         # pyarrow takes several times as long where it is asked for dicts.
         maps = {"maps_as_pydicts": "strict"} if "map<" in str(batch.schema) else {}
-        return [_plain(row) for row in batch.to_pylist(**maps)]
+        return [_clean_row(row) for row in batch.to_pylist(**maps)]
     except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
         if batch.num_rows == 1:
             return [WrongRecord(f"cannot be read ({error})")]
-    return [row for at in range(batch.num_rows) for row in _checked(batch.slice(at, 1))]
+    return [row for at in range(batch.num_rows) for row in _check_rows(batch.slice(at, 1))]
 
 
-def _plain(row: dict[str, Any]) -> Any:
+def _clean_row(row: dict[str, Any]) -> Any:
     """Return a row without nulls, its bytes as text."""
     try:
         plain = _as_json(row)

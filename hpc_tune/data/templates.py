@@ -8,13 +8,13 @@ import re
 from datetime import datetime
 from typing import Any
 
-from hpc_tune.data.answers import with_marks
+from hpc_tune.data.answers import mark_generation_blocks
 from hpc_tune.data.tokenizer import FastTokenizer
 
 TEMPLATE_DATE = datetime(2026, 1, 1)
 _NOW = "strftime_now"
 _DATE = re.compile(rf"""{_NOW}\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-_CALL = re.compile(rf"{_NOW}\s*\(")
+_DATE_CALL = re.compile(rf"{_NOW}\s*\(")
 _DIRECTIVES = (*(f"%-{c}" for c in "dmHIMSyj"), *(f"%{c}" for c in "aAbBcdeFHIjmMpSTuUwWxXyYZz"))
 
 
@@ -25,7 +25,7 @@ class ChatTemplates:
         """Take what a tokenizer has: the text of a template, a dict of several, or nothing."""
         several = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
         self._named = {
-            name: (fixed := with_fixed_date(template), with_marks(fixed))
+            name: (fixed := fix_date(template), mark_generation_blocks(fixed))
             for name, template in several.items()
             if template
         }
@@ -49,10 +49,10 @@ class ChatTemplates:
         return self._named[name]
 
 
-def with_fixed_date(template: str) -> str:
+def fix_date(template: str) -> str:
     """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
     fixed = _DATE.sub(lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template)
-    if not _CALL.search(fixed):
+    if not _DATE_CALL.search(fixed):
         return fixed
     # The format is computed by the template itself.
     formatted = "(format | string)"
@@ -62,9 +62,9 @@ def with_fixed_date(template: str) -> str:
     return f"{{% macro {_NOW}(format) %}}{{{{ {formatted} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
 
 
-def template_date_of(tokenizer: FastTokenizer) -> str:
+def find_template_date(tokenizer: FastTokenizer) -> str:
     """Return the date that chat templates print in place of today's; empty if none prints one."""
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template or ""]
-    is_dated = any(_CALL.search(text) for text in texts)
+    is_dated = any(_DATE_CALL.search(text) for text in texts)
     return TEMPLATE_DATE.date().isoformat() if is_dated else ""

@@ -49,19 +49,19 @@ def require_fast(tokenizer: Any) -> FastTokenizer:
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(
-            f"the tokenizer {describe(tokenizer)} ({type(tokenizer).__name__}) has no"
+            f"the tokenizer {tokenizer_name(tokenizer)} ({type(tokenizer).__name__}) has no"
             " tokenizer.json; the loss mask needs a fast tokenizer. Convert it once with"
             " AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     return tokenizer
 
 
-def describe(tokenizer: Any) -> str:
+def tokenizer_name(tokenizer: Any) -> str:
     """Return the name or path under which the tokenizer was loaded."""
     return str(getattr(tokenizer, "name_or_path", "") or "unnamed")
 
 
-def are_controls_text(tokenizer: FastTokenizer) -> bool:
+def splits_special_tokens(tokenizer: FastTokenizer) -> bool:
     """Return whether control tokens in plain text are text, by ``split_special_tokens``."""
     return bool(getattr(tokenizer, "split_special_tokens", False))
 
@@ -86,7 +86,7 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         tokenizer.chat_template,
     )
-    if are_controls_text(tokenizer):
+    if splits_special_tokens(tokenizer):
         parts = (*parts, "split_special_tokens")
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

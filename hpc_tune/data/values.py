@@ -8,14 +8,16 @@ class WrongRecord(ValueError):
     """A record that is no example; the reader adds file and line to the message."""
 
 
-def from_json(value: Any, where: str, blank: Any) -> Any:
+def parse_json_text(value: Any, where: str, blank: Any) -> Any:
     """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value) if value.strip() else blank
     except (ValueError, RecursionError) as error:
-        raise WrongRecord(f"{where} is text that is not JSON ({error}): {shown(value)}") from error
+        raise WrongRecord(
+            f"{where} is text that is not JSON ({error}): {format_value(value)}"
+        ) from error
 
 
 def is_unset(value: Any) -> bool:
@@ -23,20 +25,20 @@ def is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def name_of(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """Return what kind of JSON value this is."""
     names = {dict: "object", list: "list", str: "text", bool: "true or false", type(None): "null"}
     name = names.get(type(value), "number")
     return f"empty {name}" if value in ([], {}, "") else name
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as JSON, cut."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def fields_of(record: dict[str, Any]) -> str:
+def list_fields(record: dict[str, Any]) -> str:
     """Return the fields of a row, and which of them have no value."""
     if not record:
         return "no fields"

@@ -14,11 +14,17 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpc_tune.atomic_file import replacing
-from hpc_tune.data.content import HASHED, joined, new_hash
-from hpc_tune.data.counts import IF_ANY, OF_PREFERENCES
-from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, WEIGHTS, Attributes, sizes_of
-from hpc_tune.data.seal import seal
+from hpc_tune.atomic_file import replace_atomically
+from hpc_tune.data.content import HASHED_DATASETS, combine_hashes, new_hash
+from hpc_tune.data.counts import OPTIONAL_COUNTERS, PREFERENCE_COUNTERS
+from hpc_tune.data.hdf5_format import (
+    FORM_DATASETS,
+    FORMAT,
+    WEIGHT_DATASETS,
+    Attributes,
+    compute_sizes,
+)
+from hpc_tune.data.seal import append_checksum
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
 
@@ -42,7 +48,7 @@ class Block:
     @property
     def sizes(self) -> np.ndarray:
         """What each document takes of a row of ``seq_len`` tokens."""
-        return sizes_of(self.lengths, self.borders if self.labels is not None else None)
+        return compute_sizes(self.lengths, self.borders if self.labels is not None else None)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -69,14 +75,16 @@ def write_store(
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
-    with replacing(path, durable=True) as temporary:
+    with replace_atomically(path, durable=True) as temporary:
         if num_tokens is None:
             num_tokens = sum(size * count for size, count in histogram.items())
         extents = _allocate(temporary, histogram, num_tokens, attributes)
         with temporary.open("r+b", buffering=0) as file:
-            content, highest = _fill(file.fileno(), extents, blocks, histogram, num_tokens)
+            content, highest = _write_datasets(
+                file.fileno(), extents, blocks, histogram, num_tokens
+            )
         _write_attributes(temporary, replace(attributes, content=content, highest_token=highest))
-        seal(temporary)
+        append_checksum(temporary)
 
 
 def _allocate(
@@ -94,8 +102,10 @@ def _allocate(
         "lengths/counts": (len(histogram), np.dtype(np.int64)),
     }
     if attributes.has_weights:
-        shapes |= {name: (num_tokens, np.dtype(dtype)) for name, (dtype,) in WEIGHTS.items()}
-    for name, (dtype,) in OF_FORM[attributes.form].items():
+        shapes |= {
+            name: (num_tokens, np.dtype(dtype)) for name, (dtype,) in WEIGHT_DATASETS.items()
+        }
+    for name, (dtype,) in FORM_DATASETS[attributes.form].items():
         shapes[name] = (num_documents, np.dtype(dtype))
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -113,7 +123,7 @@ def _allocate(
     return extents
 
 
-def _fill(
+def _write_datasets(
     file: int,
     extents: dict[str, tuple[int, np.dtype]],
     blocks: Iterable[Block],
@@ -123,10 +133,10 @@ def _fill(
     """Write every dataset's bytes; return the hash of the documents and their highest token."""
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
-    sorter = _ByLength(file, *extents["documents/by_length"], values, counts)
-    further = [n for names in OF_FORM.values() for n in names if n in extents]
-    further += [name for name in WEIGHTS if name in extents]
-    hashed = [*HASHED, *dict.fromkeys(further)]
+    sorter = _LengthSorter(file, *extents["documents/by_length"], values, counts)
+    further = [n for names in FORM_DATASETS.values() for n in names if n in extents]
+    further += [name for name in WEIGHT_DATASETS if name in extents]
+    hashed = [*HASHED_DATASETS, *dict.fromkeys(further)]
     hashes = {name: new_hash() for name in hashed}
     ends = {name: extents[name][0] for name in hashed}
 
@@ -145,7 +155,7 @@ def _fill(
         append("tokens", block.tokens)
         append("loss_mask", block.loss_mask)
         arrays = {"loss_weights": block.loss_mask, **block.arrays}
-        for name in hashed[len(HASHED) :]:
+        for name in hashed[len(HASHED_DATASETS) :]:
             append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.sizes)
@@ -154,10 +164,10 @@ def _fill(
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, expected {expected}"
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
-    return joined([hashes[name] for name in hashed], "documents/labels" in hashed), highest
+    return combine_hashes([hashes[name] for name in hashed], "documents/labels" in hashed), highest
 
 
-class _ByLength:
+class _LengthSorter:
     """Sorts document numbers by length, stably, as they stream past (counting sort on the disk)."""
 
     def __init__(
@@ -181,7 +191,7 @@ class _ByLength:
         lengths = np.concatenate(self._held)
         order = np.argsort(lengths, kind="stable")
         numbers = (order + self._num_done).astype(self._dtype)
-        for value, start, stop in _runs(lengths[order]):
+        for value, start, stop in _find_runs(lengths[order]):
             at = self._offset + self._next[value] * self._dtype.itemsize
             _write(self._file, numbers[start:stop].view(np.uint8).data, at)
             self._next[value] += stop - start
@@ -189,7 +199,7 @@ class _ByLength:
         self._held, self._num_held = [], 0
 
 
-def _runs(rising: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def _find_runs(rising: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yield (value, start, stop) for each run of equal values."""
     starts = np.flatnonzero(np.diff(rising, prepend=rising[0] - 1))
     stops = np.append(starts[1:], len(rising))
@@ -205,11 +215,11 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:
     values = asdict(attributes)
-    for name in IF_ANY:
+    for name in OPTIONAL_COUNTERS:
         if not values["counters"][name]:
             del values["counters"][name]
     if attributes.form == "answers":
-        for name in OF_PREFERENCES:
+        for name in PREFERENCE_COUNTERS:
             del values["counters"][name]
         del values["form"]
     values["counters"] = json.dumps(values["counters"], sort_keys=True)

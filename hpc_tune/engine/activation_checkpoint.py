@@ -31,22 +31,22 @@ from torch.utils.checkpoint import (
     get_device_states,
 )
 
-from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.scoped import batch_context
 
 Forward = Callable[..., Any]
-Level = Literal["none", "selective", "full"]
+RecomputeLevel = Literal["none", "selective", "full"]
 # What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
 # products only where bitsandbytes has been imported. Batched products are missing: they are the
 # T x T scores of attention that is not fused, the largest of all.
-_PRODUCTS = {
+_MATMULS = {
     "aten.mm.default": 0,
     "aten.addmm.default": 1,
     "aten._scaled_mm.default": 0,
     "aten._grouped_mm.default": 0,
     "transformers.grouped_mm_fallback.default": 0,
 }
-_KEPT = frozenset(
+_KEPT_OPS = frozenset(
     (
         *(
             f"aten._scaled_dot_product_{kind}_attention{where}.default"
@@ -69,7 +69,7 @@ MIN_INNER = 8
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
+def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: RecomputeLevel) -> None:
     """Replace the ``forward`` of decoder blocks by one that keeps what ``recompute`` says.
 
     Blocks of one class share one function, which ``compile_blocks`` compiles once.
@@ -79,14 +79,16 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
     checkpointed: dict[Forward, Forward] = {}
     for block in blocks:
         if recompute == "selective":
-            _keep_from_clipping(block)
+            _protect_from_clipping(block)
         plain = type(block).forward
         if plain not in checkpointed:
-            checkpointed[plain] = _recomputed(plain, recompute)
+            checkpointed[plain] = _with_recompute(plain, recompute)
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
-def recompute_levers(blocks: Sequence[nn.Module], configured: Level) -> dict[Action, Lever]:
+def recompute_levers(
+    blocks: Sequence[nn.Module], configured: RecomputeLevel
+) -> dict[Action, ActionHandle]:
     """Return the lever that recomputes all of each block, without the compiler.
 
     ``blocks`` are as they are trained: with ``checkpoint_blocks``, and compiled or not.
@@ -104,10 +106,10 @@ def recompute_levers(blocks: Sequence[nn.Module], configured: Level) -> dict[Act
             checkpoint_blocks(blocks, "full")
         return f"activations are recomputed: {'full' if times else configured}"
 
-    return {Action.RECOMPUTE: Lever(recompute)}
+    return {Action.RECOMPUTE: ActionHandle(recompute)}
 
 
-def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_dispatch_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, run without torch's dispatch modes, such as selective recompute, which
     counts the operations of a block, or FakeTensorMode.
     """
@@ -137,7 +139,7 @@ def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _recomputed(forward: Forward, recompute: Level) -> Forward:
+def _with_recompute(forward: Forward, recompute: RecomputeLevel) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -166,7 +168,7 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
     return recomputed
 
 
-def _keep_from_clipping(block: nn.Module) -> None:
+def _protect_from_clipping(block: nn.Module) -> None:
     """Let a block that clips queries, keys and values in place (OLMo) do so to copies.
 
     Else the products that are kept would be clipped ones, whose gradients are others.
@@ -176,11 +178,11 @@ def _keep_from_clipping(block: nn.Module) -> None:
         config = getattr(part, "config", None)
         if hasattr(part, "q_proj") and getattr(config, "clip_qkv", None) is not None:
             for layer in (part.q_proj, part.k_proj, part.v_proj):
-                if _copied not in layer._forward_hooks.values():
-                    layer.register_forward_hook(_copied)
+                if _clone_output not in layer._forward_hooks.values():
+                    layer.register_forward_hook(_clone_output)
 
 
-def _copied(_layer: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+def _clone_output(_layer: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
     return out.clone()
 
 
@@ -194,8 +196,8 @@ def _random_state(*args: Any) -> list[bytes]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (name := str(operator)) in _KEPT
-    if (first := _PRODUCTS.get(name)) is not None:
+    kept = (name := str(operator)) in _KEPT_OPS
+    if (first := _MATMULS.get(name)) is not None:
         kept = _is_worth_keeping(*args[first : first + 2])
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.model.vectors import is_decayed
+from hpc_tune.model.vectors import has_weight_decay
 from hpc_tune.model.weights import Reserve, reserve_nothing
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
 
 
-def for_batch(optim: OptimConfig, global_size: int) -> OptimConfig:
+def with_scaled_lr(optim: OptimConfig, global_size: int) -> OptimConfig:
     """Return the settings with ``lr`` scaled from optim.reference_batch to ``global_size`` rows."""
     if optim.reference_batch is None:
         return optim
@@ -62,9 +62,9 @@ def make_adamw(
     reserve: Reserve = reserve_nothing,
 ) -> torch.optim.AdamW:
     """Return a fused AdamW whose state is allocated now: two moments of each value's dtype."""
-    adamw = adamw_of(parameter_groups(named, optim), optim)
+    adamw = make_stateless_adamw(parameter_groups(named, optim), optim)
     for _, parameter in named:
-        adamw.state[parameter] = first_state(parameter, reserve)
+        adamw.state[parameter] = initial_state(parameter, reserve)
     return adamw
 
 
@@ -80,7 +80,7 @@ def parameter_groups(
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         is_faster = optim.lora_b_ratio != 1 and (parameter.dim() < 2 or ".lora_B." in name)
-        key = (not is_decayed(name, parameter), is_faster, isinstance(parameter, DTensor))
+        key = (not has_weight_decay(name, parameter), is_faster, isinstance(parameter, DTensor))
         groups.setdefault(key, []).append(parameter)
     return [
         {
@@ -94,25 +94,25 @@ def parameter_groups(
     ]
 
 
-def set_rate(adamw: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(adamw: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of each group for the coming update."""
     for group in adamw.param_groups:
         group["lr"] = lr * group["lr_ratio"]
 
 
-def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
+def make_stateless_adamw(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
     """Return a fused AdamW over ``groups``, without state until its first step."""
     return torch.optim.AdamW(
         groups, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
     )
 
 
-def first_state(
+def initial_state(
     parameter: torch.Tensor, reserve: Reserve = reserve_nothing
 ) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter before its first step."""
     if parameter.device.type == "cpu":
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        reserve(len(MOMENTS) * local.nbytes)
+        reserve(len(MOMENT_NAMES) * local.nbytes)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+    return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENT_NAMES}}

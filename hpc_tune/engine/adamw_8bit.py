@@ -10,7 +10,7 @@ are a multiple of 256 values, as in most models, no block reaches over two rows,
 rows have the blocks of the whole.
 
 Checkpoints hold the moments in fp32, for any layout and any AdamW. What was quantised in the same
-blocks comes back as it was, bit for bit (``Quantized.restore``); other blocks are quantised anew.
+blocks comes back as it was, bit for bit (``restore``); other blocks are quantised anew.
 """
 
 import functools
@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.activation_checkpoint import outside_modes
-from hpc_tune.engine.adamw import MOMENTS, first_state, make_adamw, parameter_groups
+from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.adamw import MOMENT_NAMES, initial_state, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel, LocalRegion
@@ -34,7 +34,7 @@ from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_no
 from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
 
 _BLOCKS_AT_ONCE = 1 << 12  # whose fp32 values exist at one time: 4 MiB of each moment
-_LEAST_SCALE = 1e-12  # torchao's
+_MIN_SCALE = 1e-12  # torchao's
 
 
 def require_torchao() -> None:
@@ -71,14 +71,14 @@ def require_whole_slices(stage: BuiltModel) -> None:
 
 
 @dataclass(frozen=True)
-class Table:
+class CodeTable:
     """What codes mean: the 256 ``values``, rising, and where each but the first begins."""
 
     values: torch.Tensor
     borders: torch.Tensor
 
     @classmethod
-    def of(cls, signed: bool, device: torch.device) -> "Table":
+    def of(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table, on a device."""
         values, borders = _table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
@@ -86,11 +86,11 @@ class Table:
 
 @functools.cache
 def _table(signed: bool) -> tuple[list[float], list[float]]:
-    return _computed_table(signed)
+    return _compute_table(signed)
 
 
-@outside_modes
-def _computed_table(signed: bool) -> tuple[list[float], list[float]]:
+@without_dispatch_modes
+def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     """Return torchao's values and the least numbers that it gives codes 1 to 255.
 
     Its own quantisation goes eight times over all values. One look-up among its borders, found by
@@ -116,18 +116,18 @@ def _middle(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedMoment:
     """A moment in blocks of 256 values: their codes, of shape (blocks, 256), and their scales."""
 
     codes: torch.Tensor
     scales: torch.Tensor
-    table: Table
+    table: CodeTable
 
     @classmethod
-    def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "Quantized":
+    def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "QuantizedMoment":
         """Return a moment of zeros."""
-        table, num_blocks = Table.of(signed, device), num_values // BLOCK_8BIT
-        scales = torch.full((num_blocks,), _LEAST_SCALE, device=device)
+        table, num_blocks = CodeTable.of(signed, device), num_values // BLOCK_8BIT
+        scales = torch.full((num_blocks,), _MIN_SCALE, device=device)
         zero = torch.full((num_blocks, BLOCK_8BIT), 127 if signed else 0, device=device)
         return cls(zero.to(torch.uint8), scales, table)
 
@@ -136,7 +136,7 @@ class Quantized:
         """What it holds in memory."""
         return self.codes, self.scales
 
-    def blocks(self, some: slice) -> "Quantized":
+    def blocks(self, some: slice) -> "QuantizedMoment":
         """Return a view of some blocks."""
         return replace(self, codes=self.codes[some], scales=self.scales[some])
 
@@ -146,7 +146,7 @@ class Quantized:
 
     def store(self, values: torch.Tensor) -> None:
         """Quantise ``values``, of shape (blocks, 256)."""
-        scales = values.abs().amax(-1).clip(_LEAST_SCALE)
+        scales = values.abs().amax(-1).clip(_MIN_SCALE)
         self.codes.copy_(self._codes(values, scales))
         self.scales.copy_(scales)
 
@@ -199,21 +199,21 @@ def make_optimizer(
     defaults = {"lr": optim.peak_lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
     optimizer = AdamW8Bit(parameter_groups(named, optim), defaults)
     for _, parameter in named:
-        optimizer.state[parameter] = _first_state(parameter, reserve)
+        optimizer.state[parameter] = _initial_state(parameter, reserve)
     return optimizer
 
 
-def _first_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
+def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
     local = _local(parameter)
     # By the whole parameter's size: it is to be the same in each layout.
     if not is_in_8_bits(parameter.numel()) or local.numel() % BLOCK_8BIT or not local.numel():
-        return dict(first_state(parameter, reserve))
+        return dict(initial_state(parameter, reserve))
     num_values, device = local.numel(), parameter.device
     if device.type == "cpu":
-        reserve(len(MOMENTS) * (num_values + 4 * num_values // BLOCK_8BIT))
+        reserve(len(MOMENT_NAMES) * (num_values + 4 * num_values // BLOCK_8BIT))
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    for name in MOMENTS:
-        state[name] = Quantized.zeros(num_values, name == "exp_avg", device)
+    for name in MOMENT_NAMES:
+        state[name] = QuantizedMoment.zeros(num_values, name == "exp_avg", device)
     return state
 
 
@@ -221,9 +221,9 @@ def _update(
     group: dict[str, Any], state: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
 ) -> None:
     state["step"] += 1
-    average, squares = (state[name] for name in MOMENTS)
+    average, squares = (state[name] for name in MOMENT_NAMES)
     weights, grads, step = _local(parameter), _local(grad), state["step"]
-    if not isinstance(average, Quantized):
+    if not isinstance(average, QuantizedMoment):
         _take_step(group, step, weights, grads, _local(average), _local(squares))
         return
     weights, grads = weights.view(-1, BLOCK_8BIT), grads.view(-1, BLOCK_8BIT)
@@ -253,20 +253,20 @@ def _take_step(
     )
 
 
-def regions_of(name: str, moment: Quantized, where: LocalRegion) -> Iterator[Region]:
+def moment_regions(name: str, moment: QuantizedMoment, where: LocalRegion) -> Iterator[Region]:
     """Yield the regions of a moment of what ``where`` tells, in fp32: some rows each."""
-    for number, (box, blocks) in enumerate(_pieces(moment, where.box)):
+    for number, (box, blocks) in enumerate(_cut_rows(moment, where.box)):
         values = functools.partial(_shaped, blocks, box.shape)
         stored = f"{name}:{number}"
         yield Region(name, torch.float32, box, where.full_shape, values, stored)
 
 
-def _shaped(blocks: Quantized, shape: tuple[int, ...]) -> torch.Tensor:
+def _shaped(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.Tensor:
     return blocks.values().view(shape)
 
 
-def fill(
-    moment: Quantized,
+def fill_moment(
+    moment: QuantizedMoment,
     where: LocalRegion,
     index: TensorIndex,
     name: str,
@@ -277,13 +277,13 @@ def fill(
     Raises:
         CheckpointError: if the tensor on disk has another shape or cannot be read.
     """
-    for box, blocks in _pieces(moment, where.box):
+    for box, blocks in _cut_rows(moment, where.box):
         values = torch.empty(box.shape, device=moment.codes.device)
         index.fill(values, name, box.offset, reserve)
         blocks.restore(values.view(-1, BLOCK_8BIT))
 
 
-def _pieces(moment: Quantized, held: Box) -> Iterator[tuple[Box, Quantized]]:
+def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, QuantizedMoment]]:
     """Cut a moment into rows that are whole blocks, at most ``PIECE_BYTES`` of fp32 where it can.
 
     ``held``: the box of it that this rank has.

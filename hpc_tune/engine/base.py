@@ -11,14 +11,14 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterSums
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.world.comm import RunAndAgree, alone
+from hpc_tune.world.comm import RunAndAgree, run_alone
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EngineSettings:
     optim: OptimConfig
     train: TrainConfig = TrainConfig()
     reserve: Reserve = reserve_nothing
-    run_and_agree: RunAndAgree = alone
+    run_and_agree: RunAndAgree = run_alone
     faults: Faults = NO_FAULTS
 
     @property
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     saves_in_background: bool
     repeats_steps: bool
-    levers: dict[Action, Lever]
+    levers: dict[Action, ActionHandle]
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0

@@ -22,7 +22,7 @@ class BatchCopies:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: Iterator[Batch] = iter(())
-        self._ahead: tuple[Batch, Batch, Any] | None = None
+        self._next_copy: tuple[Batch, Batch, Any] | None = None
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """Begin to copy ``batches``, which are used in this order."""
@@ -31,9 +31,9 @@ class BatchCopies:
 
     def take(self, batch: Batch) -> Batch:
         """Return ``batch`` on the device, for the stream that computes."""
-        if self._ahead is None or self._ahead[0] is not batch:
+        if self._next_copy is None or self._next_copy[0] is not batch:
             return batch.to(self._device)
-        _, copy, is_there = self._ahead
+        _, copy, is_there = self._next_copy
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(is_there)
         for tensor in copy.all_tensors:
@@ -42,8 +42,8 @@ class BatchCopies:
         return copy
 
     def _copy_next(self) -> None:
-        self._ahead = None
+        self._next_copy = None
         if self._stream is None or (batch := next(self._waiting, None)) is None:
             return
         with torch.cuda.stream(self._stream):
-            self._ahead = batch, batch.to(self._device), self._stream.record_event()
+            self._next_copy = batch, batch.to(self._device), self._stream.record_event()

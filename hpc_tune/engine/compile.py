@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.log import OF_ALL, log
+from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.memory.policy import COMPILING_SHARE
-from hpc_tune.memory.process_bytes import COMPILING_BYTES
+from hpc_tune.memory.process_bytes import COMPILE_WORKER_BYTES
 from hpc_tune.model.loss import (
     LogitsKernels,
     LossModel,
@@ -31,8 +31,8 @@ from hpc_tune.model.loss import (
     fusible_exponentials,
 )
 from hpc_tune.model.scoped import MicroBatch, batch_context
-from hpc_tune.model.varlen_attention import Starts
-from hpc_tune.packages import release_of
+from hpc_tune.model.varlen_attention import DocumentStarts
+from hpc_tune.packages import parse_release
 
 Forward = Callable[..., Any]
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
@@ -40,7 +40,7 @@ Forward = Callable[..., Any]
 MAX_GRAPHS = 64
 # Since then inductor draws four numbers at a time in one-dimensional kernels of a GPU alone, as if
 # their offsets were contiguous, and another kernel that draws them again has others.
-_WRONG_MASKS = (2, 13)
+_WRONG_DROPOUT_SINCE = (2, 13)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -50,18 +50,18 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         bound: Any = block.forward
         forward = bound.__func__
         if forward not in compiled:
-            compiled[forward] = _compiled(forward)
+            compiled[forward] = _compile_forward(forward)
         block.forward = types.MethodType(compiled[forward], block)
 
 
 def compile_loss(module: LossModel) -> None:
     """Compile what ``module`` computes of logits: one pass over them in the place of eight."""
     module.logits_kernels = LogitsKernels(
-        _of_any_length(fusible_exponentials), _of_any_length(cross_entropies)
+        _compile_any_length(fusible_exponentials), _compile_any_length(cross_entropies)
     )
 
 
-def _of_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors that have a number of tokens as their first side."""
     compiled = torch.compile(function)
 
@@ -97,7 +97,7 @@ def prepare_compiler(
     from torch._inductor import config
 
     require_compiler(device, dropout)
-    folder = (cache / f"node-{node}-{_processor()}").resolve()
+    folder = (cache / f"node-{node}-{_hash_cpu_features()}").resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,7 +111,7 @@ def prepare_compiler(
         log.warning(
             "train.compile=true may gain nothing on CPUs: hpc_tune's own layers were as fast where "
             "both were measured, and need no compiling; compare tokens/s with train.compile=false",
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
     workers = num_workers(threads, host_bytes)
     config.compile_threads = workers
@@ -131,7 +131,7 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
-    _refuse_wrong_masks(device, dropout)
+    _refuse_wrong_dropout(device, dropout)
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -147,9 +147,13 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
         )
 
 
-def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:
-    major, minor = _WRONG_MASKS
-    if dropout and device.type == "cuda" and release_of(torch.__version__) >= _WRONG_MASKS:
+def _refuse_wrong_dropout(device: torch.device, dropout: float) -> None:
+    major, minor = _WRONG_DROPOUT_SINCE
+    if (
+        dropout
+        and device.type == "cuda"
+        and parse_release(torch.__version__) >= _WRONG_DROPOUT_SINCE
+    ):
         raise ConfigError(
             f"train.compile=true with tune.dropout={dropout:g} on a GPU, and this torch is "
             f"{torch.__version__}: since {major}.{minor} its compiled dropout repeats values of a "
@@ -159,7 +163,7 @@ def _refuse_wrong_masks(device: torch.device, dropout: float) -> None:
 
 
 @contextmanager
-def compiled_alone(folder: Path) -> Iterator[None]:
+def compiling_in_process(folder: Path) -> Iterator[None]:
     """Compile within a block in this process alone, and keep what it makes in ``folder``."""
     from torch._inductor import config
 
@@ -181,10 +185,10 @@ def compiled_alone(folder: Path) -> Iterator[None]:
 
 def num_workers(threads: int, host_bytes: int) -> int:
     """Return how many compile workers a rank may have; with one it compiles in its own process."""
-    return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILING_BYTES))
+    return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILE_WORKER_BYTES))
 
 
-def _compiled(forward: Forward) -> Forward:
+def _compile_forward(forward: Forward) -> Forward:
     def within(
         self: nn.Module,
         starts_N: torch.Tensor | None,
@@ -196,7 +200,7 @@ def _compiled(forward: Forward) -> Forward:
         if starts_N is None or longest_L is None:
             return forward(self, hidden_BTD, *args, **kwargs)
         num_rows, num_tokens, _ = hidden_BTD.shape
-        starts = Starts(starts_N, num_rows, num_tokens, longest_L.shape[0])
+        starts = DocumentStarts(starts_N, num_rows, num_tokens, longest_L.shape[0])
         with batch_context.of(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 
@@ -211,12 +215,12 @@ def _compiled(forward: Forward) -> Forward:
             # of its input, which doubles the time to compile.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         _mark_lengths(hidden_BTD, args, kwargs)
-        return compiled(self, *_starts(), hidden_BTD, *args, **kwargs)
+        return compiled(self, *_document_starts(), hidden_BTD, *args, **kwargs)
 
     return run
 
 
-def _starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Return where documents begin, and a tensor as long as the longest, of one value in memory.
 
     A number would be compiled in, and another one would be another graph.
@@ -241,7 +245,7 @@ def _mark_lengths(*values: Any) -> None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def _processor() -> str:
+def _hash_cpu_features() -> str:
     """Return a hash of this processor's features: kernels are compiled for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -117,7 +117,7 @@ class CountedCollectives:
         self._events.append((start, self._now()))
 
     @contextmanager
-    def beside(self, kind: str, num_bytes: int) -> Iterator[None]:
+    def counted_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
         """Count bytes that a GPU sends beside its computing stream; on a CPU the time, too."""
         if not self._cuda:
             with self.counted(kind, num_bytes):
@@ -178,7 +178,7 @@ class FsdpAllGather(_FsdpCollective):
     ) -> Any:
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
-        with self._collectives.beside("all_gather", sent):
+        with self._collectives.counted_overlapped("all_gather", sent):
             work = torch_versions.all_gather(output_tensor, input_tensor, group, async_op)
         self._done = self._collectives.done()
         return work
@@ -200,7 +200,7 @@ class FsdpReduceScatter(_FsdpCollective):
             output_tensor.copy_(input_tensor)
             return None
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
-        with self._collectives.beside("reduce_scatter", sent):
+        with self._collectives.counted_overlapped("reduce_scatter", sent):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
         self._done = self._collectives.done()
         return work

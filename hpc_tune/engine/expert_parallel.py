@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of a layer are dealt over ranks, and tokens are sent to them.
 
-    deal_experts   stacks -> this rank's experts of each, whole, on the meta device
-    send_tokens    an experts' module sends each token to the ranks of its experts, and takes back
+    distribute_experts  stacks -> this rank's experts of each, whole, on the meta device
+    dispatch_tokens     an experts' module sends each token to its experts' ranks, and takes back
 
 Each rank has tokens of its own. Where experts are sharded, each rank would gather all of them for
 its tokens; here they stay, and tokens move: a token's hidden values, once for each of its experts,
@@ -29,20 +29,20 @@ from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
-from hpc_tune.model.experts import stacks_of
+from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.scoped import batch_context
-from hpc_tune.step.slices import Stacked, stacked_in
+from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
 
-def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
+def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
     """Leave of each stack the experts of number ``rank`` of ``ranks``, and of their adapters.
 
     Raises:
         ConfigError: if the experts cannot be dealt, or sent tokens.
     """
     slices: dict[nn.Parameter, Slice] = {}
-    for path, layer in experts_in(built.module):
-        for stack in stacked_in(layer):
+    for path, layer in find_expert_modules(built.module):
+        for stack in find_expert_stacks(layer):
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
                 why = (
@@ -51,7 +51,7 @@ def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
                     else f"{type(stack.owner).__name__} does not say which tokens it wants"
                 )
                 raise ConfigError(f"parallel.expert={ranks}: {path}: {why}; use parallel.shard")
-            _deal(stack, rank, ranks, slices)
+            _cut_stack(stack, rank, ranks, slices)
         while hasattr(layer, "base_layer"):
             layer.num_experts //= ranks
             layer = layer.base_layer
@@ -64,27 +64,29 @@ def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
     return replace(built, slices={name: slices[p] for name, p in named if p in slices})
 
 
-def send_tokens(
+def dispatch_tokens(
     module: nn.Module, group: dist.ProcessGroup, collectives: CountedCollectives
 ) -> None:
     """Let each experts' module compute the tokens of all ranks of ``group`` that want its experts.
 
     To be called when the module's own forward is what it will be. Each pass of it is collective.
     """
-    for _, layer in experts_in(module):
-        owner = stacked_in(layer)[0].owner
+    for _, layer in find_expert_modules(module):
+        owner = find_expert_stacks(layer)[0].owner
         local: Callable[..., torch.Tensor] = layer.forward
-        exchange = _Exchange(group, collectives, owner.num_experts)
-        layer.forward = types.MethodType(_dispatched(local, exchange), layer)
+        exchange = _TokenExchange(group, collectives, owner.num_experts)
+        layer.forward = types.MethodType(_with_dispatch(local, exchange), layer)
 
 
-def experts_in(module: nn.Module) -> list[tuple[str, Any]]:
+def find_expert_modules(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with stacks of experts, with adapters that are around them."""
-    roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in stacks_of(module))
+    roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in find_stacks(module))
     return [(path, module.get_submodule(path)) for path in roots]
 
 
-def _deal(stack: Stacked, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]) -> None:
+def _cut_stack(
+    stack: ExpertStack, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]
+) -> None:
     """Cut a stack, what has a row for each of its experts, and its adapters."""
     num_experts, owner = stack.parameter.shape[0], stack.owner
     each = num_experts // ranks
@@ -109,7 +111,7 @@ def _deal(stack: Stacked, rank: int, ranks: int, slices: dict[nn.Parameter, Slic
     owner.num_experts = each
 
 
-class _Exchange:
+class _TokenExchange:
     """Sends rows to the ranks of their experts, and back."""
 
     def __init__(
@@ -118,7 +120,7 @@ class _Exchange:
         self.group, self.collectives, self.each = group, collectives, each
 
     @outside_recompute
-    def rows_for(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    def exchange_counts(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows come from whom for which expert (G x E / G), and as sums.
 
         The sums, of what is sent and what comes, are read by the host: it allocates by them. A
@@ -168,26 +170,28 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], exchange: _Exchange
+        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], exchange: _TokenExchange
     ) -> torch.Tensor:
         ctx.rows, ctx.exchange = (send, receive), exchange
-        return _swap(x, send, receive, exchange)
+        return _all_to_all(x, send, receive, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         send, receive = ctx.rows
-        return _swap(grad, receive, send, ctx.exchange), None, None, None
+        return _all_to_all(grad, receive, send, ctx.exchange), None, None, None
 
 
-def _swap(
-    x: torch.Tensor, send: list[int], receive: list[int], exchange: _Exchange
+def _all_to_all(
+    x: torch.Tensor, send: list[int], receive: list[int], exchange: _TokenExchange
 ) -> torch.Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
     exchange.collectives.all_to_all(out, x.contiguous(), receive, send, exchange.group)
     return out
 
 
-def _dispatched(local: Callable[..., torch.Tensor], exchange: _Exchange) -> Callable[..., Any]:
+def _with_dispatch(
+    local: Callable[..., torch.Tensor], exchange: _TokenExchange
+) -> Callable[..., Any]:
     def forward(
         _: Any, hidden_NH: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
     ) -> torch.Tensor:
@@ -197,7 +201,7 @@ def _dispatched(local: Callable[..., torch.Tensor], exchange: _Exchange) -> Call
         send_SH = hidden_NH[order_S // num_chosen]
         inverse_S = torch.empty_like(order_S)
         inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        rows, send, receive = exchange.rows_for(ids_S)
+        rows, send, receive = exchange.exchange_counts(ids_S)
         come_H = exchange(send_SH, send, receive)
         del send_SH
         own = torch.arange(exchange.each, device=rows.device).repeat(len(rows))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_tune import torch_versions
-from hpc_tune.engine.mesh import finish_connecting
+from hpc_tune.engine.mesh import wait_until_connected
 
 LARGE_BYTES = 64 << 20
 
@@ -37,11 +37,11 @@ def send_large_messages(
         dist.all_reduce(used, group=group)
         torch_versions.all_gather(used, part, group)
         torch_versions.reduce_scatter(part, used, dist.ReduceOp.SUM, group)
-        finish_connecting(device)
+        wait_until_connected(device)
     if exchanging is not None:
         even = whole[: len(whole) // exchanging.size() * exchanging.size()]
         dist.all_to_all_single(torch.empty_like(even), even, group=exchanging)
-        finish_connecting(device)
+        wait_until_connected(device)
     for (first, kind), group in edges.items():
         [other] = {*dist.get_process_group_ranks(group)} - {first}
         source, target = (first, other) if kind == "forward" else (other, first)
@@ -49,4 +49,4 @@ def send_large_messages(
             dist.send(whole, target, group)
         else:
             dist.recv(whole, source, group)
-        finish_connecting(device)
+        wait_until_connected(device)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 
-MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
+SIDE_MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
 
 
 def check_float8(device: torch.device) -> None:
@@ -27,7 +27,7 @@ def check_float8(device: torch.device) -> None:
         "train.float8=true needs a GPU with float8 products (NVIDIA's H100, L40, RTX 40 or later, "
         "AMD's MI300 or later)"
     )
-    architecture = architecture_of(device)
+    architecture = find_architecture(device)
     if architecture is None:
         raise ConfigError(f"{needs}, and this rank computes on {device}; {instead}")
     if not architecture.has_float8:
@@ -69,4 +69,4 @@ def use_float8(
 def _is_plain(module: nn.Module, name: str) -> bool:
     if type(module) is not nn.Linear or any(part.startswith("lora_") for part in name.split(".")):
         return False
-    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+    return module.in_features % SIDE_MULTIPLE == 0 and module.out_features % SIDE_MULTIPLE == 0

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
-from hpc_tune.engine.expert_parallel import experts_in
+from hpc_tune.engine.expert_parallel import find_expert_modules
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.loss import HeadUnit, LossModel
@@ -55,7 +55,7 @@ def shard(
     whole = {p for n, p in named if plan.stays_whole(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
-        experts = [part for _, part in experts_in(built.module)]
+        experts = [part for _, part in find_expert_modules(built.module)]
     elif mesh.layout.expert > 1:  # dealt, and nothing is left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:
@@ -89,7 +89,7 @@ def shard(
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
             # It stays for its backward pass, which comes next: nothing is to be gathered for that.
             unit.set_unshard_in_backward(False)
-            unit.register_forward_pre_hook(_let_go_of_buffer)
+            unit.register_forward_pre_hook(_free_gather_buffer)
             whole |= set(unit.parameters())  # sharded, and not once more with the root's
             del unit.head
     replicas = mesh.layout.replicate if full else 1
@@ -119,7 +119,7 @@ def _gather_outside_recompute(unit: Any) -> None:
             hooks[number] = outside_recompute(hook)
 
 
-def _let_go_of_buffer(unit: Any, _args: Any) -> None:
+def _free_gather_buffer(unit: Any, _args: Any) -> None:
     """Free what the head was gathered into, of which it has a copy, before there are logits.
 
     FSDP2 keeps it until the next unit has its own, or as here the root's forward pass has ended.
@@ -162,7 +162,7 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
         module.set_all_reduce_hook(count_all_reduce)
 
 
-def before_backward(module: LossModel, is_last: bool, keep: bool) -> None:
+def prepare_backward(module: LossModel, is_last: bool, keep: bool) -> None:
     """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
 
     Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last. No

@@ -17,19 +17,19 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.weights import Reserve, reserve_nothing
-from hpc_tune.step.plan import SUMMED_BYTES, StepPlan
+from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, StepPlan
 
 _VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWeight:
     """One trained parameter of this rank.
 
     ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
     hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
-    stage owns. ``writes``: this rank writes it into checkpoints. ``dealt``: it is of experts that
-    are dealt over ranks of the shard axis.
+    stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it is of
+    experts that are dealt over ranks of the shard axis.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Trained:
     copies: int
     tied: bool
     writes: bool
-    dealt: bool = False
+    is_expert_parallel: bool = False
 
     @property
     def saved_name(self) -> str:
@@ -58,7 +58,7 @@ class Trained:
         return local_region(self.parameter.grad)[0]
 
 
-def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
+def list_trained(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[TrainedWeight]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
     layout, coordinates, trained = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
@@ -78,7 +78,7 @@ def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[T
             and not tied
         )
         told = (name in partial, copies, tied, writes, dealt)
-        trained.append(Trained(name, stage, parameter, *told))
+        trained.append(TrainedWeight(name, stage, parameter, *told))
     return trained
 
 
@@ -120,9 +120,9 @@ class OverlappedAllReduce:
         for parameter in reversed(bucket.parameters):
             start, num = start - parameter.numel(), num + 1
             parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._done, len(self._pieces))
+                functools.partial(self._on_gradient, len(self._pieces))
             )
-            if (stop - start) * itemsize >= SUMMED_BYTES or start == 0:
+            if (stop - start) * itemsize >= GRADIENT_PIECE_BYTES or start == 0:
                 self._pieces.append(bucket.grads[start:stop])
                 self._sizes.append(num)
                 stop, num = start, 0
@@ -139,7 +139,7 @@ class OverlappedAllReduce:
         self._collectives.finish(self._works)
         self._works.clear()
 
-    def _done(self, number: int, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         if not self._is_last:
             return
         self._missing[number] -= 1
@@ -148,7 +148,7 @@ class OverlappedAllReduce:
 
 
 def make_buckets(
-    trained: Iterable[Trained],
+    trained: Iterable[TrainedWeight],
     plan: StepPlan,
     mesh: Mesh,
     device: torch.device,
@@ -158,7 +158,7 @@ def make_buckets(
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained:
         if not weight.sharded:
-            key = weight.partial, weight.copies, weight.tied, weight.dealt
+            key = weight.partial, weight.copies, weight.tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
     for (partial, copies, tied, dealt), parameters in groups.items():
@@ -175,8 +175,8 @@ def make_buckets(
     return buckets
 
 
-def squares_of(
-    buckets: Sequence[Bucket], sharded: Sequence[Trained], device: torch.device, spread: bool
+def sum_squares(
+    buckets: Sequence[Bucket], sharded: Sequence[TrainedWeight], device: torch.device, spread: bool
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
@@ -193,7 +193,7 @@ def squares_of(
     on_device: dict[int, list[torch.Tensor]] = {}
     for grad, copies in counted:
         if grad.device.type == "cpu":
-            on_host += _square(grad) / copies
+            on_host += _sum_squares_fp64(grad) / copies
         else:
             on_device.setdefault(copies, []).append(grad)
     if device.type == "cpu":
@@ -202,11 +202,11 @@ def squares_of(
     if any(grad.device.type == "cpu" for grad, _ in counted):
         total += on_host.pin_memory().to(device, non_blocking=True)
     for copies, grads in on_device.items():
-        total += _squares_at_once(grads) / copies
+        total += _sum_squares_fused(grads) / copies
     return total
 
 
-def _squares_at_once(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum_squares_fused(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum in few kernels, in fp32: a GPU adds blocks of 65,536 values up in trees, and then those.
 
     fp64 would read twice the bytes, of a copy, and run at a fraction of the rate.
@@ -215,7 +215,7 @@ def _squares_at_once(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(norms).double().square().sum()
 
 
-def _square(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_squares_fp64(tensor: torch.Tensor) -> torch.Tensor:
     """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU.
 
     In pieces: torch makes an fp64 copy of what it is given.

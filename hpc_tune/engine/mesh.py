@@ -18,7 +18,7 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def finish_connecting(device: torch.device) -> None:
+def wait_until_connected(device: torch.device) -> None:
     """Wait until a GPU has sent what it was given, before another group is made or connected.
 
     NCCL may hang where many communicators connect at once, over PCIe
@@ -28,7 +28,7 @@ def finish_connecting(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def stand_aside(ranks: Sequence[int]) -> None:
+def mirror_group_creation(ranks: Sequence[int]) -> None:
     """Do this rank's part where ``ranks``, others, make a group by ``use_local_synchronization``.
 
     NCCL makes a group out of the world's, with all of its ranks. And torch distinguishes groups of
@@ -55,7 +55,7 @@ class Mesh:
     def __init__(self, layout: Layout, device: torch.device, uses_fsdp: bool) -> None:
         """Make the groups from the default process group; ``step/groups.py`` counts them."""
         self.layout, self.coordinates = layout, layout.coordinates(dist.get_rank())
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.tensor = self.group("tensor")
         self.group("replicate", "shard")
         self.group("replicate", "shard", "tensor")
@@ -63,9 +63,9 @@ class Mesh:
         self.group("replicate", "expert_shard")
         self._shards: tuple[DeviceMesh, DeviceMesh] | None = None
         if uses_fsdp:
-            self._shards = self._shards_of_experts = self._meshes_of("shard", device)
+            self._shards = self._shards_of_experts = self._make_meshes("shard", device)
         if uses_fsdp and layout.expert > 1:
-            self._shards_of_experts = self._meshes_of("expert_shard", device)
+            self._shards_of_experts = self._make_meshes("expert_shard", device)
 
     def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
@@ -76,7 +76,7 @@ class Mesh:
         alone, replicated = self._shards_of_experts if of_experts else self._shards
         return replicated if with_replicas else alone
 
-    def _meshes_of(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+    def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh of an axis, and that of replicate x axis."""
         names, replicate = ("replicate", axis), self.layout.replicate
         shards = self.group(axis)
@@ -84,24 +84,24 @@ class Mesh:
         if shards is not None:
             alone = DeviceMesh.from_group(shards, device.type)
         else:
-            alone = _MeshWithOne(device.type, torch.tensor([dist.get_rank()]), [None])
+            alone = _SingletonMesh(device.type, torch.tensor([dist.get_rank()]), [None])
         if replicate == 1:
             return alone, alone
         replicas = self._group_of("replicate")
         if shards is None:
-            return alone, _MeshWithOne(device.type, ranks, [replicas, None], names)
+            return alone, _SingletonMesh(device.type, ranks, [replicas, None], names)
         groups = [replicas, shards]
         return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks, in the order in which all ranks have made theirs."""
-        return [world_group(), *self._made.values()] if self.layout.size > 1 else []
+        return [world_group(), *self._groups_by_ranks.values()] if self.layout.size > 1 else []
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""
         return self._group_of(*names) if len(self._ranks(*names)) > 1 else None
 
-    def group_of_ends(self) -> dist.ProcessGroup | None:
+    def first_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group of a pipeline's first and last rank, None between them. Collective.
 
         They hold one weight, as the embedding and as the head.
@@ -110,7 +110,7 @@ class Mesh:
             return self.group("pipeline")
         first, *between, last = self._ranks("pipeline")
         if dist.get_rank() in between:
-            stand_aside([first, last])
+            mirror_group_creation([first, last])
             return None
         return self._group_with((first, last))
 
@@ -121,15 +121,17 @@ class Mesh:
         assert len(ranks) > 1, "a rank needs no group for itself"
         if len(ranks) == self.layout.size:
             return world_group()
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._made[ranks]
+        if ranks not in self._groups_by_ranks:
+            self._groups_by_ranks[ranks] = dist.new_group(
+                list(ranks), use_local_synchronization=True
+            )
+        return self._groups_by_ranks[ranks]
 
     def _ranks(self, *names: str) -> tuple[int, ...]:
         return self.layout.group_of(dist.get_rank(), *names)
 
 
-class _MeshWithOne(DeviceMesh):
+class _SingletonMesh(DeviceMesh):
     """A mesh with an axis of one rank: where nothing is sharded, and weights are offloaded.
 
     FSDP2 sends nothing along it, and asks its group for its size and rank alone.
@@ -150,17 +152,17 @@ class _MeshWithOne(DeviceMesh):
         """Return the mesh of the axis of one rank, which FSDP2 shards over."""
         assert self.mesh_dim_names is not None
         assert names == self.mesh_dim_names[-1], f"{names} is not sharded over"
-        return _MeshWithOne(self.device_type, torch.tensor([dist.get_rank()]), [None])
+        return _SingletonMesh(self.device_type, torch.tensor([dist.get_rank()]), [None])
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return what FSDP2 knows as the group of an axis."""
         if isinstance(mesh_dim, str):
             assert self.mesh_dim_names is not None
             mesh_dim = self.mesh_dim_names.index(mesh_dim)
-        return self._groups[mesh_dim or 0] or _One()
+        return self._groups[mesh_dim or 0] or _SingleRankGroup()
 
 
-class _One:
+class _SingleRankGroup:
     """What a group of one rank would say of itself."""
 
     def rank(self) -> int:

@@ -17,12 +17,12 @@ import torch
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENTS, set_rate
+from hpc_tune.engine.adamw import MOMENT_NAMES, set_lr
 from hpc_tune.engine.adamw_8bit import (
-    Quantized,
-    fill,
+    QuantizedMoment,
+    fill_moment,
     make_optimizer,
-    regions_of,
+    moment_regions,
     require_torchao,
     require_whole_slices,
 )
@@ -30,36 +30,36 @@ from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.expert_parallel import deal_experts, send_tokens
+from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
 from hpc_tune.engine.first_messages import send_large_messages
 from hpc_tune.engine.float8 import check_float8, use_float8
-from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
+from hpc_tune.engine.fsdp import prepare_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
     Bucket,
     OverlappedAllReduce,
-    Trained,
+    TrainedWeight,
+    list_trained,
     make_buckets,
-    squares_of,
-    trained_of,
+    sum_squares,
 )
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
 from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.engine.waits import time_waits
+from hpc_tune.engine.waits import time_fsdp_waits
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
-from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.balance import RouterWatch
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
-from hpc_tune.model.special_linears import exact_layers
+from hpc_tune.model.special_linears import find_unquantised_layers
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -81,7 +81,7 @@ class NativeEngine:
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = Mesh(layout, device, plan.uses_fsdp)
         trains_tied = built.tune.method == "full" and built.tied is not None
-        self._tied_group = self._mesh.group_of_ends() if trains_tied else None
+        self._tied_group = self._mesh.first_last_stage_group() if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
@@ -101,23 +101,23 @@ class NativeEngine:
             finish_dora(stage)
         modules = [stage.module for stage in self._stages]
         self._watch.attach(modules, device)
-        blocks = [block for module in modules for block in block_list(module)]
+        blocks = [block for module in modules for block in find_blocks(module)]
         self.levers = recompute_levers(blocks, parallel.recompute)
         self._sharded = [t for t in self._trained if t.sharded]
         self.repeats_steps = plan.only_replicates
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
-            if plan.sums_beside_backward and bucket.group is not None
+            if plan.overlaps_gradient_sums and bucket.group is not None
         ]
         self._offloaded: OffloadedState | None = None
         has_device = device.type == "cuda" or settings.faults.moves_on_host
         moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
         if has_device and moves:
-            self.levers[Action.MOVE_OPTIMIZER] = Lever(self._move_optimizer)
+            self.levers[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
-            wire = torch.float32 if plan.wire_itemsize == 4 else built.dtype
+            wire = torch.float32 if plan.activation_itemsize == 4 else built.dtype
             width = built.config.hidden_size
             self._pipeline = Pipeline(
                 modules, layout, edges, device, width, wire, self._collectives
@@ -130,7 +130,7 @@ class NativeEngine:
         self._zero_grad()
         self._adapters.refresh()
         self._watch.begin(1 / global_tokens)
-        sums, ran_out = self._no_sums(), None
+        sums, ran_out = self._zero_sums(), None
         try:
             sums = self._forward_backward(batches, global_terms, self._overlapped)
         except torch.OutOfMemoryError as error:
@@ -149,7 +149,7 @@ class NativeEngine:
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
-        set_rate(self._adamw, lr)
+        set_lr(self._adamw, lr)
         (self._offloaded or self._adamw).step()
         self._adapters.changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
@@ -181,7 +181,7 @@ class NativeEngine:
         try:
             remaining = iter(batches)
             while group := list(islice(remaining, 2 * self._layout.pipeline)):
-                used = self._computed(group, training=False)
+                used = self._batches_to_run(group, training=False)
                 self._copies.begin(used)
                 if self._pipeline is not None:
                     outputs = self._pipeline.evaluate(used, self._forward)
@@ -199,13 +199,13 @@ class NativeEngine:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
         regions: list[Region] = []
         for trained in (t for t in self._trained if t.writes):
-            for name, number, region in self._state_of(trained):
+            for name, number, region in self._saved_regions(trained):
                 if (local := region.local).numel():
                     what = name, local.dtype, region.box, region.full_shape
                     key = f"{name}#{number}" if number else ""
                     regions.append(Region(*what, local.contiguous, key))
-            for name, moment, where in self._quantized(trained):
-                regions += regions_of(name, moment, where)
+            for name, moment, where in self._quantized_moments(trained):
+                regions += moment_regions(name, moment, where)
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -215,13 +215,13 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         for trained in self._trained:
-            for name, _, region in self._state_of(trained):
+            for name, _, region in self._saved_regions(trained):
                 index.require([name])
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
-            for name, moment, where in self._quantized(trained):
+            for name, moment, where in self._quantized_moments(trained):
                 index.require([name])
-                fill(moment, where, index, name, self._settings.reserve)
+                fill_moment(moment, where, index, name, self._settings.reserve)
         self._adapters.changed()
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
@@ -252,8 +252,8 @@ class NativeEngine:
         overlapped: Sequence[OverlappedAllReduce] = (),
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""
-        total = self._no_sums()
-        used = self._computed(batches)
+        total = self._zero_sums()
+        used = self._batches_to_run(batches)
         self._copies.begin(used)
 
         def backward(
@@ -261,7 +261,7 @@ class NativeEngine:
         ) -> None:
             nonlocal total
             keeps_gathered = self._settings.parallel.reshard == "step"
-            before_backward(self._stages[chunk].module, is_last, keeps_gathered)
+            prepare_backward(self._stages[chunk].module, is_last, keeps_gathered)
             if grad_BTD is not None:
                 out.backward(grad_BTD.to(out.dtype))
                 return
@@ -288,10 +288,10 @@ class NativeEngine:
             out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
-    def _no_sums(self) -> torch.Tensor:
+    def _zero_sums(self) -> torch.Tensor:
         return torch.zeros(self._plan.num_sums, dtype=torch.float32, device=self._device)
 
-    def _computed(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
+    def _batches_to_run(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
         kept = [b for b in batches if b.num_loss_tokens or not self._plan.skips_empty(training)]
         first_row = batches[0].first_row if batches else 0
         return kept + [empty_batch(first_row) for _ in range(self._plan.padding(len(kept)))]
@@ -309,25 +309,27 @@ class NativeEngine:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
-    def _state_of(self, trained: Trained) -> Iterator[tuple[str, int, LocalRegion]]:
+    def _saved_regions(self, trained: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
         """Yield names in checkpoints, the numbers of regions of each, and the regions."""
         state = self._adamw.state[trained.parameter]
         parameter = trained.parameter
-        named = [("", parameter), *((f"{part}.", state[part]) for part in MOMENTS)]
+        named = [("", parameter), *((f"{part}.", state[part]) for part in MOMENT_NAMES)]
         for prefix, tensor in named:
-            if not isinstance(tensor, Quantized):
+            if not isinstance(tensor, QuantizedMoment):
                 regions = trained.stage.regions(trained.name, parameter, tensor)
                 for number, region in enumerate(regions):
                     yield f"{prefix}{trained.saved_name}", number, region
 
-    def _quantized(self, trained: Trained) -> Iterator[tuple[str, Quantized, LocalRegion]]:
+    def _quantized_moments(
+        self, trained: TrainedWeight
+    ) -> Iterator[tuple[str, QuantizedMoment, LocalRegion]]:
         """Yield names in checkpoints of moments in 8 bits, these, and what this rank has of them.
 
         That is one region: see ``require_whole_slices``.
         """
-        for part in MOMENTS:
+        for part in MOMENT_NAMES:
             moment = self._adamw.state[trained.parameter][part]
-            if isinstance(moment, Quantized):
+            if isinstance(moment, QuantizedMoment):
                 [where] = trained.stage.regions(trained.name, trained.parameter)
                 yield f"{part}.{trained.saved_name}", moment, where
 
@@ -340,7 +342,7 @@ class NativeEngine:
     def _clip(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm and return the global norm before that."""
         spread = self._plan.spreads_gradients
-        squares = squares_of(self._buckets, self._sharded, self._device, spread)
+        squares = sum_squares(self._buckets, self._sharded, self._device, spread)
         if spread:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
@@ -361,7 +363,7 @@ def _load(
     mesh: Mesh,
     collectives: CountedCollectives,
     adapters: AdapterCopies,
-) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.Optimizer]:
+) -> tuple[list[BuiltModel], list[TrainedWeight], list[Bucket], torch.optim.Optimizer]:
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
     if settings.optim.is_8bit:
         require_torchao()
@@ -377,7 +379,7 @@ def _load_stages(
     mesh: Mesh,
     collectives: CountedCollectives,
     adapters: AdapterCopies,
-) -> tuple[list[BuiltModel], list[Trained]]:
+) -> tuple[list[BuiltModel], list[TrainedWeight]]:
     """Return this rank's pipeline stages with their weights, and the trained ones of all."""
     layout, train = settings.layout, settings.train
     if layout.shard > 1:
@@ -394,7 +396,7 @@ def _load_stages(
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives, adapters)
         stages.append(stage)
-        trained += trained_of(stage, mesh, partial)
+        trained += list_trained(stage, mesh, partial)
     return stages, trained
 
 
@@ -410,29 +412,31 @@ def _load_stage(
     Returns it and the names of the trained parameters whose gradients are partial sums.
     """
     device, parallel, train = settings.device, settings.parallel, settings.train
-    blocks = list(block_list(stage.module))
+    blocks = list(find_blocks(stage.module))
     partial: frozenset[str] = frozenset()
     if mesh.tensor is not None:
         stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
     if (experts_group := mesh.group("expert")) is not None:
-        stage = deal_experts(stage, experts_group.rank(), experts_group.size())
+        stage = distribute_experts(stage, experts_group.rank(), experts_group.size())
     if settings.optim.is_8bit:
         require_whole_slices(stage)
     if train.float8:
         check_float8(device)
-        use_float8(blocks, exact_layers(stage.module.causal_lm(), block_list(stage.module)))
+        use_float8(
+            blocks, find_unquantised_layers(stage.module.causal_lm(), find_blocks(stage.module))
+        )
     # A graph may not keep results between calls where it is recomputed.
     shares = not train.compiles or parallel.recompute == "none"
     use_own_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
     if experts_group is not None:
-        send_tokens(stage.module, experts_group, collectives)
+        dispatch_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compiles:
         compile_blocks(blocks)
         compile_loss(stage.module)
     if settings.plan.uses_fsdp:
         shard(stage, blocks, mesh, settings.plan, device, collectives)
-        time_waits(stage.module, collectives)
+        time_fsdp_waits(stage.module, collectives)
     offloads = parallel.offload_params == "cpu"
     allocate(stage.module, device, offloads, settings.reserve)
     load_weights(stage, settings.reserve)

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from hpc_tune.engine.adamw import MOMENTS
-from hpc_tune.world.pinned import give_back, pinned_like
+from hpc_tune.engine.adamw import MOMENT_NAMES
+from hpc_tune.world.pinned import empty_pinned_cache, empty_pinned_like
 
 
 class OffloadedState:
@@ -27,15 +27,15 @@ class OffloadedState:
         self._optimizer = optimizer
         states = [optimizer.state[parameter] for _, parameter in self._parameters()]
         for state in states:
-            state |= {name: _local(state[name]) for name in MOMENTS}
+            state |= {name: _local(state[name]) for name in MOMENT_NAMES}
         away = [
             (state, name)
             for state in states
-            for name in MOMENTS
+            for name in MOMENT_NAMES
             if state[name].device.type != "cpu"
         ]
         for (state, name), on_host in zip(
-            away, pinned_like([state[name] for state, name in away]), strict=True
+            away, empty_pinned_like([state[name] for state, name in away]), strict=True
         ):
             state[name] = on_host.copy_(state[name])
 
@@ -49,9 +49,9 @@ class OffloadedState:
         """Move the moments back to their parameters' devices."""
         for _, parameter in self._parameters():
             state = self._optimizer.state[parameter]
-            for name in MOMENTS:
-                state[name] = _like(parameter, state[name].to(parameter.device))
-        give_back()
+            for name in MOMENT_NAMES:
+                state[name] = _distribute_like(parameter, state[name].to(parameter.device))
+        empty_pinned_cache()
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:
@@ -63,7 +63,7 @@ class OffloadedState:
         self, group: dict[str, Any], parameter: torch.nn.Parameter, grad: torch.Tensor
     ) -> None:
         state = self._optimizer.state[parameter]
-        on_host = [state[name] for name in MOMENTS]
+        on_host = [state[name] for name in MOMENT_NAMES]
         on_device = [moment.to(parameter.device, non_blocking=True) for moment in on_host]
         beta1, beta2 = group["betas"]
         adamw(
@@ -90,7 +90,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _distribute_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a tensor that is laid out as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return local

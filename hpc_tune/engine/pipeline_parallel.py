@@ -27,14 +27,14 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.mesh import finish_connecting, stand_aside
+from hpc_tune.engine.mesh import mirror_group_creation, wait_until_connected
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel, decoder_of
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.stages import KINDS, Kind, Pass, schedule
+from hpc_tune.step.stages import DIRECTIONS, Direction, Pass, schedule
 
 # Passes whose receives are posted in advance. On a GPU a receive is a kernel that waits on several
 # processors of the card until data come, which it does beside the passes that were queued before.
@@ -50,14 +50,14 @@ def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]
     blocks = plan.stages
     _require_trained(built, blocks)
     return [
-        _cut(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
+        _cut_stage(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
         for stage in range(rank, len(blocks), plan.layout.pipeline)
     ]
 
 
 def _require_trained(built: BuiltModel, blocks: Sequence[range]) -> None:
     """Refuse stages without a trained weight, through which no gradient would flow."""
-    modules = [*block_list(built.module), built.module.causal_lm().get_output_embeddings()]
+    modules = [*find_blocks(built.module), built.module.causal_lm().get_output_embeddings()]
     head = len(modules) - 1
     trained = [any(p.requires_grad for p in module.parameters()) for module in modules]
     for stage, kept in enumerate(blocks):
@@ -70,10 +70,10 @@ def _require_trained(built: BuiltModel, blocks: Sequence[range]) -> None:
             )
 
 
-def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
+def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
     module = copy.deepcopy(built.module)
     module.first_stage, module.last_stage = first, last
-    blocks = block_list(module)
+    blocks = find_blocks(module)
     for number in range(len(blocks)):
         if number not in kept:
             del blocks._modules[str(number)]
@@ -106,7 +106,7 @@ class _InFlight:
     out: torch.Tensor
 
 
-Edges = dict[tuple[int, Kind], dist.ProcessGroup]
+Edges = dict[tuple[int, Direction], dist.ProcessGroup]
 
 
 def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges:
@@ -125,10 +125,10 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
     ring = list(zip(members, [*members[1:], members[0]], strict=True))
     rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
     edges: Edges = {}
-    for kind, pairs in itertools.product(KINDS, filter(None, rounds)):
+    for kind, pairs in itertools.product(DIRECTIONS, filter(None, rounds)):
         pair = next((pair for pair in pairs if me in pair), None)
         if pair is None:
-            stand_aside(pairs[0])
+            mirror_group_creation(pairs[0])
             continue
         group = dist.new_group([*pair], use_local_synchronization=True)
         edges[pair[0], kind] = group
@@ -138,7 +138,7 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
             dist.send(word, target, group)
         else:
             dist.recv(word, source, group)
-        finish_connecting(device)
+        wait_until_connected(device)
     return edges
 
 
@@ -230,22 +230,22 @@ class Pipeline:
     def _is_last(self, chunk: int) -> bool:
         return self._rank == self._ranks - 1 and chunk == len(self._stages) - 1
 
-    def _inputs(self, passes: Sequence[Pass], batches: Sequence[Batch]) -> "_Inputs":
-        needed: list[tuple[Kind, tuple[int, ...]] | None] = []
+    def _inputs(self, passes: Sequence[Pass], batches: Sequence[Batch]) -> "_InputReceiver":
+        needed: list[tuple[Direction, tuple[int, ...]] | None] = []
         for step in passes:
             is_forward, chunk = step.kind == "forward", step.chunk
             receives_none = self._is_first(chunk) if is_forward else self._is_last(chunk)
             shape = (*batches[step.micro].tokens_BT.shape, self._hidden_size)
             needed.append(None if receives_none else (step.kind, shape))
-        return _Inputs(needed, self._receive, self._collectives)
+        return _InputReceiver(needed, self._receive, self._collectives)
 
-    def _receive(self, kind: Kind, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+    def _receive(self, kind: Direction, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         source = self._previous if kind == "forward" else self._next
         edge = self._previous if kind == "forward" else dist.get_rank()
         return dist.irecv(buffer, source, self._edges[edge, kind]), buffer
 
-    def _send(self, tensor: torch.Tensor, kind: Kind) -> None:
+    def _send(self, tensor: torch.Tensor, kind: Direction) -> None:
         wire = tensor.to(self._dtype).contiguous()
         target = self._next if kind == "forward" else self._previous
         edge = dist.get_rank() if kind == "forward" else self._previous
@@ -260,13 +260,13 @@ class Pipeline:
                 self._sending.popleft()[0].wait()
 
 
-class _Inputs:
+class _InputReceiver:
     """Receives the inputs of passes in their order, some passes ahead."""
 
     def __init__(
         self,
-        needed: Sequence[tuple[Kind, tuple[int, ...]] | None],
-        receive: Callable[[Kind, tuple[int, ...]], tuple[Any, torch.Tensor]],
+        needed: Sequence[tuple[Direction, tuple[int, ...]] | None],
+        receive: Callable[[Direction, tuple[int, ...]], tuple[Any, torch.Tensor]],
         collectives: CountedCollectives,
     ) -> None:
         self._needed, self._receive, self._collectives = needed, receive, collectives

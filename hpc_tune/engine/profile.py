@@ -19,17 +19,17 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
-from hpc_tune.rundir.stragglers import ADVICE, STRAGGLER, beside_median
+from hpc_tune.rundir.stragglers import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
 from hpc_tune.world.comm import Comm
 
 FOLDER = "profile"
-_SHOWN = 16
-_COPIES = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "Memcpy", "Memset")
-_MESSAGES = ("nccl", "gloo", "c10d", "record_param_comms")
+_MAX_SHOWN_RANKS = 16
+_COPY_OPS = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "Memcpy", "Memset")
+_COMM_OPS = ("nccl", "gloo", "c10d", "record_param_comms")
 
 
 @dataclass(frozen=True)
-class Shares:
+class StepBreakdown:
     """Seconds per step of one rank by kind; ``step_s`` is the whole."""
 
     rank: int
@@ -74,7 +74,7 @@ class StepProfile:
         self._comm_s = self._data_s = self._step_s = 0.0
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def profiling(self, step: int) -> Iterator[None]:
         """Surround the work of optimizer step ``step``."""
         if step not in self._steps:
             yield
@@ -114,8 +114,8 @@ class StepProfile:
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
         on_gpu = self._comm.device.type == "cuda"
-        compute_s, copies_s = by_kind(profiler.key_averages(), on_gpu)
-        own = Shares(
+        compute_s, copies_s = sum_by_kind(profiler.key_averages(), on_gpu)
+        own = StepBreakdown(
             world.rank,
             world.hostname,
             compute_s / count,
@@ -126,14 +126,14 @@ class StepProfile:
         )
         everyone = self._comm.gather(own)
         first, last = self._steps[0], self._steps[-1]
-        lines = [f"profile of steps {first} to {last}, seconds per step", *table(everyone)]
+        lines = [f"profile of steps {first} to {last}, seconds per step", *format_table(everyone)]
         if world.rank != 0:
             return
         with _warning_if_unwritable(self._folder):
             text = "\n".join(lines) + "\n"
             (self._folder / "summary.txt").write_text(text, encoding="utf-8")
         stragglers = lines[2 + len(everyone) :]
-        for line in (*lines[: 2 + min(_SHOWN, len(everyone))], *stragglers):
+        for line in (*lines[: 2 + min(_MAX_SHOWN_RANKS, len(everyone))], *stragglers):
             log.info("%s", line)
         log.info("traces of all ranks and this table: %s", self._folder)
 
@@ -147,7 +147,7 @@ def _warning_if_unwritable(folder: Path) -> Iterator[None]:
         log.warning("%s cannot be written: %s", folder, error.strerror or error)
 
 
-def by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
+def sum_by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
     """Return the seconds of compute and of copies among a profiler's averaged events."""
     compute_us = copies_us = 0.0
     for event in events:
@@ -160,16 +160,16 @@ def by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
             own_us = event.self_cpu_time_total
             if not (name.startswith(("aten::", "bitsandbytes::")) or "Compiled" in name):
                 continue
-        if any(word in name for word in _MESSAGES):
+        if any(word in name for word in _COMM_OPS):
             continue
-        if name.startswith(_COPIES):
+        if name.startswith(_COPY_OPS):
             copies_us += own_us
         else:
             compute_us += own_us
     return compute_us / 1e6, copies_us / 1e6
 
 
-def table(everyone: Sequence[Shares]) -> list[str]:
+def format_table(everyone: Sequence[StepBreakdown]) -> list[str]:
     """Return a header, a line per rank, and a line per rank that the others wait for."""
     width = max(len(shares.host) for shares in everyone) + 2
     names = ("compute", "messages", "copies", "data", "idle", "step")
@@ -178,10 +178,10 @@ def table(everyone: Sequence[Shares]) -> list[str]:
         parts = (s.compute_s, s.messages_s, s.copies_s, s.data_s, s.idle_s, s.step_s)
         numbers = "".join(f"{value:>10.3f}" for value in parts)
         lines.append(f"{s.rank:>5}  {s.host:{width}}{numbers}")
-    for s, ratio in zip(everyone, beside_median([s.work_s for s in everyone]), strict=True):
-        if ratio > STRAGGLER:
+    for s, ratio in zip(everyone, relative_to_median([s.work_s for s in everyone]), strict=True):
+        if ratio > STRAGGLER_FACTOR:
             lines.append(
                 f"rank {s.rank} on {s.host} works {ratio:.2f} x as long as the median rank, and "
-                f"the others wait for it: {ADVICE}"
+                f"the others wait for it: {STRAGGLER_ADVICE}"
             )
     return lines

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank of the axis holds a slice of every matrix (arXiv:1909.08053).
 
-    the model's own plan (``plan_of``) -> slices of parameters on the meta device
+    the model's own plan (``read_tp_plan``) -> slices of parameters on the meta device
     -> hooks that sum activations after rowwise layers and gradients before columnwise ones
 
 Slices are plain tensors, so attention, adapters and FSDP2 work on them as on a smaller model; where
@@ -31,11 +31,11 @@ from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import decoder_of, scale_logits
 from hpc_tune.step.slices import (
     EXPERTS,
-    is_fed_by_gathered,
-    parts_of,
-    plan_of,
+    find_style,
+    has_gathered_input,
+    read_tp_plan,
+    split_adapters,
     stack_cuts,
-    style_of,
 )
 
 
@@ -74,17 +74,17 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     """
     slicer = _Slicer(axis)
     lm = built.module.causal_lm()
-    decoder, plan = decoder_of(lm), plan_of(built.config)
+    decoder, plan = decoder_of(lm), read_tp_plan(built.config)
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
-        style = style_of(name, plan)
+        style = find_style(name, plan)
         if style == "replicated_with_grad_allreduce":
             slicer.partial |= set(module.parameters())
         elif style == EXPERTS:
             slicer.experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
             slicer.columns(module, gather=style == "colwise_gather_output")
-            if is_fed_by_gathered(name, style):
+            if has_gathered_input(name, style):
                 module.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
                 continue
             parent = decoder.get_submodule(name.rpartition(".")[0])
@@ -98,12 +98,14 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     if built.module.last_stage:
         slicer.head(lm.get_output_embeddings())
         built.module.token_loss = functools.partial(_vocabulary_losses, axis)
-    slices = {n: slicer.slices[p] for n, p in _named(built) if p in slicer.slices}
-    partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in slicer.partial)
+    slices = {n: slicer.slices[p] for n, p in _named_parameters(built) if p in slicer.slices}
+    partial = frozenset(
+        n for n, p in _named_parameters(built) if p.requires_grad and p in slicer.partial
+    )
     return dataclasses.replace(built, slices=slices), partial
 
 
-def _named(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
+def _named_parameters(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
     return built.module.named_parameters()
 
 
@@ -118,18 +120,18 @@ class _Slicer:
 
     def columns(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
-        base, adapters = parts_of(layer)
+        base, adapters = split_adapters(layer)
         self._cut(base, "weight", 0)
         self._cut(base, "bias", 0)
         for a, b in adapters:
             self.partial.add(a.weight)
             self._cut(b, "weight", 0)
         if gather:
-            _after(layer, lambda y: _Gather.apply(y, self._axis))
+            _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
     def rows(self, layer: Any, split: bool) -> None:
         """W's columns are split; the outputs are partial sums, added up after the adapter's."""
-        base, adapters = parts_of(layer)
+        base, adapters = split_adapters(layer)
         self._cut(base, "weight", 1)
         for a, b in adapters:
             self._cut(a, "weight", 1)
@@ -138,12 +140,12 @@ class _Slicer:
             if isinstance(dropout, RowDropout):
                 dropout.take_slice(self._axis.rank, self._axis.size)
         if split:
-            layer.register_forward_pre_hook(lambda _, x: (_Split.apply(x[0], self._axis),))
+            layer.register_forward_pre_hook(lambda _, x: (_SplitInputs.apply(x[0], self._axis),))
         if base.bias is None:
-            _after(layer, lambda y: _Sum.apply(y, self._axis))
+            _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis))
         else:  # it must be added once, after the sum
             base.forward = lambda x: F.linear(x, base.weight)
-            _after(layer, lambda y: _Sum.apply(y, self._axis) + base.bias.to(y.dtype))
+            _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis) + base.bias.to(y.dtype))
 
     def experts(self, layer: Any, config: Any, path: str) -> None:
         """Each expert's inner features are split; the outputs are partial sums.
@@ -167,7 +169,7 @@ class _Slicer:
             return (_SumGradient.apply(hidden, self._axis), *weights)
 
         layer.register_forward_pre_hook(sum_gradients)
-        _after(layer, lambda y: _Sum.apply(y, self._axis))
+        _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis))
 
     def embedding(self, layer: Any) -> None:
         """Each rank holds some tokens' vectors and gives zeros for the others."""
@@ -183,14 +185,14 @@ class _Slicer:
             local_BT = ids_BT - start
             is_local_BT = (local_BT >= 0) & (local_BT < rows)
             vectors_BTD = lookup(local_BT.clamp(0, rows - 1)) * is_local_BT.unsqueeze(-1)
-            return _Sum.apply(vectors_BTD, self._axis)  # type: ignore[no-any-return]
+            return _SumOutputs.apply(vectors_BTD, self._axis)  # type: ignore[no-any-return]
 
         layer.forward = forward
 
     def head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
         self.columns(layer, gather=False)
-        layer.first_token = self.slices[parts_of(layer)[0].weight].start
+        layer.first_token = self.slices[split_adapters(layer)[0].weight].start
 
     def _cut(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
         full = getattr(owner, name)
@@ -206,7 +208,7 @@ class _Slicer:
         setattr(owner, name, self._cuts.get(full, full))
 
 
-def _after(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
+def _hook_output(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
     layer.register_forward_hook(lambda _module, _inputs, output: change(output))
 
 
@@ -237,7 +239,7 @@ class _SumGradient(torch.autograd.Function):
         return total.to(grad.dtype), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumOutputs(torch.autograd.Function):
     """The ranks' partial sums are all-reduced; backward, each gets the same gradient."""
 
     @staticmethod
@@ -249,7 +251,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     """The ranks' features concatenated; backward, each rank takes its own."""
 
     @staticmethod
@@ -262,7 +264,7 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.axis.size, -1)[ctx.axis.rank], None
 
 
-class _Split(torch.autograd.Function):
+class _SplitInputs(torch.autograd.Function):
     """Each rank takes its features; backward, they are concatenated again."""
 
     @staticmethod

@@ -18,14 +18,14 @@ from torch import nn
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
 
 
-def time_waits(module: nn.Module, collectives: CountedCollectives) -> None:
+def time_fsdp_waits(module: nn.Module, collectives: CountedCollectives) -> None:
     """Time what the sharded units of ``module`` wait for, on a GPU."""
-    sums = Sums(collectives)
-    for group in {id(group): group for group in _groups_of(module)}.values():
+    sums = ReduceScatterWaits(collectives)
+    for group in {id(group): group for group in _fsdp_groups(module)}.values():
         time_group(group, collectives, sums)
 
 
-def time_group(group: Any, collectives: CountedCollectives, sums: "Sums") -> None:
+def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatterWaits") -> None:
     """Time what one of FSDP2's parameter groups waits for; those of a module share ``sums``."""
     wait, finalize = group.wait_for_unshard, group.finalize_backward
     post_backward, reshard = group.post_backward, group.reshard
@@ -43,7 +43,7 @@ def time_group(group: Any, collectives: CountedCollectives, sums: "Sums") -> Non
 
     def timed_reshard() -> None:
         reshard()
-        sums.come_here()
+        sums.restart_wait()
 
     def timed_finalize() -> None:
         with collectives.waiting():
@@ -53,7 +53,7 @@ def time_group(group: Any, collectives: CountedCollectives, sums: "Sums") -> Non
     group.post_backward, group.reshard = timed_post_backward, timed_reshard
 
 
-class Sums:
+class ReduceScatterWaits:
     """The sums of gradients that a backward pass has begun, each with the event of its end.
 
     FSDP2 keeps the gradients of one unit until they are summed. It waits for that when those of the
@@ -62,31 +62,31 @@ class Sums:
 
     def __init__(self, collectives: CountedCollectives) -> None:
         self._collectives = collectives
-        self._ends: list[tuple[Any, Any]] = []  # FSDP2's event of each, and one with a time
-        self._here: Any = None
+        self._pending: list[tuple[Any, Any]] = []  # FSDP2's event of each, and one with a time
+        self._start_event: Any = None
 
     def begin(self, group: Any) -> None:
         """The gradients of ``group`` are there."""
-        self._here = self._collectives.done() if _under_way(group) else None
+        self._start_event = self._collectives.done() if _pending_events(group) else None
 
-    def come_here(self) -> None:
+    def restart_wait(self) -> None:
         """If there is a sum to wait for, it is from here on."""
-        if self._here is not None:
-            self._here = self._collectives.done()
+        if self._start_event is not None:
+            self._start_event = self._collectives.done()
 
     def end(self, group: Any) -> None:
         """FSDP2 has waited for the sums that it no longer keeps, and has begun the next."""
-        kept, since, self._here = _under_way(group), self._here, None
-        for event, done in self._ends:
+        kept, since, self._start_event = _pending_events(group), self._start_event, None
+        for event, done in self._pending:
             if since is not None and not any(event is other for other in kept):
                 self._collectives.wait_for(done, since)
         scatter = group._reduce_scatter_comm
         last = scatter.take_done() if isinstance(scatter, FsdpReduceScatter) else None
-        known = {id(event): done for event, done in self._ends}
-        self._ends = [(event, known.get(id(event), last)) for event in kept]
+        known = {id(event): done for event, done in self._pending}
+        self._pending = [(event, known.get(id(event), last)) for event in kept]
 
 
-def _under_way(group: Any) -> list[Any]:
+def _pending_events(group: Any) -> list[Any]:
     """Return FSDP2's events of the sums whose gradients it keeps; an older torch keeps one's."""
     context = group.comm_ctx
     states = getattr(context, "reduce_scatter_states", None)
@@ -95,7 +95,7 @@ def _under_way(group: Any) -> list[Any]:
     return [state.event for state in states if state is not None and state.event is not None]
 
 
-def _groups_of(module: nn.Module) -> Iterator[Any]:
+def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for part in module.modules():
         get_state = getattr(part, "_get_fsdp_state", None)  # of FSDPModule
         if get_state is not None:

@@ -8,7 +8,7 @@ import torch
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 
-_OF_A_DEVICE = ("cuda", "hip error", "cublas", "hipblas")
+_DEVICE_SIGNS = ("cuda", "hip error", "cublas", "hipblas")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DeviceMemory(Protocol):
         """Return the share of the last sampling period in which it was busy, 0 to 1, if known."""
 
 
-class Gpu:
+class GpuMemory:
     """A GPU of torch.cuda, of NVIDIA or AMD."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,12 +80,12 @@ class Gpu:
             return None
 
 
-def memory_of(device: torch.device) -> DeviceMemory | None:
+def find_device_memory(device: torch.device) -> DeviceMemory | None:
     """Return the memory of a GPU; None for a CPU, which computes in the host's."""
-    return Gpu(device) if device.type == "cuda" else None
+    return GpuMemory(device) if device.type == "cuda" else None
 
 
-def give_back_cache() -> None:
+def empty_caches() -> None:
     """Free the allocators' unused blocks, of the device and of pinned host memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -102,12 +102,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def is_of_a_device(error: BaseException) -> bool:
+def is_device_error(error: BaseException) -> bool:
     """Whether it was on a device that an allocation failed, by the allocator or a library."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _OF_A_DEVICE)
+    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _DEVICE_SIGNS)
 
 
-def what_failed(error: BaseException) -> str:
+def describe_failed_allocation(error: BaseException) -> str:
     """Return which allocation failed: of torch's long line the first two sentences."""
     return ". ".join(first_line(error).rstrip(".").split(". ")[:2])

@@ -7,12 +7,12 @@ memory of the GPU, so it is not the host's.
 import re
 from pathlib import Path
 
-from hpc_tune.world.numa import SYS, cpus_of
+from hpc_tune.world.numa import SYS, read_node_cpus
 
 _LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
 
 
-def files_of_devices(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
+def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
     """Return where the kernel tells of memory of GPUs; none without NVIDIA's driver."""
     if not (proc / "driver" / "nvidia").is_dir():
         return []
@@ -20,11 +20,12 @@ def files_of_devices(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Pat
     return [
         node / "meminfo"
         for node in sorted(nodes)
-        if (node / "cpulist").is_file() and not cpus_of(folder, int(node.name[len("node") :]))
+        if (node / "cpulist").is_file()
+        and not read_node_cpus(folder, int(node.name[len("node") :]))
     ]
 
 
-def total_and_free(files: list[Path]) -> tuple[int, int]:
+def read_total_and_free(files: list[Path]) -> tuple[int, int]:
     """Return the bytes that these nodes have, and those of them that nobody uses."""
     sums = {"MemTotal": 0, "MemFree": 0}
     for file in files:

@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
-_FAR_TOO_MANY = 10 * _MAX_OBJECTS  # a rank alone collects them, within a step or an evaluation
+_FORCED_OBJECTS = 10 * _MAX_OBJECTS  # a rank alone collects them, within a step or an evaluation
 
 
 @contextmanager
-def collected_in_step() -> Iterator[None]:
-    """Leave garbage in a block to those who ask ``is_due``."""
+def defer_collection() -> Iterator[None]:
+    """Leave garbage in a block to those who ask ``is_collection_due``."""
     gc.collect()
     before = gc.get_threshold()
-    gc.set_threshold(_FAR_TOO_MANY)
+    gc.set_threshold(_FORCED_OBJECTS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-def is_due() -> bool:
+def is_collection_due() -> bool:
     """Whether many more objects were made than freed since the last collection."""
     return gc.get_count()[0] > _MAX_OBJECTS

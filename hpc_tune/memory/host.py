@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
-from hpc_tune.errors import require_descriptors
-from hpc_tune.memory.device_nodes import files_of_devices, total_and_free
+from hpc_tune.errors import raise_if_out_of_files
+from hpc_tune.memory.device_nodes import find_gpu_meminfo, read_total_and_free
 from hpc_tune.memory.policy import free_bytes_below
 from hpc_tune.world.numa import SYS
 
@@ -33,11 +33,11 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 _LATE_BYTES, _MOVED_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
 _SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
 _KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
-CONFIGURED, MACHINE = "memory.host_limit", "the machine's RAM"
+CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _CgroupVersion:
     """A cgroup version: fields of memory.stat that count against the limit, those that are only
     charged, and the files of the charge and of the limit.
     """
@@ -49,13 +49,13 @@ class _Layout:
 
 
 # Memory that only swap could free is on these lists of the kernel, shmem and mlocked files too.
-_V1 = _Layout(
+_V1 = _CgroupVersion(
     ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # with the groups below
     ("total_inactive_file", "total_active_file"),
     "memory.usage_in_bytes",
     "memory.limit_in_bytes",
 )
-_V2 = _Layout(
+_V2 = _CgroupVersion(
     ("inactive_anon", "active_anon", "unevictable")
     # v1 has only a sum of the kernel's own bytes, caches included.
     + ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock", "slab_unreclaimable"),
@@ -93,11 +93,11 @@ def find_limit(
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
-    of_gpus, _ = total_and_free(files_of_devices(proc, devices))
-    limits.append(HostLimit(_meminfo(proc)["MemTotal"] - of_gpus, MACHINE))
+    of_gpus, _ = read_total_and_free(find_gpu_meminfo(proc, devices))
+    limits.append(HostLimit(_read_meminfo(proc)["MemTotal"] - of_gpus, MACHINE_SOURCE))
     tightest = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < tightest.num_bytes:
-        return HostLimit(configured, CONFIGURED, tightest.cgroup)
+        return HostLimit(configured, CONFIGURED_SOURCE, tightest.cgroup)
     return tightest
 
 
@@ -126,34 +126,34 @@ class Usage:
         other groups do not count.
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
-        self._counts_ranks = limit.cgroup is None and limit.source != MACHINE
+        self._counts_ranks = limit.cgroup is None and limit.source != MACHINE_SOURCE
         self._group, self._full_bytes = limit.cgroup, limit.num_bytes
         self._charged: IO[bytes] | None = None
         self._kernel: IO[bytes] | None = None
         names: tuple[str, ...] = ("MemAvailable:",)
         others: tuple[str, ...] = ()
         if limit.cgroup is None:
-            self._total = _meminfo(proc)["MemTotal"]
-            self._of_gpus = files_of_devices(proc, devices)
+            self._total = _read_meminfo(proc)["MemTotal"]
+            self._of_gpus = find_gpu_meminfo(proc, devices)
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
-            layout = _V1 if "total_rss" in _fields(file) else _V2
+            layout = _V1 if "total_rss" in _read_fields(file) else _V2
             names, others = layout.counted, layout.uncounted
-            with _absent(), contextlib.suppress(ValueError):
+            with _skip_missing_file(), contextlib.suppress(ValueError):
                 self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
-            with _absent():
+            with _skip_missing_file():
                 self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
-        self._keys, self._others = _keys_of(names), _keys_of(others)
+        self._keys, self._others = _stat_keys(names), _stat_keys(others)
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
         self._statms = []
-        members = _members(limit.cgroup)
+        members = _member_pids(limit.cgroup)
         for pid in self._pids:
             if members and pid not in members:
                 continue  # it has a limit of its own
-            with _absent():  # the process has ended
+            with _skip_missing_file():  # the process has ended
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._last_sum, self._ranks_at_sum = -1, 0
         self._last_others, self._next_sum_s = 0, 0.0
@@ -165,9 +165,9 @@ class Usage:
         if self._counts_ranks:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
-        stat = _sum_of(self._keys, text)
+        stat = _sum_fields(self._keys, text)
         if self._group is None:
-            total, free = total_and_free(self._of_gpus)
+            total, free = read_total_and_free(self._of_gpus)
             return self._total - total - (1024 * stat - free)
         # The ranks' own usage is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
@@ -181,13 +181,13 @@ class Usage:
         # second be in them twice: the charge without page cache is an upper bound.
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
-        most = charged - kernel - _sum_of(self._others, text)
-        self._keep_fresh(self._group, charged - ranks, abs(most - stat - growth))
+        most = charged - kernel - _sum_fields(self._others, text)
+        self._refresh_late_sum(self._group, charged - ranks, abs(most - stat - growth))
         if charged > self._full_bytes - _LATE_BYTES:
             return counted  # page cache is reclaimed for new memory: the charge says nothing
         return max(ranks, min(counted, most))
 
-    def _keep_fresh(self, group: Path, others: int, gap: int) -> None:
+    def _refresh_late_sum(self, group: Path, others: int, gap: int) -> None:
         """Make the kernel sum up ``group`` where its sum is late, by ``gap`` bytes.
 
         ``others`` are the bytes that are charged to the group and not the ranks'.
@@ -196,7 +196,7 @@ class Usage:
         self._last_others = others
         if (has_moved and gap > _LATE_BYTES) or time.monotonic() > self._next_sum_s:
             self._next_sum_s = time.monotonic() + self._sum_every_s
-            _sum_below(group)
+            _refresh_sums_below(group)
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -232,12 +232,12 @@ def spare_bytes(limit: HostLimit) -> int:
 def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     """Return the bytes that are in swap, of all processes under ``limit``."""
     if limit.cgroup is None:
-        info = _meminfo(proc)
+        info = _read_meminfo(proc)
         return info.get("SwapTotal", 0) - info.get("SwapFree", 0)
-    stat = _fields(limit.cgroup / "memory.stat")
+    stat = _read_fields(limit.cgroup / "memory.stat")
     if "total_rss" in stat:
         return stat.get("total_swap", 0)
-    text = "".join(_lines(limit.cgroup / "memory.swap.current")).strip()
+    text = "".join(_read_lines(limit.cgroup / "memory.swap.current")).strip()
     return int(text) if text.isdigit() else 0
 
 
@@ -246,8 +246,8 @@ def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
 
     The group's own where the kernel has it, else the machine's; None without PSI.
     """
-    group = [] if limit.cgroup is None else _lines(limit.cgroup / "memory.pressure")
-    for line in group or _lines(proc / "pressure" / "memory"):
+    group = [] if limit.cgroup is None else _read_lines(limit.cgroup / "memory.pressure")
+    for line in group or _read_lines(proc / "pressure" / "memory"):
         kind, *fields = line.split()
         values = dict(field.split("=", 1) for field in fields)
         if kind == "some" and "avg10" in values:
@@ -267,12 +267,12 @@ def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
 def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for memory, under ``limit`` or at all."""
     if limit.cgroup is None:
-        return _fields(proc / "vmstat").get("oom_kill", 0)
-    if (kills := _fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
+        return _read_fields(proc / "vmstat").get("oom_kill", 0)
+    if (kills := _read_fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
         return kills
     # v1 counts a kill only in the group of the killed process, which can be below the full one.
     files = limit.cgroup.rglob("memory.oom_control")
-    return sum(_fields(file).get("oom_kill", 0) for file in files)
+    return sum(_read_fields(file).get("oom_kill", 0) for file in files)
 
 
 def trim_heap() -> None:
@@ -309,13 +309,13 @@ def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
 
     0 for one that has ended. psutil has no such sum: its figures include mapped files.
     """
-    status = _fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
+    status = _read_fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
     return (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
     """Yield every limit from this process's cgroup up to the root, v2 and v1."""
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in _read_lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             roots, name = [cgroups, cgroups / "unified"], "memory.max"
@@ -329,47 +329,47 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
             for folder in (group, *group.parents):
                 if not folder.is_relative_to(root):
                     break
-                text = "".join(_lines(folder / name)).strip()
+                text = "".join(_read_lines(folder / name)).strip()
                 if text.isdigit() and int(text) < _UNLIMITED:
                     yield HostLimit(int(text), f"{folder / name}", folder)
 
 
-def _sum_below(group: Path) -> None:
+def _refresh_sums_below(group: Path) -> None:
     """Make the kernel sum up the groups below, the innermost first: sums wait for those below."""
-    for _, folder in zip(range(_MAX_GROUPS), _below(group), strict=False):
+    for _, folder in zip(range(_MAX_GROUPS), _folders_below(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
 
 
-def _below(folder: str | Path) -> Iterator[str]:
+def _folders_below(folder: str | Path) -> Iterator[str]:
     """Yield the folders below, the innermost first."""
     with contextlib.suppress(OSError), os.scandir(folder) as children:  # a group can be removed
         for child in children:
             if child.is_dir(follow_symlinks=False):
-                yield from _below(child.path)
+                yield from _folders_below(child.path)
                 yield child.path
 
 
-def _members(group: Path | None) -> set[int]:
+def _member_pids(group: Path | None) -> set[int]:
     """Return the visible processes in a group and below it."""
-    folders = [] if group is None else [str(group), *_below(group)]
-    return {int(pid) for folder in folders for pid in _lines(Path(folder, "cgroup.procs"))}
+    folders = [] if group is None else [str(group), *_folders_below(group)]
+    return {int(pid) for folder in folders for pid in _read_lines(Path(folder, "cgroup.procs"))}
 
 
 @contextlib.contextmanager
-def _absent() -> Iterator[None]:
+def _skip_missing_file() -> Iterator[None]:
     """Do without a file that cannot be opened, unless no file can."""
     try:
         yield
     except OSError as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
 
 
-def _keys_of(names: Sequence[str]) -> list[bytes]:
+def _stat_keys(names: Sequence[str]) -> list[bytes]:
     return [f"\n{name} ".encode() for name in names]
 
 
-def _sum_of(keys: list[bytes], text: bytes) -> int:
+def _sum_fields(keys: list[bytes], text: bytes) -> int:
     """Add up the numbers that follow ``keys``; each key begins and ends with white space."""
     total = 0
     for key in keys:
@@ -378,14 +378,14 @@ def _sum_of(keys: list[bytes], text: bytes) -> int:
     return total
 
 
-def _meminfo(proc: Path) -> dict[str, int]:
-    return {k: v * 1024 for k, v in _fields(proc / "meminfo", separator=":").items()}
+def _read_meminfo(proc: Path) -> dict[str, int]:
+    return {k: v * 1024 for k, v in _read_fields(proc / "meminfo", separator=":").items()}
 
 
-def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
+def _read_fields(file: Path, separator: str | None = None) -> dict[str, int]:
     """Return the ``name number`` lines of a kernel file."""
     fields = {}
-    for line in _lines(file):
+    for line in _read_lines(file):
         name, *values = line.split(separator, 1)
         parts = values[0].split() if values else []
         if parts and parts[0].isdigit():
@@ -393,9 +393,9 @@ def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
     return fields
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         return os.fsdecode(file.read_bytes()).splitlines()  # paths of mounts are of any bytes
     except OSError as error:
-        require_descriptors(error)  # without its cgroup's limit a job would be killed
+        raise_if_out_of_files(error)  # without its cgroup's limit a job would be killed
         return []

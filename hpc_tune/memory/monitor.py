@@ -71,7 +71,7 @@ class MemorySample:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryShortage:
     """Why a run cannot continue: the bytes that it needs and has of a memory, the phase, the rank
     and the host; ``words`` is the message.
     """
@@ -85,7 +85,7 @@ class Need:
     memory: Literal["host", "device"] = "host"
 
 
-class Heartbeat(Protocol):
+class HeartbeatWriter(Protocol):
     """Writes a file that shows what a run did when it was killed; see ``rundir/heartbeat.py``."""
 
     def beat(self, phase: str, used: int) -> None:
@@ -106,7 +106,7 @@ class Monitor:
         rank: int = 0,
         host: str = "this host",
         pids: Sequence[int] = (),
-        heartbeat: Heartbeat | None = None,
+        heartbeat: HeartbeatWriter | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
@@ -123,8 +123,8 @@ class Monitor:
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
         self._heartbeat, self._heartbeat_s = heartbeat, float("-inf")
-        self._leave: Callable[[Need], None] | None = None
-        self._worst_host = self._familiar = self._expected = 0
+        self._leave: Callable[[MemoryShortage], None] | None = None
+        self._peak_host = self._known_peak = self._expected_peak = 0
         self._recent: deque[tuple[float, int]] = deque()
         self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
         self._host_level = self._device_level = Level.CALM
@@ -134,7 +134,7 @@ class Monitor:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
 
-    def start(self, leave: Callable[[Need], None] | None = None) -> None:
+    def start(self, leave: Callable[[MemoryShortage], None] | None = None) -> None:
         """Begin to sample; ``leave`` ends all ranks, and is called from the thread."""
         self._leave = leave
         if self.mode != "off":
@@ -171,9 +171,9 @@ class Monitor:
         """Return the peaks since the last call; None when switched off."""
         if self.mode == "off":
             return None
-        host, self._worst_host = max(self._worst_host, self.used_bytes()), 0
+        host, self._peak_host = max(self._peak_host, self.used_bytes()), 0
         own = own_bytes()
-        self._note(own)
+        self._note_peak(own)
         return MemorySample(
             host,
             self.limit.num_bytes,
@@ -187,7 +187,7 @@ class Monitor:
 
     def levels(self, sample: MemorySample) -> tuple[Level, Level]:
         """Return the levels of host and device for the step whose peaks are ``sample``."""
-        self._familiar = max(self._familiar, sample.host_bytes)
+        self._known_peak = max(self._known_peak, sample.host_bytes)
         self._peaks.append(sample.host_bytes)
         self._host_level = level_of(
             self._host_level,
@@ -204,19 +204,19 @@ class Monitor:
             )
         return Level[self._faults.level(self._host_level.name)], self._device_level
 
-    def expect(self, num_bytes: int) -> None:
+    def expect_usage(self, num_bytes: int) -> None:
         """Let usage grow to the ``num_bytes`` that are predicted for a step without leaving.
 
         The prediction may be off by a tenth. From level TIGHT on it does not count.
         """
         calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
-        self._expected = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
+        self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
 
     def forget(self) -> None:
         """Restart the growth estimate: an action has changed memory usage."""
         self._peaks.clear()
 
-    def admit(self, num_bytes: int, why: str) -> bool:
+    def can_allocate(self, num_bytes: int, why: str) -> bool:
         """Whether host memory may be allocated now; else the caller works piece by piece."""
         if self.mode != "on":
             return True
@@ -224,7 +224,7 @@ class Monitor:
             self._pids
         )
 
-    def ensure(self, num_bytes: int) -> None:
+    def require_bytes(self, num_bytes: int) -> None:
         """Stop the run if ``num_bytes`` more on each rank of this node would exceed the limit.
 
         For allocations that grow faster than memory is sampled.
@@ -237,7 +237,7 @@ class Monitor:
             message = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
             self._leave(replace(need, words=message))
 
-    def need(self, used: int) -> Need:
+    def need(self, used: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         ranks = (
@@ -247,9 +247,9 @@ class Monitor:
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
             f"({self.limit.source}) in use while {self._activity}, {ranks} there"
         )
-        return Need(used, had, self._activity, self._rank, self._host, message)
+        return MemoryShortage(used, had, self._activity, self._rank, self._host, message)
 
-    def device_need(self, sample: DeviceSample) -> Need:
+    def device_shortage(self, sample: DeviceSample) -> MemoryShortage:
         """Return the same of this rank's device."""
         used, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
         message = (
@@ -258,7 +258,7 @@ class Monitor:
             f"{format_bytes(sample.reserved_bytes)}, what is not its own takes "
             f"{format_bytes(sample.others_bytes)}"
         )
-        return Need(used, limit, activity, self._rank, self._host, message, "device")
+        return MemoryShortage(used, limit, activity, self._rank, self._host, message, "device")
 
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the device was busy, 0 to 1.
@@ -282,7 +282,7 @@ class Monitor:
         if self._heartbeat is not None:
             self._heartbeat.close()
 
-    def _note(self, num_bytes: int) -> None:
+    def _note_peak(self, num_bytes: int) -> None:
         peaks, phase = self._peaks_by_phase, self._phase
         peaks[phase] = max(peaks.get(phase, 0), num_bytes)
 
@@ -296,17 +296,17 @@ class Monitor:
             # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
             anonymous, mapped = self._usage.own_pages()
             used, now_s = self.used_bytes(), time.monotonic()
-            self._worst_host = max(self._worst_host, used)
-            self._note(anonymous)
-            is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
+            self._peak_host = max(self._peak_host, used)
+            self._note_peak(anonymous)
+            is_near = used > max(self._known_peak, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:
                 self._heartbeat.beat(self._activity, used)
                 self._heartbeat_s = now_s
             if self.mode == "on":
-                self._guard(used, mapped, now_s)
+                self._leave_if_near_limit(used, mapped, now_s)
 
-    def _guard(self, used: int, mapped: int, now_s: float) -> None:
+    def _leave_if_near_limit(self, used: int, mapped: int, now_s: float) -> None:
         self._recent.append((now_s, used))
         while now_s - self._recent[0][0] > _WINDOW_S:
             self._recent.popleft()
@@ -315,7 +315,7 @@ class Monitor:
             self._private_limit.set(
                 mapped, (limit - reserved_bytes(limit) - used) // len(self._pids)
             )
-        familiar = max(self._familiar, self._expected)
+        familiar = max(self._known_peak, self._expected_peak)
         if self._leave is not None and must_leave(self._recent, limit, familiar):
             need = self.need(used)
             message = f"{need.words}; the limit would have been reached within a second"

@@ -6,7 +6,7 @@ The ladder's actions are taken in order, from those that cost nothing to leaving
 Cheap ones begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for a
 step, whose peak shows what it saved. After many calm steps the last action is undone, and the next
 one after twice as many, so that a run does not oscillate between two states. A step that runs out
-of a device's memory is answered at once, by the next action that frees some (``relieve``).
+of a device's memory is answered at once, by the next action that frees some (``relieve_device``).
 
 Between step boundaries only ``must_leave`` decides: whether the limit would be reached before this
 process could act.
@@ -60,7 +60,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Lever:
+class ActionHandle:
     """How an action is done between two steps, by every rank alike.
 
     ``set_level(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds
@@ -72,7 +72,7 @@ class Lever:
 
 
 @dataclass(frozen=True)
-class Shares:
+class FillLimits:
     """How full a memory may get, as shares of its limit: the one table of them.
 
     ``filled``: so far plans advise to fill it, and the search for a micro-batch size does. A plan
@@ -85,13 +85,13 @@ class Shares:
     begins_at: Mapping[Level, float]
     stays_for: float
 
-    def fit(self, num_bytes: int, limit: int) -> bool:
+    def allows(self, num_bytes: int, limit: int) -> bool:
         """Return whether a plan may need ``num_bytes``."""
         return num_bytes <= self.fits * limit
 
 
 # The kernel kills at a host's limit.
-HOST = Shares(
+HOST_LIMITS = FillLimits(
     filled=0.85,
     fits=0.97,
     begins_at={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
@@ -99,17 +99,17 @@ HOST = Shares(
 )
 # At a device's limit the allocator frees its cache, and then raises an error that is caught. So a
 # full one is no danger, and what lies above TIGHT follows from these alone: see ``device_level``.
-DEVICE = Shares(
+DEVICE_LIMITS = FillLimits(
     filled=0.97, fits=0.97, begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99}, stays_for=0.01
 )
 # Of the memory that a rank has, by arithmetic before it takes any.
-SURE_SHARE = 0.5  # a run that takes less by an upper bound needs no plan
+NO_PLAN_BELOW = 0.5  # a run that takes less by an upper bound needs no plan
 STATE_SHARE = 0.6  # weights, gradients and optimizer may take so much: the rest is for activations
-TRIED_STATE_SHARE = 0.5  # those of the few blocks that layout=auto measures
+MEASURED_STATE_SHARE = 0.5  # those of the few blocks that layout=auto measures
 COMPILING_SHARE = 1 / 8  # workers of torch.compile
 RETRY_WINDOW = 8  # steps
-_RETRIED_STEPS = 3  # of the window: one alone may be an evaluation's, or a longer batch's
-_RUNGS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
+_MIN_RETRIED_STEPS = 3  # of the window: one alone may be an evaluation's, or a longer batch's
+_ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
@@ -118,12 +118,12 @@ _CALM_STEPS = 50
 _MAX_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
 _MIN_SLOPES = 3
-_TRIMMED = 3 / 8  # at each end; one slope of three, which may be one allocation, is less
+_TRIMMED_SHARE = 3 / 8  # at each end; one slope of three, which may be one allocation, is less
 _RESERVE_SHARE, _MIN_RESERVE = 0.01, 8 << 20
 
 
 @dataclass(frozen=True)
-class Escalation:
+class PolicyState:
     """The state of the policy, the same on all ranks.
 
     ``taken``: actions to undo, in order, but for the first ``num_kept``, which hold for good.
@@ -138,7 +138,7 @@ class Escalation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ActionDecision:
     """An action to take, or to undo."""
 
     action: Action
@@ -160,7 +160,7 @@ def growth_per_step(peaks: Iterable[int]) -> float:
 
 
 def level_of(
-    before: Level, used: int, limit: int, growth: float = 0.0, shares: Shares = HOST
+    before: Level, used: int, limit: int, growth: float = 0.0, shares: FillLimits = HOST_LIMITS
 ) -> Level:
     """Return the level for the peak of a step, given the level before it and bytes per step."""
     share = used / limit
@@ -183,49 +183,51 @@ def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) 
     ``retried``: of the last RETRY_WINDOW steps, in which the allocator had to free its cache. Where
     that goes on, each step is slower by it, and the next longer batch may not fit.
     """
-    if sum(retried) >= _RETRIED_STEPS and retried[-1]:
+    if sum(retried) >= _MIN_RETRIED_STEPS and retried[-1]:
         return Level.HIGH
     if any(retried):
         return Level.TIGHT
-    return level_of(before, used, limit, shares=DEVICE)
+    return level_of(before, used, limit, shares=DEVICE_LIMITS)
 
 
-def decide(
-    ladder: Escalation, level: Level, available: Collection[Action]
-) -> tuple[Escalation, Decision | None]:
+def decide_action(
+    ladder: PolicyState, level: Level, available: Collection[Action]
+) -> tuple[PolicyState, ActionDecision | None]:
     """Return the ladder after this step boundary, and the decision.
 
     ``available`` are the actions that can still save memory: one that was taken is among them only
     if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
-        return ladder, Decision(Action.LEAVE)
+        return ladder, ActionDecision(Action.LEAVE)
     if level == Level.CALM:
-        return _relax(ladder)
+        return _undo_if_calm(ladder)
     ladder = replace(ladder, calm_steps=0)
     if ladder.settling:
         return replace(ladder, settling=False), None
     if not ladder.trimmed:
-        return replace(ladder, trimmed=True, settling=True), Decision(Action.TRIM)
-    action = next((a for a in _RUNGS if a in available and level >= a.level), None)
+        return replace(ladder, trimmed=True, settling=True), ActionDecision(Action.TRIM)
+    action = next((a for a in _ACTIONS if a in available and level >= a.level), None)
     if action is not None:
-        return replace(ladder, taken=(*ladder.taken, action), settling=True), Decision(action)
+        return replace(ladder, taken=(*ladder.taken, action), settling=True), ActionDecision(action)
     if level == Level.CRITICAL:
-        return ladder, Decision(Action.LEAVE)
+        return ladder, ActionDecision(Action.LEAVE)
     return ladder, None
 
 
-def relieve(ladder: Escalation, available: Collection[Action]) -> tuple[Escalation, Decision]:
+def relieve_device(
+    ladder: PolicyState, available: Collection[Action]
+) -> tuple[PolicyState, ActionDecision]:
     """Return the ladder and the decision after a step that ran out of a device's memory.
 
     The step is run again, so there is no time to see what another action saves. This one is kept
     for good: what it saves is needed, and elsewhere such a step ends the run.
     """
-    action = next((a for a in _RUNGS if a in available), None)
+    action = next((a for a in _ACTIONS if a in available), None)
     if action is None:
-        return ladder, Decision(Action.LEAVE)
+        return ladder, ActionDecision(Action.LEAVE)
     taken = (*ladder.taken, action)
-    return Escalation(taken, True, True, num_kept=len(taken)), Decision(action)
+    return PolicyState(taken, True, True, num_kept=len(taken)), ActionDecision(action)
 
 
 def next_actions_after_oom(
@@ -235,8 +237,8 @@ def next_actions_after_oom(
 
     ``available`` are the actions that can save more than ``taken``.
     """
-    free = [a for a in _RUNGS if a.level == Level.TIGHT and a in available]
-    costly = [a for a in _RUNGS if a.level == Level.HIGH and a in available]
+    free = [a for a in _ACTIONS if a.level == Level.TIGHT and a in available]
+    costly = [a for a in _ACTIONS if a.level == Level.HIGH and a in available]
     return (*taken, *free, *costly[:1])
 
 
@@ -249,10 +251,10 @@ def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) 
     used = samples[-1][1]
     if used <= familiar:
         return False
-    return used + lasting_rate(samples) * _REACTION_S >= limit - reserved_bytes(limit)
+    return used + sustained_rate(samples) * _REACTION_S >= limit - reserved_bytes(limit)
 
 
-def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
+def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
     """Return the bytes per second by which memory grows, 0 with too few samples.
 
     The smaller of two. The trimmed mean of the slopes between neighbours, weighted by time, of the
@@ -266,7 +268,7 @@ def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
     used = [num_bytes for _, num_bytes in samples]
     drawdown = max(peak - low for peak, low in zip(accumulate(used, max), used, strict=True))
     whole_s, seen_s, middle = samples[-1][0] - samples[0][0], 0.0, 0.0
-    from_s, to_s = _TRIMMED * whole_s, (1 - _TRIMMED) * whole_s
+    from_s, to_s = _TRIMMED_SHARE * whole_s, (1 - _TRIMMED_SHARE) * whole_s
     for span_s, rate in sorted(pairs, key=lambda pair: -pair[1]):
         middle += rate * max(0.0, min(seen_s + span_s, to_s) - max(seen_s, from_s))
         seen_s += span_s
@@ -280,10 +282,10 @@ def reserved_bytes(limit: int) -> int:
 
 def free_bytes_below(used: int, limit: int, below: Level = Level.HIGH) -> int:
     """Return how many bytes of a host may be allocated before the level reaches ``below``."""
-    return max(0, int(limit * HOST.begins_at[below]) - used)
+    return max(0, int(limit * HOST_LIMITS.begins_at[below]) - used)
 
 
-def _relax(ladder: Escalation) -> tuple[Escalation, Decision | None]:
+def _undo_if_calm(ladder: PolicyState) -> tuple[PolicyState, ActionDecision | None]:
     calm = replace(ladder, trimmed=False, settling=False, calm_steps=ladder.calm_steps + 1)
     if len(ladder.taken) == ladder.num_kept or calm.calm_steps < ladder.patience:
         return calm, None
@@ -293,4 +295,4 @@ def _relax(ladder: Escalation) -> tuple[Escalation, Decision | None]:
         calm_steps=0,
         patience=min(2 * ladder.patience, _MAX_CALM_STEPS),
     )
-    return undone, Decision(ladder.taken[-1], "undo")
+    return undone, ActionDecision(ladder.taken[-1], "undo")

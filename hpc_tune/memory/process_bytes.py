@@ -16,19 +16,19 @@ DEEPSPEED_BYTES = 45 * MIB
 # With the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the sizes
 # that rows of short documents have. Fitted to 3 shapes. And what of it stays when the heap is
 # trimmed, before an evaluation and a save that training waits for: 2 to 14 MiB in 4 runs.
-STEPPED_BYTES, TRIMMED_BYTES = 32 * MIB, 12 * MIB
+FIRST_STEP_BYTES, TRIMMED_STEP_BYTES = 32 * MIB, 12 * MIB
 # With a GPU. Not measured, on the safe side.
 GPU_RANK_BYTES = 1478 * MIB
 # Less than this on a node for each of its ranks is worth a warning: their libraries, and a small
 # model. Not measured.
-LEAST_FOR_RANK_BYTES = 1024 * MIB
+MIN_RANK_BYTES = 1024 * MIB
 
 # A process that merges, before it knows the model; and what comes to it with transformers, and its
 # model without values: 113 to 140 MiB.
-MERGING_BYTES, STOCK_MODEL_BYTES = 153 * MIB, 130 * MIB
+MERGE_BYTES, STOCK_MODEL_BYTES = 153 * MIB, 130 * MIB
 # What other processes of hpc_tune take in all, with some to spare: a plan, and a report without its
 # run's metrics.
-PLANNING_BYTES, REPORTING_BYTES = 600 * MIB, 250 * MIB
+PLAN_BYTES, REPORT_BYTES = 600 * MIB, 250 * MIB
 # A worker of torch.compile: a Python with torch, and one run of the C++ or Triton compiler. Not
 # measured.
-COMPILING_BYTES = 1024 * MIB
+COMPILE_WORKER_BYTES = 1024 * MIB

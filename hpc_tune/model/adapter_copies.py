@@ -12,13 +12,13 @@ from torch import nn
 
 from hpc_tune.model.lora_linear import (
     LoraGroup,
-    adapter,
-    base_values,
-    dtype_of,
+    adapter_scale,
+    adapter_weight,
+    base_weight,
     is_dora,
+    matmul_dtype,
     row_norms,
     row_squares,
-    scale_of,
 )
 
 
@@ -45,7 +45,9 @@ class AdapterCopies:
         """
         self._all += groups
         self._groups = [
-            g for g in self._all if dtype_of(g.layers[0]) != adapter(g.layers[0], "A").dtype
+            g
+            for g in self._all
+            if matmul_dtype(g.layers[0]) != adapter_weight(g.layers[0], "A").dtype
         ]
         for block in blocks:
             layers = [part for part in block.modules() if hasattr(part, "lora_group")]
@@ -66,37 +68,40 @@ class AdapterCopies:
     def refresh(self) -> None:
         """Copy all adapters if they have changed; to be called before the passes of a step."""
         for group in self._all:
-            group.settle()
+            group.settle_sharing()
         if self._copied == self._version or not self._groups:
             return
         if self._copied < 0:
-            self._make()
+            self._copy_adapters()
         self._copied = self._version
         layers = [layer for group in self._groups for layer in group.layers]
         a_views = [
             view
             for group in self._groups
-            for view in _whole(group.a_SI).split([len(adapter(m, "A")) for m in group.layers])
+            for view in _full_tensor(group.a_SI).split(
+                [len(adapter_weight(m, "A")) for m in group.layers]
+            )
         ]
-        torch._foreach_copy_(a_views, [adapter(layer, "A").detach() for layer in layers])
+        torch._foreach_copy_(a_views, [adapter_weight(layer, "A").detach() for layer in layers])
         scaled = torch._foreach_mul(
-            [adapter(layer, "B").detach() for layer in layers], [scale_of(m) for m in layers]
+            [adapter_weight(layer, "B").detach() for layer in layers],
+            [adapter_scale(m) for m in layers],
         )
         torch._foreach_copy_([b_OR for group in self._groups for b_OR in group.bs_OR], scaled)
 
-    def _make(self) -> None:
-        for dtype in {dtype_of(group.layers[0]) for group in self._groups}:
-            groups = [g for g in self._groups if dtype_of(g.layers[0]) == dtype]
+    def _copy_adapters(self) -> None:
+        for dtype in {matmul_dtype(group.layers[0]) for group in self._groups}:
+            groups = [g for g in self._groups if matmul_dtype(g.layers[0]) == dtype]
             sizes = [
-                sum(adapter(layer, part).numel() for layer in group.layers)
+                sum(adapter_weight(layer, part).numel() for layer in group.layers)
                 for group in groups
                 for part in "AB"
             ]
-            device = adapter(groups[0].layers[0], "A").device
+            device = adapter_weight(groups[0].layers[0], "A").device
             parts = iter(torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes))
             for group in groups:
-                group.a_SI = next(parts).view(-1, adapter(group.layers[0], "A").shape[1])
-                shapes = [adapter(layer, "B").shape for layer in group.layers]
+                group.a_SI = next(parts).view(-1, adapter_weight(group.layers[0], "A").shape[1])
+                shapes = [adapter_weight(layer, "B").shape for layer in group.layers]
                 of_layers = next(parts).split([shape.numel() for shape in shapes])
                 group.bs_OR = [b.view(s) for b, s in zip(of_layers, shapes, strict=True)]
 
@@ -115,7 +120,7 @@ class RowNorms:
         if self._of_version == self._copies.version:
             return
         if self._squares_O is None:
-            self._squares_O = row_squares(base_values(self._layer))
+            self._squares_O = row_squares(base_weight(self._layer))
         self._of_version = self._copies.version
         norms_O = row_norms(self._layer, self._squares_O)
         if self._layer.row_norms_O is None:
@@ -129,6 +134,6 @@ def _update(norms: Sequence[RowNorms]) -> None:
         of_layer.update()
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor

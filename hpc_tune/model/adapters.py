@@ -18,33 +18,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.tune import TuneConfig, patterns_of
+from hpc_tune.config.tune import TuneConfig, match_patterns
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.experts import (
-    chosen_experts,
-    holders_of,
-    routers_of,
-    stacked_tensors,
-    stacks_of,
+    find_expert_modules,
+    find_routers,
+    find_stacks,
+    list_stacked_tensors,
+    num_chosen_experts,
 )
 from hpc_tune.model.language import LanguageModel, read_config
 from hpc_tune.model.modules_to_save import train_modules
-from hpc_tune.model.special_linears import special_linears
-from hpc_tune.model.token_rows import token_ids, train_rows
+from hpc_tune.model.special_linears import find_uncalled_linears
+from hpc_tune.model.token_rows import add_trained_rows, token_ids
 
 ALL_LINEAR = "all-linear"
 # What experts and routers were called as linear layers, in transformers 4.
-NAMES_OF_EXPERTS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-_OF_WEIGHT = ("(?:", r")(?:\.weight)?")  # around a pattern
+EXPERT_NAMES = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+_WEIGHT_PATTERN = ("(?:", r")(?:\.weight)?")  # around a pattern
 
 
 @dataclass(frozen=True)
 class Targets:
     """What of a model gets adapters: linear layers by name, and tensors by path.
 
-    ``parameters``: stacks of experts, and the weights of the layers ``by_weight``, such as routers
-    that are no linear layers. ``stacks``: the paths of modules with adapters on stacks,
+    ``parameters``: stacks of experts, and the weights of the layers ``weight_layers``, such as
+    routers that are no linear layers. ``stacks``: the paths of modules with adapters on stacks,
     ``expert_rank``: their rank.
     """
 
@@ -52,10 +52,10 @@ class Targets:
     parameters: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
     expert_rank: int = 0
-    by_weight: tuple[str, ...] = ()
+    weight_layers: tuple[str, ...] = ()
 
 
-def with_adapters(
+def add_adapters(
     language: LanguageModel, tune: TuneConfig, dtype: torch.dtype, directory: Path
 ) -> nn.Module:
     """Return the peft model around a language model: its adapters, and what is trained beside them.
@@ -68,10 +68,10 @@ def with_adapters(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
     _require_targets(tune, model, linear)
-    _require_called(tune, model)
-    targets = targets_of(model, tune)
+    _refuse_uncalled_linears(tune, model)
+    targets = resolve_targets(model, tune)
     if tune.expert_rank and not targets.stacks:
-        names = _names_of_stacks(model)
+        names = _find_stack_names(model)
         advice = f"name them, as in [all-linear, {', '.join(names)}], or " if names else ""
         raise ConfigError(
             f"tune.expert_rank={tune.expert_rank} has no effect: tune.targets={tune.targets} name "
@@ -79,7 +79,9 @@ def with_adapters(
             "it out"
         )
     try:
-        wrapped = _wrapped(model, replace(lora_config(tune, targets), modules_to_save=None))
+        wrapped = _wrap_by_peft(
+            model, replace(make_lora_config(tune, targets), modules_to_save=None)
+        )
     except ValueError as error:
         raise ConfigError(
             f"tune.targets={tune.targets}: {first_line(error)} "
@@ -87,7 +89,9 @@ def with_adapters(
         ) from None
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
     _require_patterns(tune, layers, targets.stacks)
-    _require_patterns_of_whole(tune, {layer: language.names.of_whole(layer) for layer in layers})
+    _require_whole_model_patterns(
+        tune, {layer: language.names.name_in_whole(layer) for layer in layers}
+    )
     _require_loadable(tune, layers, directory)
     transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
     if transposed and tune.method != "lora":
@@ -101,13 +105,13 @@ def with_adapters(
             "adapters are for linear layers"
         )
     if hasattr(model.get_output_embeddings(), "lora_A"):
-        _require_head_of_its_own(language, tune)
+        _require_own_head(language, tune)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(_dtype(tune))
-    train_modules(model, tune, language.is_tied, _dtype(tune), dtype)
+            parameter.data = parameter.data.to(_adapter_dtype(tune))
+    train_modules(model, tune, language.is_tied, _adapter_dtype(tune), dtype)
     if tokens := token_ids(directory, tune.trainable_tokens):
-        train_rows(model, tokens, language.is_tied, _dtype(tune))
+        add_trained_rows(model, tokens, language.is_tied, _adapter_dtype(tune))
     return wrapped
 
 
@@ -117,12 +121,12 @@ def _conv1d() -> type[nn.Module]:
     return Conv1D
 
 
-def _wrapped(model: Any, config: Any) -> nn.Module:
+def _wrap_by_peft(model: Any, config: Any) -> nn.Module:
     """Return peft's model around ``model``, without what it warns of in vain."""
-    with lazy_imports():
+    with fast_imports():
         from peft import get_peft_model
 
-    with warnings.catch_warnings(), lazy_imports(), names_as_they_are():
+    with warnings.catch_warnings(), fast_imports(), without_target_conversion():
         # peft asks transformers for an attribute that has a new name, once per rank.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
@@ -133,41 +137,41 @@ def _wrapped(model: Any, config: Any) -> nn.Module:
     return wrapped
 
 
-def _dtype(tune: TuneConfig) -> torch.dtype:
+def _adapter_dtype(tune: TuneConfig) -> torch.dtype:
     return torch.bfloat16 if tune.param_dtype == "bf16" else torch.float32
 
 
-def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
+def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     """Return what ``tune.targets`` means in a model, before it has adapters.
 
     In a mixture of experts all-linear means attention, dense layers and shared experts; stacks of
-    experts and routers are adapted where they are named. It leaves out ``special_linears``.
+    experts and routers are adapted where they are named. It leaves out ``find_uncalled_linears``.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
-    routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
-    special = list(special_linears(model))
+    routers, stacks = find_routers(model), [path for path, _ in find_stacks(model)]
+    special = list(find_uncalled_linears(model))
     if not stacks and not routers and not special:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name in named if name != ALL_LINEAR]
-    if unstacked := [p for p in _unstacked(model) if _is_named(p, modules)]:
+    if unstacked := [p for p in _find_unstacked_experts(model) if _is_named(p, modules)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {unstacked[0]} has no adapters: the experts in it are "
             "neither linear layers nor a stack of them; leave them out, or use tune.method=full"
         )
     adapted = tuple(path for path in stacks if _is_named(path, modules))
-    bare = [path for path, router in routers.items() if _is_bare(router)]
+    bare = [path for path, router in routers.items() if _is_bare_router(router)]
     chosen = [path for path in bare if _is_named(path, modules)]
     rest = [n for n in modules if not any(_is_named(path, [n]) for path in (*stacks, *bare))]
     if ALL_LINEAR in named:
-        rest += _all_linear(model, {*routers, *special})
+        rest += _find_linears(model, {*routers, *special})
     if adapted:
-        _require_plain(tune)
-    parameters = [name for path in adapted for name in stacked_tensors(model, path)]
+        _refuse_unsupported_on_stacks(tune)
+    parameters = [name for path in adapted for name in list_stacked_tensors(model, path)]
     parameters += [f"{path}.weight" for path in chosen]
-    chosen_each = chosen_experts(getattr(model, "config", None))
+    chosen_each = num_chosen_experts(getattr(model, "config", None))
     rank = tune.expert_rank or max(1, tune.rank // chosen_each)
     return Targets(rest, tuple(parameters), adapted, rank, tuple(chosen))
 
@@ -176,25 +180,27 @@ def _is_named(path: str, names: list[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def _unstacked(model: nn.Module) -> list[str]:
+def _find_unstacked_experts(model: nn.Module) -> list[str]:
     """Return the paths of modules, and of what they are in, whose experts can have no adapters."""
-    stacks = {path for path, _ in stacks_of(model)}
+    stacks = {path for path, _ in find_stacks(model)}
     held = [
-        (p, m) for p, m in holders_of(model) if p not in stacks and not isinstance(m, nn.Linear)
+        (p, m)
+        for p, m in find_expert_modules(model)
+        if p not in stacks and not isinstance(m, nn.Linear)
     ]
     return [path for p, _ in held for path in (p, p.rpartition(".")[0])]
 
 
-def _is_bare(router: nn.Module) -> bool:
+def _is_bare_router(router: nn.Module) -> bool:
     """Whether a router is no linear layer but holds a matrix as one."""
     weight = getattr(router, "weight", None)
     return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
-def _require_called(tune: TuneConfig, model: nn.Module) -> None:
-    """Refuse named targets among ``special_linears``."""
+def _refuse_uncalled_linears(tune: TuneConfig, model: nn.Module) -> None:
+    """Refuse named targets among ``find_uncalled_linears``."""
     named = [] if isinstance(tune.targets, str) else tune.targets
-    special = list(special_linears(model))
+    special = list(find_uncalled_linears(model))
     if bad := [name for name in named if any(_is_named(path, [name]) for path in special)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {bad[0]} is not called as a linear layer is: a fused "
@@ -203,7 +209,7 @@ def _require_called(tune: TuneConfig, model: nn.Module) -> None:
         )
 
 
-def _all_linear(model: Any, others: set[str]) -> list[str]:
+def _find_linears(model: Any, others: set[str]) -> list[str]:
     """Return the paths of all linear layers but these and the output head."""
     head = model.get_output_embeddings()
     return [
@@ -213,7 +219,7 @@ def _all_linear(model: Any, others: set[str]) -> list[str]:
     ]
 
 
-def _require_plain(tune: TuneConfig) -> None:
+def _refuse_unsupported_on_stacks(tune: TuneConfig) -> None:
     """Refuse adapters on stacks of experts in a form that they do not have."""
     if tune.method == "dora":
         raise ConfigError(
@@ -228,7 +234,7 @@ def _require_plain(tune: TuneConfig) -> None:
 
 
 @contextmanager
-def names_as_they_are() -> Iterator[None]:
+def without_target_conversion() -> Iterator[None]:
     """Let peft take target names as they are.
 
     For families whose experts were linear layers in transformers 4 it takes gate_proj for the
@@ -247,13 +253,13 @@ def names_as_they_are() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = theirs
 
 
-def taken_for_stacks(directory: Path) -> set[str]:
+def find_names_taken_for_stacks(directory: Path) -> set[str]:
     """Return the names that stock peft takes for stacks of experts in the model of a directory.
 
     It goes by the model's type, whether or not a shared expert or a dense layer has such a name.
     """
-    names = {*NAMES_OF_EXPERTS}
-    with lazy_imports():
+    names = {*EXPERT_NAMES}
+    with fast_imports():
         from peft import LoraConfig
 
         try:
@@ -268,25 +274,25 @@ def taken_for_stacks(directory: Path) -> set[str]:
 
 def _require_loadable(tune: TuneConfig, layers: list[str], directory: Path) -> None:
     """Refuse DoRA on layers that peft takes for stacks of experts, which it adapts without DoRA."""
-    if tune.method != "dora" or {_last(layer) for layer in layers}.isdisjoint(NAMES_OF_EXPERTS):
+    if tune.method != "dora" or {_last_part(layer) for layer in layers}.isdisjoint(EXPERT_NAMES):
         return
-    taken = taken_for_stacks(directory)
-    if lost := [layer for layer in layers if _last(layer) in taken]:
-        others = sorted({_last(layer) for layer in layers} - taken)
+    taken = find_names_taken_for_stacks(directory)
+    if lost := [layer for layer in layers if _last_part(layer) in taken]:
+        others = sorted({_last_part(layer) for layer in layers} - taken)
         rest = f", or leave these layers out: tune.targets=[{','.join(others)}]" if others else ""
         raise ConfigError(
             f"tune.method=dora with tune.targets={tune.targets}: peft could not load the adapter "
             f"of {lost[0]}. In this kind of model it takes layers called "
-            f"{', '.join(sorted({_last(layer) for layer in lost}))} for routed experts, for which "
-            f"it has no DoRA; use tune.method=lora{rest}"
+            f"{', '.join(sorted({_last_part(layer) for layer in lost}))} for routed experts, for "
+            f"which it has no DoRA; use tune.method=lora{rest}"
         )
 
 
-def _last(layer: str) -> str:
+def _last_part(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
+def _require_own_head(language: LanguageModel, tune: TuneConfig) -> None:
     """Refuse adapters on an output head that cannot have them."""
     if language.is_tied:
         raise ConfigError(
@@ -313,7 +319,7 @@ def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> N
     if unknown:
         near = difflib.get_close_matches(unknown[0], linear, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        experts = _names_of_stacks(model)
+        experts = _find_stack_names(model)
         # Files have other names for them, one by one: w1, gate_proj.
         routed = f"; its routed experts, as one: {', '.join(experts)}" if experts else ""
         raise ConfigError(
@@ -322,8 +328,8 @@ def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> N
         )
 
 
-def _names_of_stacks(model: nn.Module) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path, _ in stacks_of(model)})
+def _find_stack_names(model: nn.Module) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path, _ in find_stacks(model)})
 
 
 def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]) -> None:
@@ -331,12 +337,12 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
     plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
-        if of_experts := [key for path in stacks for key in patterns_of(patterns, path)]:
+        if of_experts := [key for path in stacks for key in match_patterns(patterns, path)]:
             raise ConfigError(
                 f"tune.{setting}: {of_experts[0]} matches {stacks[0]}; the rank of experts is "
                 "tune.expert_rank, and their scale that of the other adapters"
             )
-        found = {layer: patterns_of(patterns, layer) for layer in plain}
+        found = {layer: match_patterns(patterns, layer) for layer in plain}
         used = {key for keys in found.values() for key in keys}
         if unused := [key for key in patterns if key not in used]:
             raise ConfigError(
@@ -351,7 +357,7 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
                 )
 
 
-def _require_patterns_of_whole(tune: TuneConfig, in_whole: Mapping[str, str]) -> None:
+def _require_whole_model_patterns(tune: TuneConfig, in_whole: Mapping[str, str]) -> None:
     """Refuse a pattern that means a layer by its path in the language model, and not in the whole.
 
     Adapters are trained in the one, and exported and merged for the other.
@@ -359,7 +365,7 @@ def _require_patterns_of_whole(tune: TuneConfig, in_whole: Mapping[str, str]) ->
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
         for layer, whole in in_whole.items():
-            if odd := {*patterns_of(patterns, layer)} ^ {*patterns_of(patterns, whole)}:
+            if odd := {*match_patterns(patterns, layer)} ^ {*match_patterns(patterns, whole)}:
                 end = os.path.commonprefix([layer[::-1], whole[::-1]])[::-1].partition(".")[2]
                 raise ConfigError(
                     f"tune.{setting}: {min(odd)} matches one of {layer} and {whole}, which are one "
@@ -368,13 +374,13 @@ def _require_patterns_of_whole(tune: TuneConfig, in_whole: Mapping[str, str]) ->
                 )
 
 
-def lora_config(tune: TuneConfig, targets: Targets) -> Any:
+def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     """Return the peft configuration of these adapters."""
-    with lazy_imports():
+    with fast_imports():
         from peft import LoraConfig
 
-    ranks = _also_of_weights(tune.rank_pattern, targets.by_weight)
-    alphas = _also_of_weights(tune.alpha_pattern, targets.by_weight)
+    ranks = _extend_to_weights(tune.rank_pattern, targets.weight_layers)
+    alphas = _extend_to_weights(tune.alpha_pattern, targets.weight_layers)
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # the scale of the others
@@ -396,19 +402,19 @@ def lora_config(tune: TuneConfig, targets: Targets) -> Any:
     )
 
 
-def _also_of_weights(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+def _extend_to_weights(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
     """Return patterns that match the weights of ``layers``, by which peft knows these, too."""
-    changed = {key for layer in layers for key in patterns_of(patterns, layer)}
-    before, behind = _OF_WEIGHT
+    changed = {key for layer in layers for key in match_patterns(patterns, layer)}
+    before, behind = _WEIGHT_PATTERN
     return {
         f"{before}{key.removesuffix('$')}{behind}" if key in changed else key: value
         for key, value in patterns.items()
     }
 
 
-def of_layers(patterns: Mapping[str, Any]) -> dict[str, Any]:
+def strip_weight_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
     """Return an adapter's patterns as they were before they matched the weights of layers, too."""
-    before, behind = _OF_WEIGHT
+    before, behind = _WEIGHT_PATTERN
     return {
         key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value
         for key, value in patterns.items()

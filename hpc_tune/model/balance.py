@@ -33,9 +33,9 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.scoped import batch_context
 
 Score = Literal["softmax", "sigmoid", ""]
-_CHOOSES = re.compile(r"(^|\.)(router|gate)$")
-_LAYER = re.compile(r"\.(\d+)\.")
-_SAME = 1e-3  # of a weight: some families add 1e-6 to what they divide by
+_ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+_TOLERANCE = 1e-3  # of a weight: some families add 1e-6 to what they divide by
 _NUM_LOSSES = 2
 
 
@@ -60,30 +60,30 @@ class RouterSums:
     counts: Sequence[Sequence[float]]
 
 
-def choosers_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_router_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that choose experts, with or without adapters, by their paths."""
     return {
         path: module
         for path, module in model.named_modules()
-        if _CHOOSES.search(path.replace(".base_layer", ""))
+        if _ROUTER_NAME.search(path.replace(".base_layer", ""))
         and "original_module" not in path
         and isinstance(getattr(module, "top_k", None), int)
         and "base_layer" not in module._modules
     }
 
 
-def routers_of_experts(model: nn.Module) -> tuple[Router, ...]:
+def list_routers(model: nn.Module) -> tuple[Router, ...]:
     """Return a whole model's routers, in its order."""
     routers: list[Router] = []
-    for path, module in choosers_of(model).items():
+    for path, module in find_router_modules(model).items():
         weight = next(p for p in module.parameters() if p.dim() == 2)
-        number = _LAYER.search(path)
+        number = _LAYER_NUMBER.search(path)
         layer = int(number[1]) if number else len(routers)
         routers.append(Router(path, layer, weight.shape[0]))
     return tuple(routers)
 
 
-def score_of(model: nn.Module, run: Any) -> Score:
+def find_router_score(model: nn.Module, run: Any) -> Score:
     """Return by which function the routers of a mixture weigh experts, tried by ``run()``.
 
     "" where a router does not return logits, weights and choices, or weighs in another way.
@@ -91,9 +91,9 @@ def score_of(model: nn.Module, run: Any) -> Score:
     found: list[Score] = []
 
     def look(_module: nn.Module, _inputs: Any, out: Any) -> None:
-        found.append(_score_of(*out) if _is_understood(out) else "")
+        found.append(_infer_score(*out) if _is_known_output(out) else "")
 
-    choosers = choosers_of(model)
+    choosers = find_router_modules(model)
     handles = [module.register_forward_hook(look) for module in choosers.values()]
     try:
         with torch.no_grad():
@@ -103,10 +103,10 @@ def score_of(model: nn.Module, run: Any) -> Score:
             handle.remove()
     if len(found) != len(choosers) or len(set(found)) != 1:
         return ""
-    return found[0] or _score_of_stock(model)
+    return found[0] or _stock_score(model)
 
 
-def _is_understood(out: Any) -> bool:
+def _is_known_output(out: Any) -> bool:
     if not isinstance(out, tuple) or len(out) != 3:
         return False
     if not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in out):
@@ -120,7 +120,9 @@ def _is_understood(out: Any) -> bool:
     )
 
 
-def _score_of(logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor) -> Score:
+def _infer_score(
+    logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor
+) -> Score:
     """Return of which scores the weights are multiples: by one factor per token, or one in all."""
     own_NK = weights_NK.float()
     scores: dict[Score, torch.Tensor] = {
@@ -130,12 +132,12 @@ def _score_of(logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torc
     for name, scores_NE in scores.items():
         factor_NK = own_NK / scores_NE.gather(1, chosen_NK.long())
         mean = factor_NK.mean() if factor_NK.shape[1] == 1 else factor_NK.mean(1, keepdim=True)
-        if ((factor_NK - mean).abs() <= _SAME * mean.abs()).all():
+        if ((factor_NK - mean).abs() <= _TOLERANCE * mean.abs()).all():
             return name
     return ""
 
 
-def _score_of_stock(model: Any) -> Score:
+def _stock_score(model: Any) -> Score:
     """Return softmax for a family that weighs in its own way and has transformers' own loss."""
     modules = (sys.modules.get(type(m).__module__) for m in model.modules())
     return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
@@ -150,7 +152,7 @@ def real_tokens(batch: Batch) -> torch.Tensor:
     return real_BT
 
 
-def tokens_of_experts(
+def count_expert_tokens(
     chosen_NK: torch.Tensor, real_BT: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
     """Return how many tokens of each row each expert has, [B, E]."""
@@ -248,7 +250,7 @@ class RouterWatch:
         if real_BT is None:
             return None
         logits_NE, weights_NK, chosen_NK = out
-        counts_BE = tokens_of_experts(chosen_NK, real_BT, logits_NE.shape[1])
+        counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
         balance = z = None
         if self._balance:
             k = chosen_NK.shape[1]
@@ -260,7 +262,7 @@ class RouterWatch:
         learned = [c * t for c, t in ((self._balance, balance), (self._z, z)) if t is not None]
         if not learned or not learned[0].requires_grad:
             return None
-        return logits_NE, _Carrier.apply(weights_NK, sum(learned), self), chosen_NK
+        return logits_NE, _LossCarrier.apply(weights_NK, sum(learned), self), chosen_NK
 
     @torch.no_grad()
     def _add(
@@ -277,7 +279,7 @@ class RouterWatch:
         self.sums[start : start + counts_BE.shape[1]] += counts_BE.sum(0)
 
 
-class _Carrier(torch.autograd.Function):
+class _LossCarrier(torch.autograd.Function):
     """Passes weights on; in the backward pass a loss beside them gets its gradient."""
 
     @staticmethod
@@ -299,7 +301,7 @@ def num_router_sums(routers: Sequence[Router]) -> int:
     return _NUM_LOSSES + width * len(routers) if routers else 0
 
 
-def load_of(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
+def summarise_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
     """Return how uneven a step's tokens are spread, in numbers; None of a dense model.
 
     ``largest``: the tokens of the fullest expert by the mean of its layer. ``unused``: the share of

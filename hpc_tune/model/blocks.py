@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpc_tune.model.adapter_copies import AdapterCopies
-from hpc_tune.model.float8_base import use_float8_products
+from hpc_tune.model.float8_base import use_float8_matmuls
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
@@ -17,7 +17,7 @@ from hpc_tune.model.shared_inputs import share_casts
 from hpc_tune.model.swiglu import use_swiglu
 
 
-def block_list(model: Any) -> nn.ModuleList:
+def find_blocks(model: Any) -> nn.ModuleList:
     """Return the list of the decoder blocks of a ``LossModel``: its largest ``nn.ModuleList``.
 
     Every causal LM of transformers has one; expert lists are inside of its entries.
@@ -42,7 +42,7 @@ def use_own_layers(
     """
     mask_reason = "" if module.within_documents else "its attention needs it"
     kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
-    use_float8_products(blocks, device)
+    use_float8_matmuls(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
     if copies is not None:
         copies.keep(blocks, groups)

@@ -14,31 +14,31 @@ from torch import nn
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model.adapters import with_adapters
+from hpc_tune.model.adapters import add_adapters
 from hpc_tune.model.balance import Router, Score
 from hpc_tune.model.box import Box
-from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.experts import settle_routers
-from hpc_tune.model.identity import identity_of, sample_of
+from hpc_tune.model.dropout import disable_dropout
+from hpc_tune.model.experts import make_routers_deterministic
+from hpc_tune.model.identity import fingerprint_weights, hash_model
 from hpc_tune.model.kept_fp32 import keep_fp32
 from hpc_tune.model.language import (
     LanguageModel,
-    Names,
+    TensorNames,
     language_config,
-    language_model,
-    parts_beside,
+    list_other_parts,
+    make_language_model,
     read_config,
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.objective import objective_of
+from hpc_tune.model.objective import make_objective
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.packed_base import pack
+from hpc_tune.model.packed_base import pack_base
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import TokenRows
 from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex, index_model_directory
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that ``model.dtype`` means on this device (auto: bf16 on a GPU with it)."""
     if name == "auto":
-        architecture = architecture_of(device)
+        architecture = find_architecture(device)
         has_bf16 = architecture is not None and architecture.has_bf16
         return torch.bfloat16 if has_bf16 else torch.float32
     return DTYPES[name]
@@ -111,7 +111,7 @@ class BuiltModel:
     start: TensorIndex | None = None
     dropout: Mapping[str, float] = field(default_factory=dict)
     seq_len: int | None = None
-    names: Names = Names()
+    names: TensorNames = TensorNames()
     others: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
     router_score: Score = ""
@@ -123,7 +123,7 @@ class BuiltModel:
         rows = getattr(embedding, "token_adapter", None)
         return rows.ids if isinstance(rows, TokenRows) else ()
 
-    def read_from(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
+    def find_stored(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
         """Return the files that hold a tensor's first values, and its name there.
 
         None if it has new ones.
@@ -161,7 +161,7 @@ class BuiltModel:
     @property
     def identity(self) -> str:
         """See ``identity.identity_of``."""
-        return identity_of(self.directory, self.index)
+        return hash_model(self.directory, self.index)
 
     @property
     def sample(self) -> str:
@@ -172,7 +172,7 @@ class BuiltModel:
         is_needed = self.tune.method != "full" or self.tune.has_reference
         if not is_needed or not isinstance(self.index, TensorIndex):
             return ""
-        return sample_of(self.index)
+        return fingerprint_weights(self.index)
 
 
 def build(
@@ -189,24 +189,24 @@ def build(
     """
     _require_precision(tune, dtype)
     whole = read_config(directory)
-    dropout = without_dropout(language_config(whole, directory))
+    dropout = disable_dropout(language_config(whole, directory))
     stored_index = index_model_directory(directory) if weights else None
     full = tune.method == "full"
     of_base = DTYPES[tune.param_dtype] if full else dtype
-    language = language_model(whole, directory, of_base, stored_index)
+    language = make_language_model(whole, directory, of_base, stored_index)
     model, names = language.model, language.names
     model.config.use_cache = False
     within_documents = use_document_attention(model)
-    dropout |= settle_routers(model)
+    dropout |= make_routers_deterministic(model)
     keep_fp32(model, of_base, full)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
-    stored = _stored_names(directory, language, index, shapes, tied)  # before peft allocates
-    root: nn.Module = model if full else with_adapters(language, tune, dtype, directory)
+    stored = _find_stored_names(directory, language, index, shapes, tied)  # before peft allocates
+    root: nn.Module = model if full else add_adapters(language, tune, dtype, directory)
     module = LossModel(root, language.config, within_documents)
-    module.objective = objective_of(tune)
+    module.objective = make_objective(tune)
     module.train()
     base_names = {
         name: stored[own_names[id(tensor)]]
@@ -214,7 +214,7 @@ def build(
         if id(tensor) in own_names
     }
     if tune.packed_base:
-        pack(model, tune, dtype)
+        pack_base(model, tune, dtype)
     used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
@@ -231,7 +231,7 @@ def build(
         stored[tied] if tied else None,
         dropout=dropout,
         names=names,
-        others=parts_beside(stored_index, used) if stored_index is not None else (),
+        others=list_other_parts(stored_index, used) if stored_index is not None else (),
     )
 
 
@@ -243,7 +243,7 @@ def _require_precision(tune: TuneConfig, dtype: torch.dtype) -> None:
         )
 
 
-def _stored_names(
+def _find_stored_names(
     directory: Path,
     language: LanguageModel,
     index: TensorIndex | ShapeIndex,
@@ -270,30 +270,30 @@ def _stored_names(
             )
     missing = [name for name in shapes if name not in names]
     if missing:
-        _require_known_making(directory, missing, language.names, index)
+        _require_known_conversion(directory, missing, language.names, index)
         raise DataError(
             f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
-            + _behind_a_prefix(missing[0], index)
+            + _advise_on_prefix(missing[0], index)
         )
     return names
 
 
-def _require_known_making(
-    directory: Path, missing: Sequence[str], names: Names, index: TensorIndex | ShapeIndex
+def _require_known_conversion(
+    directory: Path, missing: Sequence[str], names: TensorNames, index: TensorIndex | ShapeIndex
 ) -> None:
     """Refuse a model of which transformers makes a tensor of others in a way not known here."""
     unfollowed = getattr(index, "unfollowed", {})
-    found = next((name for name in missing if names.of_whole(name) in unfollowed), None)
+    found = next((name for name in missing if names.name_in_whole(name) in unfollowed), None)
     if found is not None:
         raise DataError(
             f"{directory}: transformers makes {found} of tensors of its files by "
-            f"{unfollowed[names.of_whole(found)]}, which is not followed here: such files are not "
-            "read"
+            f"{unfollowed[names.name_in_whole(found)]}, which is not followed here: such files are "
+            "not read"
         )
 
 
-def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
+def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
     """Return what to do where a tensor is stored behind the name of a module around the model."""
     found = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
     if found is None:
@@ -304,8 +304,8 @@ def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
     )
 
 
-def _peft_name(name: str, names: Names) -> str:
+def _peft_name(name: str, names: TensorNames) -> str:
     """Return the name that peft saves a parameter of its adapter ``default`` under."""
-    inside = names.of_whole(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
+    inside = names.name_in_whole(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
     plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
     return ADAPTER_PREFIX + plain.replace(".default", "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.errors import ConfigError, remedy_of
+from hpc_tune.errors import ConfigError, find_remedy
 
 BUILTIN_TINY = "builtin:tiny"
 SEED = 20240229
@@ -47,7 +47,7 @@ def write_tiny(directory: Path) -> None:
     try:
         _write(directory)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory} cannot be written: {error}{remedy_of(error)}") from None
+        raise ConfigError(f"{directory} cannot be written: {error}{find_remedy(error)}") from None
 
 
 def _write(directory: Path) -> None:

@@ -57,7 +57,7 @@ def use_row_dropout(model: nn.Module, seed: int) -> None:
                     module[name] = RowDropout(inner.p, seed, f"{path}.{name}")
 
 
-def without_dropout(config: Any) -> dict[str, float]:
+def disable_dropout(config: Any) -> dict[str, float]:
     """Set a transformers configuration's own dropout to 0; return what it was, by name.
 
     Such models draw their masks per micro-batch, so the loss would depend on the number of ranks.

@@ -23,13 +23,13 @@ from hpc_tune.model.config_json import common_value
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
 _STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe's are linears
-_INSIDE = re.compile(r"(^|\.)experts(\.|$)")
+_INSIDE_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _SHARED = re.compile(r"shared_(expert|mlp)")
-CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
+CORRECTION_BIASES = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 
 
-def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold stacks of experts, with their paths.
 
     By name too: dense models have tensors of three dimensions as well (RWKV, RecurrentGemma).
@@ -40,14 +40,14 @@ def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def stacked_tensors(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the stacks that a module of ``stacks_of`` holds, in its order."""
+def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the stacks that a module of ``find_stacks`` holds, in its order."""
     own = model.get_submodule(path).named_parameters(recurse=False)
     return [f"{path}.{name}" for name, parameter in own if parameter.dim() == 3]
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedTensor:
     """A tensor that peft adapts by itself: a stack of experts, or a matrix (``num_experts`` 1).
 
     ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs. ``form``: how gate
@@ -60,20 +60,22 @@ class Adapted:
     form: Literal["halves", "interleaved", "unknown"] = "halves"
 
 
-def adapted_tensors(model: nn.Module) -> dict[str, Adapted]:
+def find_adapted_tensors(model: nn.Module) -> dict[str, AdaptedTensor]:
     """Return, for each stack of experts, by the path that peft gives its adapter's layer.
 
     It wraps a module once for each tensor, the first one inside.
     """
     found = {}
-    for path, module in stacks_of(model):
-        names = stacked_tensors(model, path)
+    for path, module in find_stacks(model):
+        names = list_stacked_tensors(model, path)
         of_form = {True: "halves", False: "interleaved", None: "unknown"}
         form: Any = of_form[getattr(module, "is_concatenated", None)]
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             num_experts = model.get_parameter(name).shape[0]
-            found[layer] = Adapted(name, num_experts, getattr(module, "is_transposed", False), form)
+            found[layer] = AdaptedTensor(
+                name, num_experts, getattr(module, "is_transposed", False), form
+            )
     return found
 
 
@@ -99,12 +101,12 @@ def num_experts(config: Any) -> int:
     return max(_counts(config), default=0)
 
 
-def chosen_share(config: Any) -> float:
+def chosen_expert_share(config: Any) -> float:
     """Return which share of a layer's routed experts a token goes through; 1 in a dense model."""
-    return chosen_experts(config) / num_experts(config) if has_experts(config) else 1.0
+    return num_chosen_experts(config) / num_experts(config) if has_experts(config) else 1.0
 
 
-def chosen_experts(config: Any) -> int:
+def num_chosen_experts(config: Any) -> int:
     """Return how many experts a router gives a token, by a model's configuration; 1 if unknown."""
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
     for part, name in itertools.product(_parts(config), names):
@@ -116,27 +118,27 @@ def chosen_experts(config: Any) -> int:
     return 1
 
 
-def dealable_experts(model: nn.Module) -> int:
+def num_shardable_experts(model: nn.Module) -> int:
     """Return a number whose divisors are the numbers of ranks that experts can be dealt over.
 
     1 for a dense model, and where a layer's experts do not say which tokens they want.
     """
     counts = [
         getattr(stack, name).shape[0] if hasattr(stack, "has_gate") else 1
-        for _, stack in stacks_of(model)
+        for _, stack in find_stacks(model)
         for name, parameter in stack.named_parameters(recurse=False)
         if parameter.dim() == 3
     ]
     return math.gcd(*counts) if counts else 1
 
 
-def require_dealable(model: Any, ranks: int) -> int:
-    """Return ``dealable_experts`` of a model with a ``config``; ``ranks`` must divide it.
+def require_shardable_experts(model: Any, ranks: int) -> int:
+    """Return ``num_shardable_experts`` of a model with a ``config``; ``ranks`` must divide it.
 
     Raises:
         ConfigError: if it does not.
     """
-    found = dealable_experts(model)
+    found = num_shardable_experts(model)
     if found % ranks:
         raise ConfigError(
             f"parallel.expert={ranks}: the experts of a {model.config.model_type} model can be "
@@ -145,7 +147,7 @@ def require_dealable(model: Any, ranks: int) -> int:
     return found
 
 
-def without_router_losses(config: Any) -> None:
+def disable_router_losses(config: Any) -> None:
     """Ask no loss of its routers of a transformers configuration: it is ``tune.router_aux_loss``.
 
     Tools that train with one leave that they asked for it in config.json.
@@ -158,19 +160,19 @@ def without_router_losses(config: Any) -> None:
 
 def is_mixture(model: nn.Module) -> bool:
     """Whether some layers of a model are mixtures of experts."""
-    return next(holders_of(model), None) is not None
+    return next(find_expert_modules(model), None) is not None
 
 
-def holders_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold experts, also where these are no stacks (DBRX), with paths."""
-    stacks = {path for path, _ in stacks_of(model)}
+    stacks = {path for path, _ in find_stacks(model)}
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
-        if path in stacks or (_INSIDE.search(path) and any(p.dim() > 1 for _, p in own)):
+        if path in stacks or (_INSIDE_EXPERTS.search(path) and any(p.dim() > 1 for _, p in own)):
             yield path, module
 
 
-def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that choose experts or weigh shared ones, by their paths.
 
     Empty for a dense model.
@@ -180,7 +182,7 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if _ROUTER.search(path)}
 
 
-def settle_routers(model: nn.Module) -> dict[str, float]:
+def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
     """Let routers choose in training as they do in evaluation; return what was drawn, by name.
 
     Some families multiply a router's input with noise or draw experts at random, anew in each
@@ -189,30 +191,30 @@ def settle_routers(model: nn.Module) -> dict[str, float]:
     """
     removed: dict[str, float] = {}
     for module in model.modules():
-        for name in CORRECTIONS & module._parameters.keys():
+        for name in CORRECTION_BIASES & module._parameters.keys():
             values = module._parameters.pop(name)
             assert values is not None
             module.register_buffer(name, values.detach())
         noise = {name: value for name in _NOISE if (value := getattr(module, name, None))}
         if noise:
             module.training = False
-            module.train = types.MethodType(_always_evaluate, module)  # type: ignore[method-assign]
+            module.train = types.MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
             removed |= noise
     return removed
 
 
-def _always_evaluate(self: Any, mode: bool = True) -> Any:
+def _stay_in_eval(self: Any, mode: bool = True) -> Any:
     nn.Module.train(self, mode)
     self.training = False
     return self
 
 
-def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
+def group_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return what each parameter of a mixture belongs to, in words; empty for a dense model.
 
     Adapters belong to what they are on.
     """
-    roots = {path.replace(".base_layer", "") for path, _ in holders_of(model)}
+    roots = {path.replace(".base_layer", "") for path, _ in find_expert_modules(model)}
     kinds = {}
     for name, parameter in model.named_parameters() if roots else ():
         path = name.replace(".base_layer", "")
@@ -228,7 +230,7 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 @contextlib.contextmanager
-def one_by_one_in_32_bits() -> Iterator[None]:
+def looping_over_experts_in_fp32() -> Iterator[None]:
     """Let transformers multiply experts one by one in 32 bits, where all of them are trained.
 
     For traces: torch's fake grouped product has bf16 alone. What is kept has the same sizes.

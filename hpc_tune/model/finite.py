@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
-_PARTS = 64  # of the rows, looked at one after the other
+_MAX_PARTS = 64  # of the rows, looked at one after the other
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NonFiniteValue:
     """A value that is NaN or inf, and its index in the tensor."""
 
     value: float
     at: tuple[int, ...]
 
 
-def first_not_finite(tensor: torch.Tensor) -> NotFinite | None:
+def find_non_finite(tensor: torch.Tensor) -> NonFiniteValue | None:
     """Return the first NaN or inf of a tensor of any shape, dtype and device; None without one.
 
     The smallest and the largest value show whether there is one, in one pass that allocates
@@ -25,12 +25,12 @@ def first_not_finite(tensor: torch.Tensor) -> NotFinite | None:
     if not tensor.numel() or not tensor.is_floating_point() or _is_finite(tensor):
         return None
     if not tensor.dim():
-        return NotFinite(tensor.item(), ())
-    step = -(-len(tensor) // _PARTS)
+        return NonFiniteValue(tensor.item(), ())
+    step = -(-len(tensor) // _MAX_PARTS)
     parts = enumerate(tensor.split(step))
     number, part = next((number, part) for number, part in parts if not _is_finite(part))
     at = tuple(torch.nonzero(~part.isfinite())[0].tolist())
-    return NotFinite(part[at].item(), (number * step + at[0], *at[1:]))
+    return NonFiniteValue(part[at].item(), (number * step + at[0], *at[1:]))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

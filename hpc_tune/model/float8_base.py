@@ -25,14 +25,14 @@ from torch import nn
 from hpc_tune.errors import first_line
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 
-CODES = torch.float8_e4m3fn
-_LARGEST = torch.finfo(CODES).max
+CODE_DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(CODE_DTYPE).max
 _MANTISSA = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
 _SCALE_BYTES = 16  # four of them an fp32; rows of codes begin where float8 products want them
 _MULTIPLE = 16  # of both sides of a weight, as float8 products want them
-_LEAST = 2.0**-100  # the largest value of a row is taken to be this at least
+_MIN_SCALE = 2.0**-100  # the largest value of a row is taken to be this at least
 TRIAL_BOUND = 0.01  # of the norm: results are rounded to bf16
 
 
@@ -63,19 +63,19 @@ class Float8Linear(nn.Linear):
         """Return x @ weight.T + bias; the backward pass reaches x alone."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
-        out: torch.Tensor = _Product.apply(self, given, self.weight, bias)
+        out: torch.Tensor = _PackedMatmul.apply(self, given, self.weight, bias)
         return out.to(x.dtype)
 
     def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the values of the weight, O x I, or of some of its rows."""
-        return _values(packed_OC, self.in_features, self.compute_dtype)
+        return _dequantise(packed_OC, self.in_features, self.compute_dtype)
 
     def product(
         self, rows: "Float8Rows", packed_OC: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the product of rows in float8 with the weight, N x O."""
-        codes_OI, scales_O1 = _parts(packed_OC, self.in_features)
-        return _scaled(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
+        codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
+        return _scaled_matmul(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
 
     def gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input, N x I.
@@ -83,11 +83,11 @@ class Float8Linear(nn.Linear):
         The scales of the weight's rows are factors of the features that are summed over, so they
         go into the gradient before it is cast.
         """
-        codes_OI, scales_O1 = _parts(packed_OC, self.in_features)
-        rows = float8_rows(_times(grad_NO, scales_O1.t()))
+        codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
+        rows = float8_rows(_multiply(grad_NO, scales_O1.t()))
         ones_1I = scales_O1.new_ones(1, self.in_features)
         columns = codes_OI.t().contiguous().t()  # the hardware reads along what is summed over
-        return _scaled(rows, columns, ones_1I, self.compute_dtype)
+        return _scaled_matmul(rows, columns, ones_1I, self.compute_dtype)
 
     @torch.no_grad()
     def fill(
@@ -103,7 +103,7 @@ class Float8Linear(nn.Linear):
         Raises:
             DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
         """
-        _fill(local, (), offset[0], self.in_features, index, stored, reserve)
+        _fill_rows(local, (), offset[0], self.in_features, index, stored, reserve)
 
 
 class Float8Stack(nn.Module):
@@ -126,7 +126,7 @@ class Float8Stack(nn.Module):
 
     def unpack(self, packed_EOC: torch.Tensor) -> torch.Tensor:
         """Return the values of a stack, or of the experts of it that ``packed`` has."""
-        return _values(packed_EOC, self.shape[2], self.compute_dtype)
+        return _dequantise(packed_EOC, self.shape[2], self.compute_dtype)
 
     @torch.no_grad()
     def fill(
@@ -144,7 +144,7 @@ class Float8Stack(nn.Module):
         """
         for i in range(len(local)):
             at = (offset[0] + i,)
-            _fill(local[i], at, 0, self.shape[2], index, stored, reserve)
+            _fill_rows(local[i], at, 0, self.shape[2], index, stored, reserve)
 
 
 class Float8Rows:
@@ -159,14 +159,14 @@ def float8_rows(values_NK: torch.Tensor) -> Float8Rows:
     largest_N1 = torch.linalg.vector_norm(
         values_NK, float("inf"), dim=1, keepdim=True, dtype=torch.float32
     )
-    least_N1 = largest_N1.clamp(min=_LEAST) / _LARGEST
+    least_N1 = largest_N1.clamp(min=_MIN_SCALE) / _LARGEST
     # The next power of two: a mantissa that is not zero carries into the exponent.
     bits_N1 = (least_N1.view(torch.int32) + _MANTISSA) & ~_MANTISSA
     scales_N1 = bits_N1.view(torch.float32)
-    return Float8Rows(_times(values_NK, scales_N1.reciprocal()).to(CODES), scales_N1)
+    return Float8Rows(_multiply(values_NK, scales_N1.reciprocal()).to(CODE_DTYPE), scales_N1)
 
 
-def use_float8_products(blocks: Iterable[nn.Module], device: torch.device) -> None:
+def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Let the layers in ``blocks`` multiply in float8 if the device can.
 
     But those with a side that is no multiple of 16, which the hardware asks for.
@@ -182,7 +182,7 @@ def use_float8_products(blocks: Iterable[nn.Module], device: torch.device) -> No
 @functools.cache
 def no_float8_products(device: torch.device, dtype: torch.dtype) -> str:
     """Return why products are not in float8 on a device: "" if they are, and a trial was right."""
-    architecture = architecture_of(device)
+    architecture = find_architecture(device)
     if architecture is None:
         return "this is no GPU"
     if not architecture.has_float8:
@@ -192,23 +192,26 @@ def no_float8_products(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "model.dtype=fp32"
     try:
-        gap = trial(device, dtype)
+        gap = measure_float8_error(device, dtype)
     except Exception as error:  # noqa: BLE001 - a torch or a driver without these products
         return f"those in float8 fail here ({first_line(error)})"
     return "" if gap <= TRIAL_BOUND else f"those in float8 are off by {gap:.1e} of the norm here"
 
 
-def trial(device: torch.device, dtype: torch.dtype) -> float:
+def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
     """Return how far float8 products are from those of the same values, relative to the norm."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32))]
     x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in given)
     layer = Float8Linear(nn.Linear(64, 32, bias=False, device=device, dtype=dtype), dtype)
-    layer.weight.data.copy_(pack(w_OI))
-    rows, values_OI = float8_rows(x_NI), _values(layer.weight, 64, torch.float32)
-    _, scales_O1 = _parts(layer.weight, 64)
-    grads = float8_rows(_times(grad_NO, scales_O1.t()))
-    exact = _of_rows(rows) @ values_OI.t(), _of_rows(grads) @ (values_OI / scales_O1)
+    layer.weight.data.copy_(pack_float8(w_OI))
+    rows, values_OI = float8_rows(x_NI), _dequantise(layer.weight, 64, torch.float32)
+    _, scales_O1 = _split_packed(layer.weight, 64)
+    grads = float8_rows(_multiply(grad_NO, scales_O1.t()))
+    exact = (
+        _dequantise_rows(rows) @ values_OI.t(),
+        _dequantise_rows(grads) @ (values_OI / scales_O1),
+    )
     found = layer.product(rows, layer.weight), layer.gradient(grad_NO, layer.weight)
     gaps = [
         (mine.float() - whole).norm() / whole.norm()
@@ -217,7 +220,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> float:
     return float(torch.stack(gaps).max())
 
 
-def pack(values_OI: torch.Tensor) -> torch.Tensor:
+def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
     """Return the bytes of rows of values."""
     rows = float8_rows(values_OI.float())
     num, width = values_OI.shape
@@ -227,7 +230,7 @@ def pack(values_OI: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-class _Product(torch.autograd.Function):
+class _PackedMatmul(torch.autograd.Function):
     """x @ weight.T + bias of packed rows."""
 
     @staticmethod
@@ -254,7 +257,7 @@ class _Product(torch.autograd.Function):
         return None, grad_NI.view(*grad.shape[:-1], layer.in_features), None, None
 
 
-def _scaled(
+def _scaled_matmul(
     rows: Float8Rows,
     codes_KO: torch.Tensor,
     scales_1O: torch.Tensor,
@@ -279,27 +282,27 @@ def _row_bytes(width: int) -> int:
     return -(-width // _MULTIPLE) * _MULTIPLE + _SCALE_BYTES
 
 
-def _parts(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_packed(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and the scales of rows of ``width`` values, both as views."""
-    codes = packed[..., :width].view(CODES)
+    codes = packed[..., :width].view(CODE_DTYPE)
     return codes, packed[..., -_SCALE_BYTES:].view(torch.float32)[..., :1]
 
 
-def _values(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    codes, scales = _parts(packed, width)
-    return _times(codes.to(dtype), scales)
+def _dequantise(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    codes, scales = _split_packed(packed, width)
+    return _multiply(codes.to(dtype), scales)
 
 
-def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply with powers of two, which no dtype rounds."""
     return values * scales.to(values.dtype)
 
 
-def _of_rows(rows: Float8Rows) -> torch.Tensor:
+def _dequantise_rows(rows: Float8Rows) -> torch.Tensor:
     return rows.codes.float() * rows.scales
 
 
-def _fill(
+def _fill_rows(
     local: torch.Tensor,
     place: tuple[int, ...],
     start: int,
@@ -316,4 +319,4 @@ def _fill(
         at = (*place, start + first, 0)
         index.fill(piece, stored, at, reserve)
         index.require_finite(piece, stored, at)
-        local[first : first + rows].copy_(pack(piece.view(rows, width).to(local.device)))
+        local[first : first + rows].copy_(pack_float8(piece.view(rows, width).to(local.device)))

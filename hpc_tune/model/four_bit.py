@@ -23,8 +23,8 @@ from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_no
 
 BLOCK = 64  # values that share a scale
 SCALES_BLOCK = 256  # scales that share a scale of their own
-_SCALES = ("scales", "scales_of_scales", "scales_mean", "scales_code")
-_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
+_SCALE_NAMES = ("scales", "scales_of_scales", "scales_mean", "scales_code")
+_MAX_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
 
 
 class FourBitLinear(nn.Linear):
@@ -68,13 +68,13 @@ class FourBitLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
         if self.weight.device.type == "cpu" and self.in_features % BLOCK:
-            out: torch.Tensor = _Product.apply(self, given, self.weight)
+            out: torch.Tensor = _PackedMatmul.apply(self, given, self.weight)
             out = out if bias is None else out + bias
         else:
             shape = (self.out_features, self.in_features)
             # Transposed, as releases before 0.50 want it.
             packed = self.weight.t()
-            out = matmul_4bit(given, packed, quant_state=self._state(shape), bias=bias)
+            out = matmul_4bit(given, packed, quant_state=self._quant_state(shape), bias=bias)
         return out.to(x.dtype)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class FourBitLinear(nn.Linear):
         from bitsandbytes.functional import dequantize_4bit
 
         rows = 1 if self.num_values % BLOCK else self.num_values // BLOCK
-        state = self._state((rows, self.num_values // rows))
+        state = self._quant_state((rows, self.num_values // rows))
         return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
 
     @torch.no_grad()
@@ -109,16 +109,16 @@ class FourBitLinear(nn.Linear):
         """
         start, scales = offset[0], []
         matrix = _Matrix(index, stored, self.out_features, self.in_features)
-        for at, packed, absmax in matrix.quantised(self.compute_dtype, local.device, reserve):
+        for at, packed, absmax in matrix.quantise_pieces(self.compute_dtype, local.device, reserve):
             scales.append(absmax)
             begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
             if begin < end:
                 local[begin - start : end - start].copy_(packed[begin - at : end - at])
-        values = _quantised_scales(torch.cat(scales))
-        for name, value in zip(_SCALES, values, strict=True):
+        values = _quantise_scales(torch.cat(scales))
+        for name, value in zip(_SCALE_NAMES, values, strict=True):
             self.get_buffer(name).copy_(value)
 
-    def _state(self, shape: tuple[int, int]) -> Any:
+    def _quant_state(self, shape: tuple[int, int]) -> Any:
         from bitsandbytes.functional import QuantState
 
         scales: Any = self._buffers
@@ -138,7 +138,7 @@ class FourBitLinear(nn.Linear):
         )
 
 
-class _Product(torch.autograd.Function):
+class _PackedMatmul(torch.autograd.Function):
     """x @ weight.T of a packed weight, whose values are made in both passes and not kept."""
 
     @staticmethod
@@ -196,9 +196,9 @@ class FourBitStack(nn.Module):
         )
         code = self.get_buffer("scales_code").view(torch.float32)
         scales_EB = code[scales.int()]
-        more_EB = _as_floats(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
-        scales_EB = scales_EB.mul_(more_EB).add_(_as_floats(mean))
-        step = max(1, _KERNEL_VALUES // (self.num_scales * BLOCK))
+        more_EB = _view_as_fp32(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
+        scales_EB = scales_EB.mul_(more_EB).add_(_view_as_fp32(mean))
+        step = max(1, _MAX_KERNEL_VALUES // (self.num_scales * BLOCK))
         experts = [
             dequantize_4bit(
                 some_EN.reshape(-1, 1),
@@ -234,20 +234,22 @@ class FourBitStack(nn.Module):
         for i in range(len(local)):
             matrix = _Matrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
             row, scales = local[i, 0].zero_(), []
-            for at, packed, absmax in matrix.quantised(self.compute_dtype, local.device, reserve):
+            for at, packed, absmax in matrix.quantise_pieces(
+                self.compute_dtype, local.device, reserve
+            ):
                 scales.append(absmax)
                 row[at : at + len(packed)].copy_(packed.flatten())
-            codes, more, mean, code = _quantised_scales(torch.cat(scales))
+            codes, more, mean, code = _quantise_scales(torch.cat(scales))
             at = self.parts[0]
             for values in (codes, more, mean):
                 row[at : at + len(values)].copy_(values)
                 at += len(values)
         # The same for all scales that there are.
-        _, _, _, code = _quantised_scales(torch.ones(1, device=local.device))
+        _, _, _, code = _quantise_scales(torch.ones(1, device=local.device))
         self.get_buffer("scales_code").copy_(code)
 
 
-def _as_floats(bytes_EN: torch.Tensor) -> torch.Tensor:
+def _view_as_fp32(bytes_EN: torch.Tensor) -> torch.Tensor:
     return bytes_EN.clone().view(torch.float32)  # where floats may begin
 
 
@@ -277,7 +279,7 @@ class _Matrix:
     width: int
     place: tuple[int, ...] = ()
 
-    def quantised(
+    def quantise_pieces(
         self, dtype: torch.dtype, device: torch.device, reserve: Reserve
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Read ``PIECE_BYTES`` of values at a time; yield the first byte, codes and scales of each.
@@ -299,7 +301,7 @@ class _Matrix:
             yield first * self.width // 2, packed, state.absmax
 
 
-def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _quantise_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Quantise scales; return the bytes of codes, of their scales, of a mean and of the table."""
     from bitsandbytes.functional import quantize_blockwise
 

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from hpc_tune.model.grouped_products import ROW_BYTES
 from hpc_tune.model.sorted_rows import SortedRows
 
-_WRAPPERS = "wrappers_of_stacks"
-_DECORATED = {"has_gate", "has_bias", "is_transposed"}
+_WRAPPERS_ATTRIBUTE = "wrappers_of_stacks"
+_DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}
 
 
 def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> int:
@@ -45,28 +45,30 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
     replaced = 0
-    for experts in filter(is_decorated, parts):
+    for experts in filter(has_grouped_form, parts):
         mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
         if not mine.keys() <= {*stack_names(experts)}:
             continue
         # Not as parts of the experts: they are around them.
-        experts.__dict__[_WRAPPERS] = tuple(mine.get(name) for name in stack_names(experts))
+        experts.__dict__[_WRAPPERS_ATTRIBUTE] = tuple(
+            mine.get(name) for name in stack_names(experts)
+        )
         experts.forward = types.MethodType(_forward, experts)
         if compiled:
             experts.forward = torch.compiler.disable(experts.forward)
         for wrapper in mine.values():
-            wrapper.forward = types.MethodType(_inside, wrapper)
+            wrapper.forward = types.MethodType(_call_base, wrapper)
         replaced += 1
     return replaced
 
 
-def is_decorated(part: Any) -> bool:
+def has_grouped_form(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
     Experts with a norm behind them are not; transformers before 5.20 has none.
     """
     has_norm = getattr(part, "has_post_expert_norm", False)
-    return vars(part).keys() >= _DECORATED and not has_norm
+    return vars(part).keys() >= _DECORATOR_FIELDS and not has_norm
 
 
 def stack_names(experts: Any) -> tuple[str, str]:
@@ -79,7 +81,7 @@ def packing_name(stack: str) -> str:
     return f"{stack}_packing"
 
 
-def _inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_base(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Be the forward of peft's wrapper: the experts inside add its adapter themselves."""
     return self.base_layer(*args, **kwargs)
 
@@ -238,7 +240,7 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    layer = _Layer(self, self.__dict__[_WRAPPERS])
+    layer = _Layer(self, self.__dict__[_WRAPPERS_ATTRIBUTE])
     out_TO: torch.Tensor = _GroupedExperts.apply(
         layer, hidden_states, top_k_index, top_k_weights, *layer.weights()
     )
@@ -272,9 +274,9 @@ class _GroupedExperts(torch.autograd.Function):
         del up, x_SI
         down = layer.product(1, weights, dtype)
         y_SO, low_down_SR = down.forward(layer.gate(h_SM), rows)
-        kept = (x_TI, weights_TK, rows.ends_E, rows.places_TK, h_SM, low_up_SR, low_down_SR)
+        kept = (x_TI, weights_TK, rows.ends_E, rows.rows_TK, h_SM, low_up_SR, low_down_SR)
         ctx.save_for_backward(*kept, *weights)
-        return rows.sum_of(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
+        return rows.sum_by_token(y_SO, weights_TK.to(dtype)).to(ctx.x_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:  # type: ignore[override]
@@ -289,7 +291,7 @@ class _GroupedExperts(torch.autograd.Function):
             gated_SM = ctx.layer.gate(h_SM)
         act_SM = gated_SM.detach()
         # The gradient is that of y before it is weighted: the weight is put on what is narrower.
-        weight_S1 = rows.spread(weights_TK.to(dtype))
+        weight_S1 = rows.row_weights(weights_TK.to(dtype))
         grad_SO = grad_TO.index_select(0, token_S).to(dtype)
         low_down_SR = None if low_down_SR is None else low_down_SR * weight_S1
         grads: list[torch.Tensor | None] = [None] * len(weights)
@@ -312,7 +314,7 @@ class _GroupedExperts(torch.autograd.Function):
             grads[0] = up.gradient(x_SI, grad_h_SM, rows, is_transposed)
         if is_trained[2]:
             grads[2] = rows.sums_by_expert(grad_h_SM, torch.ones_like(weight_S1), up.bias_EO)
-        grad_TI = rows.sum_of(grad_SI).to(ctx.x_dtype)
+        grad_TI = rows.sum_by_token(grad_SI).to(ctx.x_dtype)
         grad_TK = grad_weight_S[places_TK].to(weights_TK.dtype)
         cast = [
             None if grad is None else grad.to(weight.dtype)

@@ -29,31 +29,33 @@ from hpc_tune.log import log
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
 ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
-MOST_VALUES = (1 << 31) - 1
+MAX_VALUES = (1 << 31) - 1
 # Of a norm: rounding results to the dtype makes 0.3 eps, a single row at another expert 30.
 MAX_EPS = 4
 # The rows of experts: the first, two in the middle and the last have none, others one, less than a
 # tile of the kernel (16 to 128), and more.
-CHECKED = (0, 1, 40, 0, 0, 130, 17, 0)
+CHECKED_ROWS = (0, 1, 40, 0, 0, 130, 17, 0)
 _WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
 
 
-def times(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
     """Return each row times the matrix of its expert, whose rows end at ``ends_E``."""
     out_SO: torch.Tensor
-    if is_grouped(x_SI, weight_EIO) and not _is_refused(x_SI):
-        out_SO = _times_by_kernel(x_SI, weight_EIO, ends_E)
+    if has_grouped_matmul(x_SI, weight_EIO) and not _is_kernel_refused(x_SI):
+        out_SO = _matmul_by_kernel(x_SI, weight_EIO, ends_E)
     else:
         out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, ends_E)
     return out_SO
 
 
-def gradient(
+def grouped_weight_gradient(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """Return, for each expert, the sum of its rows' outer products, in the shape of a weight."""
     out_ERN: torch.Tensor
-    if is_grouped(low_SR, weight_ERN, wide_SN) and not _is_refused(low_SR):
+    if has_grouped_matmul(low_SR, weight_ERN, wide_SN) and not _is_kernel_refused(low_SR):
         out_ERN = _gradient_by_kernel(low_SR, wide_SN, ends_E)
     else:
         out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, ends_E)
@@ -64,11 +66,11 @@ def gradient(
 def sums_of_outer_products(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``gradient`` expert by expert; transformers has this since 5.23 alone.
+    """Return ``grouped_weight_gradient`` expert by expert; transformers has this since 5.23 alone.
 
     That also makes the gradient of the rows, which nothing here asks it for.
     """
-    out_ERN, start = _no_sums(low_SR, wide_SN, ends_E), 0
+    out_ERN, start = _fake_sums(low_SR, wide_SN, ends_E), 0
     for expert, end in enumerate(ends_E.tolist()):
         torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
         start = end
@@ -76,14 +78,16 @@ def sums_of_outer_products(
 
 
 @torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
-def _no_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _fake_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
 
 
-def is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
+def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
     is_traced = isinstance(x, FakeTensor)
-    is_bound = x.device.type == "cpu" and not torch_versions.GROUPS_ANY_ADDRESS and not is_traced
+    is_bound = (
+        x.device.type == "cpu" and not torch_versions.GROUPED_MM_ANY_ADDRESS and not is_traced
+    )
     if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
         return False
     dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
@@ -96,7 +100,7 @@ def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     """Return why the kernel must not be used in ``dtype`` on this device, also as a warning."""
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
-        gaps = gaps_to_loop(device, dtype)
+        gaps = compare_with_loop(device, dtype)
     except (RuntimeError, TypeError, ValueError) as error:  # or another interface
         why = f"torch's grouped product fails here ({first_line(error)})"
     else:
@@ -112,12 +116,12 @@ def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     return why
 
 
-def gaps_to_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return how far the kernel is from a loop over experts in fp64, as shares of the norms.
 
     Memory that it may leave as it was holds no numbers.
     """
-    generator, counts = torch.Generator().manual_seed(0), CHECKED
+    generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS
     ends_E = torch.tensor(counts).cumsum(0).int().to(device)
     rows, experts = sum(counts), len(counts)
 
@@ -152,10 +156,10 @@ def gaps_to_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _times_by_kernel(
+def _matmul_by_kernel(
     x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    pieces = _pieces(x_SI, max(weight_EIO.shape[1:]))
+    pieces = _split_rows(x_SI, max(weight_EIO.shape[1:]))
     if len(pieces) == 1:
         out_SO: torch.Tensor = torch_versions.grouped_mm(x_SI, weight_EIO, offs=ends_E)
         return out_SO
@@ -169,7 +173,7 @@ def _times_by_kernel(
 def _gradient_by_kernel(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    pieces = _pieces(low_SR, max(low_SR.shape[1], wide_SN.shape[1]))
+    pieces = _split_rows(low_SR, max(low_SR.shape[1], wide_SN.shape[1]))
     if len(pieces) == 1:
         return _gradient_of_piece(low_SR, wide_SN, ends_E)
     out_ERN: torch.Tensor | None = None
@@ -191,10 +195,10 @@ def _gradient_of_piece(
     return out_ERN
 
 
-def _pieces(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
+def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
     """Return where rows of up to ``width`` values begin and end, of which the kernel takes each."""
     rows = len(x)
-    most = max(1, _most_values(x) // width)
+    most = max(1, _max_values(x) // width)
     return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
 
 
@@ -203,15 +207,15 @@ def _ends_within(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return (ends_E - begin).clamp_(0, end - begin)
 
 
-def _most_values(x: torch.Tensor) -> int:
-    return sys.maxsize if x.device.type == "cpu" else MOST_VALUES
+def _max_values(x: torch.Tensor) -> int:
+    return sys.maxsize if x.device.type == "cpu" else MAX_VALUES
 
 
 def _may_leave_memory(x: torch.Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _is_refused(x: torch.Tensor) -> bool:
+def _is_kernel_refused(x: torch.Tensor) -> bool:
     """Whether the kernel was tried on the device of ``x`` and must not be used there."""
     is_real = x.device.type == "cuda" and not isinstance(x, FakeTensor)
     return is_real and bool(kernel_fault(x.device, x.dtype))

@@ -9,16 +9,16 @@ from typing import Any
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.adapters import of_layers
+from hpc_tune.model.adapters import strip_weight_patterns
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.language import Names
+from hpc_tune.model.language import TensorNames
 from hpc_tune.model.weights import ADAPTER_FILE, ADAPTER_PREFIX, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
 _FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
 # Fields of peft's that say nothing about what an adapter of given tensors computes: names, how it
 # was begun, and which tensors there are, which are compared one by one.
-_NOT_COMPUTED = frozenset(
+_IGNORED_FIELDS = frozenset(
     (
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
         *("revision", "inference_mode", "runtime_config", "megatron_config", "megatron_core"),
@@ -29,24 +29,24 @@ _NOT_COMPUTED = frozenset(
     )
 )
 # As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
-_BASE_UNTOUCHED = (True, False, "gaussian", "eva", "orthogonal")
+_INITS_KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
-def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
+def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     """Return the model, its adapters to begin with those of a peft directory.
 
     Raises:
         ConfigError: lists every way in which they are not adapters of this model and ``tune``.
         DataError: if their file is damaged.
     """
-    file, saved = directory / ADAPTER_FILE, _settings_of(directory)
+    file, saved = directory / ADAPTER_FILE, _read_adapter_config(directory)
     fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     model: Any = built.module.model
     wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
-        wanted[key] = of_layers(wanted[key])
-        fields[key] = _in_full(of_layers(fields[key]), wanted[key])
-    problems = _other_ranks(fields, wanted, built.tune)
+        wanted[key] = strip_weight_patterns(wanted[key])
+        fields[key] = _expand_paths(strip_weight_patterns(fields[key]), wanted[key])
+    problems = _compare_expert_ranks(fields, wanted, built.tune)
     problems += [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS
@@ -54,18 +54,18 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     ]
     if (kind := saved.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type is {kind} there, and only LORA is supported here")
-    problems += _other_tokens(saved.get("trainable_token_indices") or [], [*built.tokens])
-    unsupported = sorted(saved.keys() - _NOT_COMPUTED - _FIELDS.keys())
+    problems += _compare_tokens(saved.get("trainable_token_indices") or [], [*built.tokens])
+    unsupported = sorted(saved.keys() - _IGNORED_FIELDS - _FIELDS.keys())
     problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
-    if (init := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
+    if (init := saved.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
         problems.append(
             f"init_lora_weights is {init} there, which has taken its first values out of the base: "
             "it fits that changed base alone; save it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
-    name_as_in_whole(index, built.names)
-    _refuse_one_by_one(directory, index, built.saved_names.values())
+    use_whole_model_names(index, built.names)
+    _refuse_unstacked_experts(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
     needed, stored = set(shapes), set(index.pieces)
@@ -84,7 +84,7 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     return replace(built, start=index)
 
 
-def _settings_of(directory: Path) -> dict[str, Any]:
+def _read_adapter_config(directory: Path) -> dict[str, Any]:
     """Return what the adapter_config.json beside an adapter's file says."""
     file, settings = directory / ADAPTER_FILE, directory / "adapter_config.json"
     if not file.is_file() or not settings.is_file():
@@ -105,7 +105,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
 
-def name_as_in_whole(index: TensorIndex, names: Names) -> None:
+def use_whole_model_names(index: TensorIndex, names: TensorNames) -> None:
     """Give an adapter that was made on a language model by itself its names in the whole model.
 
     In a checkpoint the optimizer's state has them as well.
@@ -115,10 +115,10 @@ def name_as_in_whole(index: TensorIndex, names: Names) -> None:
         for name in list(table):
             part, prefix, own = name.partition(ADAPTER_PREFIX)
             if prefix and not own.startswith(f"{names.in_whole}."):
-                table[part + prefix + names.of_whole(own)] = table.pop(name)
+                table[part + prefix + names.name_in_whole(own)] = table.pop(name)
 
 
-def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
+def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
     """Refuse an adapter with a pair of tensors for each expert, as for vLLM or transformers 4."""
     names = (name for name in index.pieces if re.search(r"\.experts\.\d+\.", name))
     if (first := next(names, None)) is not None and first not in {*known}:
@@ -129,7 +129,9 @@ def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]
         )
 
 
-def _other_ranks(fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig) -> list[str]:
+def _compare_expert_ranks(
+    fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig
+) -> list[str]:
     """Return how the ranks and scales of experts differ, and take experts out of the patterns.
 
     peft's own adapters have a pattern for them only where they have another rank than the others.
@@ -148,7 +150,7 @@ def _other_ranks(fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfi
     return problems
 
 
-def _in_full(patterns: Any, paths: Iterable[str]) -> Any:
+def _expand_paths(patterns: Any, paths: Iterable[str]) -> Any:
     """Return patterns with the paths among ``paths`` in place of those that are the end of some."""
     found: dict[str, Any] = {}
     for key, value in patterns.items():
@@ -157,7 +159,7 @@ def _in_full(patterns: Any, paths: Iterable[str]) -> Any:
     return found
 
 
-def _other_tokens(there: Any, here: list[int]) -> list[str]:
+def _compare_tokens(there: Any, here: list[int]) -> list[str]:
     """Return what is wrong with the tokens whose rows an adapter holds; they are in that order."""
     (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
     if there == here:

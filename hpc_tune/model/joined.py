@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A stored tensor in a joined one: its name, where it begins there and which axis is which.
 
     ``axes`` has, for each dimension of the joined tensor, that of the stored one; None where the
@@ -52,20 +52,20 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedTensor:
     """A tensor of the model, made of stored ones."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
-    def overlaps(self, wanted: Box) -> Iterator[tuple[Part, Box]]:
+    def overlaps(self, wanted: Box) -> Iterator[tuple[StoredPart, Box]]:
         """Yield the parts that have something of ``wanted``, and what."""
         for part in self.parts:
             if (found := part.box.overlap(wanted)) is not None:
                 yield part, found
 
 
-def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
     """Return transformers' renamings of a model's tensors, and what else it does to some."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
@@ -75,15 +75,15 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
     return renamings, [c for c in conversions if not isinstance(c, WeightRenaming)]
 
 
-def renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
+def find_renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
     """Return the stored name of each tensor that transformers has another name for than its file.
 
-    Those that it would also cut, join or turn are left out: see ``joined_tensors``.
+    Those that it would also cut, join or turn are left out: see ``find_joined_tensors``.
     """
     from transformers.core_model_loading import rename_source_key
 
     renamed = {}
-    renamings, converters = _conversions(model)
+    renamings, converters = _find_conversions(model)
     for stored in sorted(index.stored):
         name, converted = rename_source_key(stored, renamings, converters)
         if converted is None and name != stored:
@@ -91,18 +91,18 @@ def renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
     return renamed
 
 
-def renamed_again(model: Any, names: Iterable[str]) -> list[str]:
+def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
     """Return those of the names that a whole ``model`` has which transformers' table renames.
 
     peft takes the names of an adapter through it, too, and passes over these.
     """
     from transformers.core_model_loading import rename_source_key
 
-    conversions = _conversions(model)
+    conversions = _find_conversions(model)
     return [name for name in names if rename_source_key(name, *conversions)[0] != name]
 
 
-def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
+def find_joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, JoinedTensor]:
     """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
 
     Those that transformers makes in a way that is not followed here are left out, and noted in the
@@ -113,11 +113,11 @@ def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
     """
     from transformers.core_model_loading import rename_source_key
 
-    renamings, converters = _conversions(model)
+    renamings, converters = _find_conversions(model)
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for stored in sorted(index.stored, key=_natural):
+    for stored in sorted(index.stored, key=_natural_sort_key):
         if stored in own:  # in its final form, as files may have it too
             continue
         name, pattern = rename_source_key(stored, renamings, converters)
@@ -127,43 +127,43 @@ def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
     for name, by_source in sources.items():
         converter = by_pattern[next(iter(by_source))]
         operations = {type(operation).__name__ for operation in converter.operations}
-        if operations - _FOLLOWED.keys():
-            index.unfollowed[name] = " and ".join(sorted(operations - _FOLLOWED.keys()))
+        if operations - _OPERATIONS.keys():
+            index.unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
-        _require_all(name, by_source, own.get(name, ()))
-        found = _joined(converter, by_source, index, own.get(name))
+        _require_all_experts(name, by_source, own.get(name, ()))
+        found = _convert(converter, by_source, index, own.get(name))
         if found is not None:
             joined[name] = found
     return joined
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return what names are sorted by so that expert 10 comes after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _joined(
+def _convert(
     converter: Any,
     by_source: Mapping[str, list[str]],
     index: "TensorIndex",
     wanted: tuple[int, ...] | None,
-) -> Joined | None:
+) -> JoinedTensor | None:
     """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
     groups = [
-        [_whole(stored, index.shapes[stored]) for stored in by_source[pattern]]
+        [_whole_tensor(stored, index.shapes[stored]) for stored in by_source[pattern]]
         for pattern in converter.source_patterns
         if pattern in by_source
     ]
     for operation in converter.operations:
-        groups = _FOLLOWED[type(operation).__name__](operation, groups, wanted)
+        groups = _OPERATIONS[type(operation).__name__](operation, groups, wanted)
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 
-def _whole(stored: str, shape: tuple[int, ...]) -> Joined:
-    return Joined(shape, (Part(stored, Box.whole(shape), tuple(range(len(shape)))),))
+def _whole_tensor(stored: str, shape: tuple[int, ...]) -> JoinedTensor:
+    return JoinedTensor(shape, (StoredPart(stored, Box.whole(shape), tuple(range(len(shape)))),))
 
 
-_Groups = list[list[Joined]]
+_Groups = list[list[JoinedTensor]]
 
 
 def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
@@ -171,39 +171,39 @@ def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_stack(group, operation.dim)] for group in groups]
 
 
-def _stack(group: list[Joined], dim: int) -> Joined:
+def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
     layers = []
     for one in group:
         shape = (*one.shape[:dim], 1, *one.shape[dim:])
         parts = (
-            Part(
+            StoredPart(
                 part.stored,
-                Box(_with(part.box.offset, dim, 0), _with(part.box.shape, dim, 1)),
-                _with(part.axes, dim, None),
+                Box(_replace_at(part.box.offset, dim, 0), _replace_at(part.box.shape, dim, 1)),
+                _replace_at(part.axes, dim, None),
             )
             for part in one.parts
         )
-        layers.append(Joined(shape, tuple(parts)))
-    return _concatenated(layers, dim)
+        layers.append(JoinedTensor(shape, tuple(parts)))
+    return _concatenate_tensors(layers, dim)
 
 
-def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
+def _replace_at(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
     return (*values[:dim], value, *values[dim:])
 
 
-def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+def _drop_at(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
 def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
     """Concatenate: all tensors, one after the other."""
-    return [[_concatenated([one for group in groups for one in group], operation.dim)]]
+    return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
 
 
-def _concatenated(tensors: list[Joined], dim: int) -> Joined:
+def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     start, parts, first = 0, [], tensors[0]
     for one in tensors:
-        if _without(one.shape, dim) != _without(first.shape, dim):
+        if _drop_at(one.shape, dim) != _drop_at(first.shape, dim):
             raise DataError(
                 f"{one.parts[0].stored} has the shape {_stored_shape(one)}, and "
                 f"{first.parts[0].stored}, which it is stacked with, {_stored_shape(first)}; a "
@@ -214,10 +214,10 @@ def _concatenated(tensors: list[Joined], dim: int) -> Joined:
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    return Joined(_with(_without(first.shape, dim), dim, start), tuple(parts))
+    return JoinedTensor(_replace_at(_drop_at(first.shape, dim), dim, start), tuple(parts))
 
 
-def _stored_shape(one: Joined) -> list[int]:
+def _stored_shape(one: JoinedTensor) -> list[int]:
     """Return the shape of the first stored tensor of a joined one."""
     part = one.parts[0]
     sizes = sorted((a, n) for a, n in zip(part.axes, part.box.shape, strict=True) if a is not None)
@@ -233,26 +233,28 @@ def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) 
         out[first], out[second] = out[second], out[first]
         return tuple(out)
 
-    def turned(one: Joined) -> Joined:
+    def turned(one: JoinedTensor) -> JoinedTensor:
         if operation.check_dims and one.shape == wanted:
             return one
         parts = (
-            Part(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
+            StoredPart(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
             for p in one.parts
         )
-        return Joined(swapped(one.shape), tuple(parts))
+        return JoinedTensor(swapped(one.shape), tuple(parts))
 
     return [[turned(one) for one in group] for group in groups]
 
 
-_FOLLOWED: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
+_OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
     "MergeModulelist": _merge,
     "Concatenate": _concatenate,
     "Transpose": _transpose,
 }
 
 
-def _require_all(name: str, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]) -> None:
+def _require_all_experts(
+    name: str, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]
+) -> None:
     """Refuse a stack without some of its experts, which would be shifted into other places."""
     counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}
     if len(wanted) != 3 or set(counts.values()) <= {wanted[0]}:

@@ -30,7 +30,7 @@ def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
                 parameter.data = parameter.data.to(torch.float32)
 
 
-def kept_linears(model: Any) -> list[nn.Module]:
+def find_fp32_linears(model: Any) -> list[nn.Module]:
     """Return the linear layers that a family wants in fp32, which stock tools do not quantise."""
     from transformers.core_model_loading import build_glob_alternation
 

@@ -23,10 +23,10 @@ import torch
 
 from hpc_tune.model import newer_attention, varlen_attention
 from hpc_tune.model.config_json import common_value
-from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MULTIPLE
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
+from hpc_tune.world.architecture import find_architecture
 
-Source = Literal["own", "F.rms_norm", "transformers"]
+Implementation = Literal["own", "F.rms_norm", "transformers"]
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
 _ATTENTION = {
     "varlen": "varlen (torch.nn.attention.varlen)",
@@ -48,8 +48,8 @@ class Kernels:
 
     attention: Literal["varlen", "tiles", "mask"]
     window: Literal["varlen", "mask"] | None
-    norm: Source
-    swiglu: Source
+    norm: Implementation
+    swiglu: Implementation
     lora: Literal["own"] | None = "own"
     mask_reason: str = ""
     one_by_one: str = ""
@@ -67,7 +67,7 @@ class Kernels:
         return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
-def choose(
+def choose_kernels(
     device_type: str,
     compiled: bool,
     windows: bool,
@@ -80,8 +80,8 @@ def choose(
     by document there; ``why_no_window``: why a GPU's kernel takes no sliding window.
     """
     on_gpu = device_type == "cuda"
-    norm: Source = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
-    swiglu: Source = "transformers" if compiled else "own"
+    norm: Implementation = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
+    swiglu: Implementation = "transformers" if compiled else "own"
     if not on_gpu and compiled:
         mask_reason = mask_reason or "train.compile=true"
     if mask_reason:
@@ -106,12 +106,12 @@ def kernels_of(
     GPU is asked what it is, and the kernel is tried on it; a ``device`` of None stands for a GPU of
     a plan.
     """
-    windows = any(windows_of(config))
+    windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
-        return choose(device.type, compiled, windows, mask_reason)
-    why, why_no_window, flash = mask_reason or _why_not_taken(config, dtype), "", ""
+        return choose_kernels(device.type, compiled, windows, mask_reason)
+    why, why_no_window, flash = mask_reason or _why_heads_unsupported(config, dtype), "", ""
     if not why and device is not None:
-        architecture = architecture_of(device)
+        architecture = find_architecture(device)
         if architecture is not None and not architecture.has_varlen_attention:
             why = f"torch has no such kernel for a GPU of {architecture}"
         else:
@@ -123,14 +123,14 @@ def kernels_of(
                 why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
             if not why and architecture is not None and architecture.capability is not None:
                 window = _CHECKED_WINDOW if windows and not why_no_window else None
-                flash = newer_attention.use_newer(*tried, window)
-    return replace(choose("cuda", compiled, windows, why, why_no_window), flash=flash)
+                flash = newer_attention.use_flash_attention(*tried, window)
+    return replace(choose_kernels("cuda", compiled, windows, why, why_no_window), flash=flash)
 
 
-def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:
+def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
     """Return why a device multiplies experts in ``dtype`` one after the other; "" if not."""
-    architecture = architecture_of(device)
-    if architecture is None or (dtype == torch.bfloat16 and architecture.groups_products()):
+    architecture = find_architecture(device)
+    if architecture is None or (dtype == torch.bfloat16 and architecture.has_grouped_mm()):
         return ""
     where = "from compute capability 9.0 on"
     if architecture.gfx:
@@ -139,7 +139,7 @@ def why_one_by_one(dtype: torch.dtype, device: torch.device) -> str:
     return f"torch groups their products in bfloat16 {where}, this is {name} on {architecture}"
 
 
-def windows_of(config: Any) -> list[int | None]:
+def layer_windows(config: Any) -> list[int | None]:
     """Return how many tokens each layer's sliding window has, None for a layer without one."""
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None)
@@ -148,7 +148,7 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
+def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
     """Return why the variable-length kernel takes no such heads; "" where it does."""
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
@@ -156,7 +156,7 @@ def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
     if not isinstance(common_value(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
-    if size > MAX_VALUES or size % MULTIPLE:
+    if size > MAX_VALUES or size % HEAD_MULTIPLE:
         return f"the kernel takes heads of up to {MAX_VALUES} values in eights, not {size}"
     return ""
 

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import DataError, first_line
-from hpc_tune.hub_cache import SNAPSHOTS, is_cache, revisions_of, snapshot, where_looked
-from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.config_json import refuse_kernels, require_an_end
-from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
-from hpc_tune.model.joined import joined_tensors, renamed_tensors
+from hpc_tune.hub_cache import SNAPSHOTS, cache_hint, find_snapshot, is_cache, list_revisions
+from hpc_tune.lazy_imports import fast_imports
+from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
+from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
+from hpc_tune.model.joined import find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.own_functions import use_own_functions_on_cpu
+from hpc_tune.model.own_functions import use_plain_functions_on_cpu
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 from hpc_tune.pointer_file import why_pointer
 
@@ -40,15 +40,15 @@ def require_directory(directory: Path) -> None:
         seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"model.path={directory}: no such directory{seen_from}"
-            f"{where_looked(str(directory), 'model')}. It must be a Hugging Face "
+            f"{cache_hint(str(directory), 'model')}. It must be a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json); models are not "
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
         )
     root = directory.parent if directory.name == SNAPSHOTS else directory
     if is_cache(root) and not (directory / "config.json").is_file():
-        names = " or ".join(f"model.path={path}" for path in revisions_of(root))
-        main = snapshot(root)
+        names = " or ".join(f"model.path={path}" for path in list_revisions(root))
+        main = find_snapshot(root)
         which = f" ({main.why}: {main.path.name})" if main and main.others else ""
         raise DataError(
             f"model.path={directory}: a folder of the hub's cache, not of a model; name its "
@@ -66,13 +66,15 @@ def read_config(directory: Path) -> Any:
     """
     require_directory(directory)
     if not (directory / "config.json").is_file():
-        raise DataError(f"model.path={directory}: no config.json in it; {_instead(directory)}")
-    require_an_end(directory)
-    with lazy_imports():
+        raise DataError(
+            f"model.path={directory}: no config.json in it; {_advise_instead(directory)}"
+        )
+    refuse_huge_counts(directory)
+    with fast_imports():
         from transformers import AutoConfig
 
     try:
-        with lazy_imports():
+        with fast_imports():
             config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
@@ -80,12 +82,12 @@ def read_config(directory: Path) -> Any:
         refuse_code(directory, "config.json", error)
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
-    refuse_kernels(directory)
-    without_router_losses(config)
+    refuse_hub_kernels(directory)
+    disable_router_losses(config)
     return config
 
 
-def _instead(directory: Path) -> str:
+def _advise_instead(directory: Path) -> str:
     """Return what a directory without a config.json is, and what to do."""
     if not (settings := directory / "adapter_config.json").is_file():
         if any(directory.glob("*.gguf")):
@@ -112,7 +114,7 @@ def refuse_code(directory: Path, file: str, error: Exception) -> None:
         ) from None
 
 
-def read_shape(directory: Path) -> Any:
+def read_language_config(directory: Path) -> Any:
     """Return the transformers config of a directory's language model.
 
     Raises:
@@ -127,7 +129,7 @@ def language_config(config: Any, directory: Path) -> Any:
     Raises:
         DataError: if it is not a causal LM's.
     """
-    with lazy_imports():
+    with fast_imports():
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -169,7 +171,7 @@ def stock_class(config: Any) -> Any:
 
     It is the one that a user would load a merged export, or the base of an adapter, with.
     """
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -195,7 +197,7 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """What the tensors of a language model are called elsewhere.
 
     ``decoder`` and ``head`` are the paths of its decoder and output head in itself, ``in_whole``
@@ -210,7 +212,7 @@ class Names:
     prefix: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def of_whole(self, name: str) -> str:
+    def name_in_whole(self, name: str) -> str:
         """Return what the whole model calls a tensor of the language model."""
         for own, whole in ((self.decoder, self.in_whole), (self.head, self.head_in_whole)):
             if whole and name.startswith(f"{own}."):
@@ -222,7 +224,7 @@ class Names:
 
         ``tied``: it is an embedding, which may be stored as the output head that it is, too.
         """
-        whole = self.of_whole(name)
+        whole = self.name_in_whole(name)
         if whole in self.renamed:
             return self.renamed[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
@@ -240,7 +242,7 @@ class LanguageModel:
 
     model: Any
     config: Any
-    names: Names
+    names: TensorNames
 
     @property
     def is_tied(self) -> bool:
@@ -249,7 +251,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight is getattr(head, "weight", None)
 
 
-def language_model(
+def make_language_model(
     config: Any, directory: Path, dtype: torch.dtype, index: TensorIndex | None
 ) -> LanguageModel:
     """Make the language model of a directory whose whole configuration is ``config``.
@@ -262,28 +264,28 @@ def language_model(
         DataError: if it is not a causal LM.
     """
     text = language_config(config, directory)
-    whole = None if text is config else _on_meta(stock_class(config), config, dtype)
+    whole = None if text is config else _make_on_meta(stock_class(config), config, dtype)
     if whole is not None:
         tied = bool(getattr(whole.config, "tie_word_embeddings", False))
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
-    model = _text_model(config, text, dtype)
+    model = _make_text_model(config, text, dtype)
     if index is not None:
-        index.join(joined_tensors(whole or model, index))
-    names = _names(model, whole or model, index)
+        index.join(find_joined_tensors(whole or model, index))
+    names = _find_names(model, whole or model, index)
     language = LanguageModel(model, text, names)
-    if index is None or not language.is_tied or not _head_is_another(language, index):
+    if index is None or not language.is_tied or not _has_own_head(language, index):
         return language
     text.tie_word_embeddings = False
-    return replace(language, model=_text_model(config, text, dtype))
+    return replace(language, model=_make_text_model(config, text, dtype))
 
 
-def whole_model(config: Any) -> Any:
+def make_whole_model(config: Any) -> Any:
     """Return the model of a whole configuration on the meta device, as users would load it."""
-    return _on_meta(stock_class(config), config, torch.float32)
+    return _make_on_meta(stock_class(config), config, torch.float32)
 
 
-def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
-    with lazy_imports(), torch.device("meta"):
+def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
+    with fast_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         try:
             model = auto.from_config(config, dtype=dtype)
@@ -292,36 +294,38 @@ def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
                 f"transformers makes no {config.model_type} model of this config.json: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from None
-        use_own_functions_on_cpu(model)
+        use_plain_functions_on_cpu(model)
         return model
 
 
-def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
+def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
     """Make the language model and its head."""
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _on_meta(AutoModelForCausalLM, text, dtype)
+        return _make_on_meta(AutoModelForCausalLM, text, dtype)
     # transformers has no class for it (Qwen-VL): the whole model without what is around it.
-    model = _on_meta(stock_class(config), config, dtype)
+    model = _make_on_meta(stock_class(config), config, dtype)
     model.model, model.config = decoder_of(model), text
     return model
 
 
-def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
+def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorNames:
     places = []
     for root in (model, whole):
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         places.append([paths.get(id(part), "") for part in (decoder_of(root), head)])
     (decoder, head), (in_whole, head_in_whole) = places
-    renamed = {} if index is None else renamed_tensors(whole, index)
-    return Names(decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed)
+    renamed = {} if index is None else find_renamed_tensors(whole, index)
+    return TensorNames(
+        decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed
+    )
 
 
-def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
+def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what files hold beside the tensors ``used``, by the beginnings of their names.
 
     Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read; of blocks behind
@@ -330,12 +334,12 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
-    in_blocks = {_before_number(name) for name in used}
+    in_blocks = {_cut_at_number(name) for name in used}
     joined = [index.joined[name] for name in used if name in index.joined]
     used = {*used, *(part.stored for one in joined for part in one.parts)}
     for name in index.stored:
         if name not in used and not name.endswith(_CONSTANTS):
-            blocks = _before_number(name)
+            blocks = _cut_at_number(name)
             first, *more = blocks.split(".") if blocks else [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
             if blocks != name and blocks in in_blocks:
@@ -345,12 +349,12 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     return (*beside, *index.unread)
 
 
-def _before_number(name: str) -> str:
+def _cut_at_number(name: str) -> str:
     """Return the beginning of a tensor's name in front of a number, such as of its block."""
     return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
 
 
-def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
+def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
     """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
     layers = paths[id(language.model.get_input_embeddings())], language.names.head
@@ -379,17 +383,17 @@ class Storage:
     is stored beside the embedding that it is. ``stacks``: of experts, by an adapter's layer.
     """
 
-    names: Names
+    names: TensorNames
     transposed: frozenset[str]
     copied_head: str | None
-    stacks: Mapping[str, Adapted]
+    stacks: Mapping[str, AdaptedTensor]
 
 
-def storage_of(directory: Path, index: TensorIndex) -> Storage:
+def find_storage(directory: Path, index: TensorIndex) -> Storage:
     """Return how a directory's language model is stored."""
     from transformers.pytorch_utils import Conv1D
 
-    language = language_model(read_config(directory), directory, torch.float32, index)
+    language = make_language_model(read_config(directory), directory, torch.float32, index)
     names, modules = language.names, language.model.named_modules()
     transposed = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
     head = names.stored(f"{names.head}.weight", index) if language.is_tied else None
@@ -398,7 +402,9 @@ def storage_of(directory: Path, index: TensorIndex) -> Storage:
     if head == names.stored(f"{path}.weight", index, tied=True):
         head = None
     stacks = {
-        names.of_whole(layer): replace(one, tensor=names.stored(one.tensor, index) or one.tensor)
-        for layer, one in adapted_tensors(language.model).items()
+        names.name_in_whole(layer): replace(
+            one, tensor=names.stored(one.tensor, index) or one.tensor
+        )
+        for layer, one in find_adapted_tensors(language.model).items()
     }
     return Storage(names, frozenset(name for name in transposed if name), head, stacks)

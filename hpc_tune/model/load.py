@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
-from hpc_tune.model.init_adapter import name_as_in_whole
+from hpc_tune.model.init_adapter import use_whole_model_names
 from hpc_tune.model.language import stored_tensors
-from hpc_tune.model.packed_base import packed_weights
+from hpc_tune.model.packed_base import find_packed_weights
 from hpc_tune.model.positions import fix_positions
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import SUFFIX, TokenRows
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
-from hpc_tune.world.pinned import carved_bytes, pinned_like
+from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
 
 def allocate(
@@ -39,8 +39,8 @@ def allocate(
     Where a run ``offloads``, sharded parameters are on the host: in pinned memory if ``device`` is
     a GPU. ``reserve`` is called before that is taken.
     """
-    owners = owners_of(module)
-    pinned = _pinned_parts(module, reserve) if offloads and device.type == "cuda" else {}
+    owners = find_owners(module)
+    pinned = _allocate_pinned_parts(module, reserve) if offloads and device.type == "cuda" else {}
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         offloaded = offloads and isinstance(tensor, DTensor)
@@ -56,7 +56,7 @@ def allocate(
             owner._parameters[name] = first._parameters[first_name]
 
 
-def _pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, torch.Tensor]:
+def _allocate_pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, torch.Tensor]:
     """Return memory for this rank's part of each sharded parameter, in blocks that they share.
 
     FSDP2 pins what is not pinned, each tensor by itself. A part that is shorter than other ranks'
@@ -65,13 +65,13 @@ def _pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, tor
     parts = {
         parameter: parameter.to_local()
         for parameter in module.parameters()
-        if isinstance(parameter, DTensor) and not _is_short(parameter)
+        if isinstance(parameter, DTensor) and not _has_short_part(parameter)
     }
-    reserve(carved_bytes(part.nbytes for part in parts.values()))
-    return dict(zip(parts, pinned_like([*parts.values()]), strict=True))
+    reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
+    return dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
 
-def _is_short(sharded: DTensor) -> bool:
+def _has_short_part(sharded: DTensor) -> bool:
     """Return whether this rank's part has less than the first one's."""
     mesh, local = sharded.device_mesh, sharded.to_local()
     return any(
@@ -81,7 +81,7 @@ def _is_short(sharded: DTensor) -> bool:
     )
 
 
-def owners_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+def find_owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Return each parameter's modules with its name in them; tied weights have several."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
@@ -110,12 +110,12 @@ def load_weights(
         DataError: if a file is cut off, a shape is another than config.json says, or a weight that
             this rank keeps is NaN or inf.
     """
-    packed = dict(packed_weights(built.module))
+    packed = dict(find_packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         for number, region in enumerate(built.regions(name, parameter)):
-            found = built.read_from(name)
+            found = built.find_stored(name)
             if found is None or found[0] is built.start:
                 _init_adapter(built, name, region, reserve)
                 continue
@@ -144,7 +144,7 @@ def _map_pages(
     """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
         return False
-    pages = index.mapped(stored, parameter.dtype)
+    pages = index.map_pages(stored, parameter.dtype)
     if pages is None or tuple(pages.shape) != region.full_shape:
         return False
     if region.local.shape != parameter.shape:  # one of several parts
@@ -160,7 +160,7 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
         CheckpointError: if a file is damaged or a tensor has another shape.
     """
     index = index_checkpoint(checkpoint)
-    name_as_in_whole(index, built.names)
+    use_whole_model_names(index, built.names)
     index.require(built.saved_names.values())
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
@@ -174,14 +174,14 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
             built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
             built.start.require_finite(region.local, built.saved_names[name], region.offset)
         return
-    full = new_values(built, name, region.full_shape)
+    full = make_first_values(built, name, region.full_shape)
     region.local.copy_(full[region.box.slices()])
 
 
-def new_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def make_first_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return first values that no file holds as they are: of adapters, or rows of the embedding."""
     if not name.endswith(SUFFIX):
-        return first_values(name, shape, built.seed)
+        return init_lora_values(name, shape, built.seed)
     rows_KD = torch.empty(shape, dtype=torch.float32)
     stored = built.base_names[f"{name.removesuffix(SUFFIX)}.weight"]
     for row_1D, number in zip(rows_KD.split(1), built.tokens, strict=True):
@@ -189,7 +189,7 @@ def new_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Te
     return rows_KD
 
 
-def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def init_lora_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
     full = torch.zeros(shape, dtype=torch.float32)
     if "lora_A" in name:
@@ -228,17 +228,17 @@ def _init_buffers(model: Any) -> None:
             owners[path] = module if inside else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
                 owners[path]._init_weights(module)
-        if _unfilled(model, unfilled):  # by the model around them (Falcon-H1)
+        if _find_unfilled(model, unfilled):  # by the model around them (Falcon-H1)
             for owner in dict.fromkeys(owners.values()):
                 owner._init_weights(owner)
-    if left := _unfilled(model, unfilled):
+    if left := _find_unfilled(model, unfilled):
         raise DataError(
             f"{model.config.model_type}: no file and no code of transformers gives {left[0]} its "
             "values; this architecture cannot be trained here"
         )
 
 
-def _unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
+def _find_unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the names of buffers that have no values yet."""
     buffers = dict(model.named_buffers())
     return [name for name in names if buffers[name].isnan().any()]
@@ -258,12 +258,12 @@ def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
             base = layer.get_base_layer()
             weight = base.weight.detach()
             if isinstance(weight, DTensor) == sharded:
-                full = _whole(weight)
+                full = _gather_weight(weight)
                 full = base.unpack(full) if hasattr(base, "unpack") else full
                 magnitude.weight.data.copy_(full.float().norm(dim=1))
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
+def _gather_weight(weight: torch.Tensor) -> torch.Tensor:
     """Gather a sharded weight; where one rank has all of it there is no group."""
     if not isinstance(weight, DTensor):
         return weight

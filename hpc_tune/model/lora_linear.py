@@ -43,27 +43,27 @@ class LoraGroup:
         self.bs_OR: list[torch.Tensor] = []
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._shared = self._unshared = 0  # calls since ``settle``
+        self._shared = self._unshared = 0  # calls since ``settle_sharing``
         self._is_apart = False
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return the product of layer ``number``; the first call for an input computes all."""
         if self._is_apart:
-            return _products(self.layers[number : number + 1], x, None)[0]
+            return _compute_outputs(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
-            return _products(self.layers, x, self)[0]
+            return _compute_outputs(self.layers, x, self)[0]
         is_there = self._input is x and number in self._waiting
         if not torch.compiler.is_compiling():
             self._shared += is_there
             self._unshared += bool(self._waiting) and not is_there
         if not is_there:
-            self._input, self._waiting = x, dict(enumerate(_products(self.layers, x, self)))
+            self._input, self._waiting = x, dict(enumerate(_compute_outputs(self.layers, x, self)))
         out_NO = self._waiting.pop(number)
         if not self._waiting:
             self._input = None
         return out_NO
 
-    def settle(self) -> None:
+    def settle_sharing(self) -> None:
         """Compute layers apart from now on if most calls had another input than the one before.
 
         To be called between steps: what is recomputed must do what the first pass did.
@@ -87,7 +87,9 @@ def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) ->
     groups = []
     for block in blocks:
         layers = {path: m for path, m in block.named_modules() if _is_lora(m)}
-        for members in _grouped(layers) if shares_inputs else [[one] for one in layers.values()]:
+        for members in (
+            _group_by_input(layers) if shares_inputs else [[one] for one in layers.values()]
+        ):
             groups.append(group := LoraGroup(members))
             for number, layer in enumerate(members):
                 layer.lora_group, layer.lora_number = group, number
@@ -95,48 +97,48 @@ def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) ->
     return groups
 
 
-def adapter(layer: Any, part: str) -> nn.Parameter:
+def adapter_weight(layer: Any, part: str) -> nn.Parameter:
     """Return a layer's A (R x I) or B (O x R)."""
     weight: nn.Parameter = getattr(layer, f"lora_{part}")["default"].weight
     return weight
 
 
-def scale_of(layer: Any) -> float:
+def adapter_scale(layer: Any) -> float:
     """Return what a layer's adapter is multiplied with."""
     return float(layer.scaling["default"])
 
 
-def dtype_of(layer: Any) -> torch.dtype:
+def matmul_dtype(layer: Any) -> torch.dtype:
     """Return the dtype of a layer's products."""
     base = layer.base_layer
     return base.compute_dtype if _is_packed(base) else base.weight.dtype
 
 
-def base_values(layer: Any) -> torch.Tensor:
+def base_weight(layer: Any) -> torch.Tensor:
     """Return the values of a layer's base weight, O x I."""
     base = layer.base_layer
     return base.unpack(base.weight) if _is_packed(base) else base.weight
 
 
-def _grouped(layers: dict[str, Any]) -> list[list[Any]]:
+def _group_by_input(layers: dict[str, Any]) -> list[list[Any]]:
     rest, groups = dict(layers), []
     for path in layers:
         parent, dot, name = path.rpartition(".")
         names = next((names for names in SHARED_INPUTS if name == names[0]), ())
         siblings = [layers.get(f"{parent}{dot}{other}") for other in names]
-        if names and all(_may_share(layer, layers[path]) for layer in siblings):
+        if names and all(_can_share_input(layer, layers[path]) for layer in siblings):
             groups.append([rest.pop(f"{parent}{dot}{other}") for other in names])
     return [*groups, *([layer] for layer in rest.values())]
 
 
-def _may_share(layer: Any, first: Any) -> bool:
+def _can_share_input(layer: Any, first: Any) -> bool:
     return (
         layer is not None
         and _is_matrix(layer)
         and layer.base_layer.in_features == first.base_layer.in_features
         and isinstance(layer.lora_dropout["default"], nn.Identity)
         and not layer._forward_pre_hooks
-        and dtype_of(layer) == dtype_of(first)
+        and matmul_dtype(layer) == matmul_dtype(first)
     )
 
 
@@ -167,8 +169,12 @@ def _is_matrix(layer: Any) -> bool:
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    given = x.to(dtype_of(self)) if _is_packed(self.base_layer) else x
-    out = _dora(self, given) if is_dora(self) else self.lora_group.product(self.lora_number, given)
+    given = x.to(matmul_dtype(self)) if _is_packed(self.base_layer) else x
+    out = (
+        _dora_forward(self, given)
+        if is_dora(self)
+        else self.lora_group.product(self.lora_number, given)
+    )
     # Not in the function: its view may not be changed in place, as OLMo does (clip_qkv).
     return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
@@ -178,7 +184,7 @@ def _is_packed(base: Any) -> bool:
     return hasattr(base, "unpack")
 
 
-def _dora(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return DoRA's output; with dropout that of what is left of ``x``, and the base's of the rest.
 
     As in peft: x W^T + (m / norm - 1) d W^T + m / norm s (d A^T) B^T, where d is what is left.
@@ -190,9 +196,11 @@ def _dora(layer: Any, x: torch.Tensor) -> torch.Tensor:
     left = layer.lora_dropout["default"](x)
     if left is x:
         direction_NO = layer.lora_group.product(layer.lora_number, x)
-        return cast(torch.Tensor, _Scaled.apply(direction_NO, magnitude, norms_O, base.bias))
-    direction_NO = _products([layer], left, None, drops=False)[0]
-    scaled_NO: torch.Tensor = _Scaled.apply(direction_NO, magnitude, norms_O, None)
+        return cast(
+            torch.Tensor, _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, base.bias)
+        )
+    direction_NO = _compute_outputs([layer], left, None, drops=False)[0]
+    scaled_NO: torch.Tensor = _ScaleByMagnitude.apply(direction_NO, magnitude, norms_O, None)
     return scaled_NO + base(x - left).flatten(0, -2)
 
 
@@ -203,10 +211,10 @@ def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor
     |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow product of W, where
     ``squares_O`` are the |w|^2.
     """
-    weight_OI, a_RI = base_values(layer), adapter(layer, "A")
+    weight_OI, a_RI = base_weight(layer), adapter_weight(layer, "A")
     if squares_O is None:
         squares_O = row_squares(weight_OI)
-    scaled_OR = scale_of(layer) * adapter(layer, "B").to(squares_O.dtype)
+    scaled_OR = adapter_scale(layer) * adapter_weight(layer, "B").to(squares_O.dtype)
     cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(squares_O.dtype)
     gram_RR = (a_RI @ a_RI.t()).to(squares_O.dtype)
     added_O = (scaled_OR * (2 * cross_OR + scaled_OR @ gram_RR)).sum(1)
@@ -220,7 +228,7 @@ def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype).square_()
 
 
-def _products(
+def _compute_outputs(
     layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, drops: bool = True
 ) -> Sequence[torch.Tensor]:
     """Return the outputs of layers for one input, NO each; of DoRA's without scale and bias."""
@@ -228,8 +236,8 @@ def _products(
     if not _is_matrix(layers[0]):
         [layer] = layers
         out_NO = layer.base_layer(x).flatten(0, -2)
-        adapters = adapter(layer, "A"), adapter(layer, "B")
-        return [_Added.apply(out_NO, left, *adapters, scale_of(layer))]
+        adapters = adapter_weight(layer, "A"), adapter_weight(layer, "B")
+        return [_AddAdapter.apply(out_NO, left, *adapters, adapter_scale(layer))]
     a_SI: torch.Tensor | None = None
     bs_OR: Sequence[Any] = [None] * len(layers)
     if group is not None and group.a_SI is not None and group.a_SI.dtype == x.dtype:
@@ -238,9 +246,9 @@ def _products(
     for layer, b_OR in zip(layers, bs_OR, strict=True):
         base = layer.base_layer
         bias = None if is_dora(layer) or base.bias is None else base.bias.to(x.dtype)
-        flat += [base.weight, bias, adapter(layer, "A"), adapter(layer, "B"), b_OR]
+        flat += [base.weight, bias, adapter_weight(layer, "A"), adapter_weight(layer, "B"), b_OR]
     packed = tuple(layer.base_layer if _is_packed(layer.base_layer) else None for layer in layers)
-    scales = tuple(map(scale_of, layers))
+    scales = tuple(map(adapter_scale, layers))
     outs = _LoraLinear.apply(x, None if left is x else left, packed, scales, a_SI, *flat)
     return [outs] if isinstance(outs, torch.Tensor) else cast("tuple[torch.Tensor, ...]", outs)
 
@@ -253,7 +261,7 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
-def _values(packed: Any, weight: torch.Tensor) -> torch.Tensor:
+def _unpack_weight(packed: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight if packed is None else packed.unpack(weight)
 
 
@@ -281,16 +289,16 @@ def _input_gradient(
             grad_NI = layer.gradient(grad_NO, weight)
             grad_x = grad_NI if grad_x is None else grad_x.add_(grad_NI)
         elif grad_x is None:
-            grad_x = grad_NO @ _values(layer, weight)
+            grad_x = grad_NO @ _unpack_weight(layer, weight)
         else:
-            grad_x = grad_x.addmm_(grad_NO, _values(layer, weight))
+            grad_x = grad_x.addmm_(grad_NO, _unpack_weight(layer, weight))
     assert grad_x is not None
     if by_adapters is not None and in_float8:
         grad_x = grad_x.addmm_(*by_adapters)
     return grad_x
 
 
-def _cast(
+def _cast_adapters(
     dtype: torch.dtype, a_s: Sequence[torch.Tensor], b_s: Sequence[torch.Tensor], scales: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return all A's as one matrix, and each B scaled, in ``dtype``."""
@@ -323,7 +331,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.is_kept = a_SI is not None
         kept = () if a_SI is None else (a_SI, *bs_OR)
         if a_SI is None:
-            a_SI, bs_OR = _cast(x.dtype, a_s, b_s, scales)
+            a_SI, bs_OR = _cast_adapters(x.dtype, a_s, b_s, scales)
         low_NS = left_NI @ a_SI.t()
         ctx.ranks = [a.shape[0] for a in a_s]
         add = torch.addmm if _is_traced() else torch.Tensor.addmm_
@@ -336,7 +344,7 @@ class _LoraLinear(torch.autograd.Function):
                 outs.append(add(base_NO, low_NR, b_RO))
                 continue
             adapter_NO = low_NR @ b_RO if bias is None else torch.addmm(bias, low_NR, b_RO)
-            outs.append(add(adapter_NO, x_NI, _values(packed[i], weights[i]).t()))
+            outs.append(add(adapter_NO, x_NI, _unpack_weight(packed[i], weights[i]).t()))
         dropped = () if left is None else (left_NI,)
         ctx.save_for_backward(x_NI, low_NS, *weights, *a_s, *b_s, *kept, *dropped)
         ctx.packed, ctx.scales, ctx.shape, ctx.drops = packed, scales, x.shape, left is not None
@@ -351,7 +359,9 @@ class _LoraLinear(torch.autograd.Function):
             rest[3 * num :],
         )
         left_NI = more.pop() if ctx.drops else x_NI
-        a_SI, bs_OR = (more[0], more[1:]) if ctx.is_kept else _cast(dtype, a_s, b_s, ctx.scales)
+        a_SI, bs_OR = (
+            (more[0], more[1:]) if ctx.is_kept else _cast_adapters(dtype, a_s, b_s, ctx.scales)
+        )
         narrow = [grad_NO @ b_OR for grad_NO, b_OR in zip(grads_NO, bs_OR, strict=True)]
         grad_NS = narrow[0] if num == 1 else torch.cat(narrow, 1)
         grads_a = (grad_NS.t() @ left_NI).split(ctx.ranks)
@@ -368,7 +378,7 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, grad_left, None, None, None, *of_layers
 
 
-class _Added(torch.autograd.Function):
+class _AddAdapter(torch.autograd.Function):
     """``out_NO`` and an adapter's product of ``left``, for a base that computes by itself."""
 
     @staticmethod
@@ -399,7 +409,7 @@ class _Added(torch.autograd.Function):
         return grad_NO, grad_left, grad_a, grad_b, None
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleByMagnitude(torch.autograd.Function):
     """``direction_NO`` times magnitude over norm of each feature, and a bias; norms are constant.
 
     The factors stay in fp32; results are rounded once.
@@ -414,7 +424,7 @@ class _Scaled(torch.autograd.Function):
         bias_O: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(direction_NO, magnitude_O, norms_O)
-        out_NO = _times(direction_NO, magnitude_O / norms_O)
+        out_NO = _scale_features(direction_NO, magnitude_O / norms_O)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
     @staticmethod
@@ -422,10 +432,10 @@ class _Scaled(torch.autograd.Function):
         direction_NO, magnitude_O, norms_O = ctx.saved_tensors
         sums_O = (grad_NO * direction_NO).sum(0, dtype=norms_O.dtype)
         grad_magnitude = (sums_O / norms_O).to(magnitude_O.dtype)
-        return _times(grad_NO, magnitude_O / norms_O), grad_magnitude, None, None
+        return _scale_features(grad_NO, magnitude_O / norms_O), grad_magnitude, None, None
 
 
-def _times(values_NO: torch.Tensor, factors_O: torch.Tensor) -> torch.Tensor:
+def _scale_features(values_NO: torch.Tensor, factors_O: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return (values_NO * factors_O).to(values_NO.dtype)
     return torch.mul(values_NO, factors_O, out=torch.empty_like(values_NO))

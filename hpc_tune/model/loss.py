@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.balance import RouterWatch, real_tokens
 from hpc_tune.model.objective import Objective, TokenSum
-from hpc_tune.model.packed_attention import documents_of, lengths_in
+from hpc_tune.model.packed_attention import lengths_in, make_documents
 from hpc_tune.model.scoped import MicroBatch, batch_context
-from hpc_tune.model.varlen_attention import starts_of
+from hpc_tune.model.varlen_attention import make_starts
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
 # products then read the weights seldom, and what follows stays in its caches; a GPU needs many rows
@@ -34,13 +34,13 @@ LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
 MIN_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
-InPlace = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+InPlaceExponentials = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 # What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
-_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_MULTIPLY = ("hyperclovax",)
+_LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_MULTIPLYING_FAMILIES = ("hyperclovax",)
 
 
 def cross_entropies(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -83,11 +83,11 @@ def fusible_exponentials(
 class LogitsKernels:
     """What is computed of logits: compiled functions have the same arguments."""
 
-    exponentials: InPlace = exponentials
+    exponentials: InPlaceExponentials = exponentials
     cross_entropies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropies
 
 
-EAGER = LogitsKernels()
+EAGER_KERNELS = LogitsKernels()
 
 
 class LossModel(nn.Module):
@@ -107,7 +107,7 @@ class LossModel(nn.Module):
         self.kernel_has_windows = True
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_losses
-        self.logits_kernels = EAGER
+        self.logits_kernels = EAGER_KERNELS
         self.objective: Objective = TokenSum()
         self.watch: RouterWatch | None = None
         # A plan sets it to that of the device it is for.
@@ -166,10 +166,10 @@ class LossModel(nn.Module):
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
         if self.has_kernel and lengths:  # reading positions would wait for the device
-            starts = starts_of(lengths, positions_BT.device, self.kernel_has_windows)
+            starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)
         if self.within_documents and positions_BT.device.type == "cpu":
-            return MicroBatch(batch.rows, documents_of(lengths or lengths_in(positions_BT)))
+            return MicroBatch(batch.rows, make_documents(lengths or lengths_in(positions_BT)))
         return MicroBatch(batch.rows)
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
@@ -209,11 +209,11 @@ def plain_losses(
     head: Any,
     labels_N: torch.Tensor,
     config: Any,
-    kernels: LogitsKernels = EAGER,
+    kernels: LogitsKernels = EAGER_KERNELS,
 ) -> torch.Tensor:
     """Return the cross-entropies of a few tokens from their logits, fp32 [N]."""
     logits_NV = head(hidden_ND)
-    if _scales(config):
+    if _has_logit_scale(config):
         logits_NV = scale_logits(logits_NV.float(), config)
     return kernels.cross_entropies(logits_NV, labels_N)
 
@@ -225,7 +225,7 @@ def token_losses(
     config: Any,
     token_loss: TokenLoss = plain_losses,
     logits_bytes: tuple[int, int] | None = None,
-    kernels: LogitsKernels = EAGER,
+    kernels: LogitsKernels = EAGER_KERNELS,
 ) -> torch.Tensor:
     """Return the cross-entropy of each of ``labels_N`` under ``head(hidden_ND)``, fp32 [N].
 
@@ -233,7 +233,7 @@ def token_losses(
     ``logits_bytes`` bounds those of a frozen head, of a product and in fp32; the default is the
     fastest of each device type.
     """
-    plain = token_loss is plain_losses and _is_plain(head, config)
+    plain = token_loss is plain_losses and _is_plain_head(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
@@ -277,7 +277,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         labels_N: torch.Tensor,
         chunk: int,
         num_fp32: int,
-        exponentials: InPlace,
+        exponentials: InPlaceExponentials,
     ) -> torch.Tensor:
         losses_N = hidden_ND.new_empty(len(labels_N), dtype=torch.float32)
         loss_N1 = losses_N.unsqueeze(1)
@@ -315,25 +315,25 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Apply what some families do to logits after the head (Cohere, Granite, Gemma 2)."""
-    for name in _FACTORS:
+    for name in _LOGIT_FACTORS:
         if factor := getattr(config, name, None):
-            divides = name == "logits_scaling" and config.model_type not in _MULTIPLY
+            divides = name == "logits_scaling" and config.model_type not in _MULTIPLYING_FAMILIES
             logits = logits / factor if divides else logits * factor
-    for name in _CAPS:
+    for name in _LOGIT_CAPS:
         if cap := getattr(config, name, None):
             logits = torch.tanh(logits / cap) * cap
     return logits
 
 
-def _is_plain(head: Any, config: Any) -> bool:
+def _is_plain_head(head: Any, config: Any) -> bool:
     """Whether ``head`` is only a matrix, and not sliced, nor with rows that are trained."""
     return (
         type(head) is nn.Linear
         and not hasattr(head, "rows_of")
         and head.weight.shape == (config.vocab_size, head.in_features)
-        and not _scales(config)
+        and not _has_logit_scale(config)
     )
 
 
-def _scales(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in (*_FACTORS, *_CAPS))
+def _has_logit_scale(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in (*_LOGIT_FACTORS, *_LOGIT_CAPS))

@@ -31,17 +31,17 @@ def train_modules(
     for name in tune.modules_to_save:
         found = [(path, part) for path, part in model.named_modules() if path.endswith(name)]
         if not found:
-            raise ConfigError(_unknown(name, model))
+            raise ConfigError(_explain_unknown(name, model))
         for path, part in found:
             _require_trainable(name, path, part, model, is_tied)
             for parameter in part.parameters():
                 parameter.requires_grad_(True)
                 parameter.data = parameter.data.to(trained_dtype)
             if trained_dtype != dtype:
-                _compute_in(part, dtype)
+                _cast_outputs(part, dtype)
 
 
-def _unknown(name: str, model: Any) -> str:
+def _explain_unknown(name: str, model: Any) -> str:
     parts = {
         path.rpartition(".")[2]
         for path, part in model.named_modules()
@@ -82,7 +82,7 @@ def _is_norm(path: str, part: nn.Module) -> bool:
     return bool(own) and not list(part.children()) and all(is_vector(*one) for one in own)
 
 
-def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
+def _cast_outputs(part: nn.Module, dtype: torch.dtype) -> None:
     """Let a module with weights of more bytes give results of ``dtype``."""
     if type(part) is nn.Linear:  # its product has the dtype of what comes in
         part.__dict__["forward"] = types.MethodType(_cast_linear, part)

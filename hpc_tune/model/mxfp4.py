@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from hpc_tune.model.weights import Piece, TensorIndex
 
 BLOCKS, _SCALES = "_blocks", "_scales"
-_GROUP, _GROUP_BYTES = 32, 16
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCK_VALUES, _BLOCK_BYTES = 32, 16
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 # The values of each byte, 256 x 2.
-_PAIRS = torch.cartesian_prod(*[torch.tensor([*_VALUES, *(-v for v in _VALUES)])] * 2).flip(1)
+_PAIRS = torch.cartesian_prod(*[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2).flip(
+    1
+)
 
 
 @dataclass(frozen=True)
-class Packed:
+class Mxfp4Stack:
     """Where the blocks and the scales of a stack are in the files."""
 
     blocks: "Piece"
@@ -39,7 +41,7 @@ class Packed:
     def parts_of(self, wanted: Box, num_bytes: int) -> list[Box]:
         """Cut a region of the stack into such that take ``num_bytes`` each while they are read."""
         (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
-        rows = max(1, num_bytes // (12 * (columns + 2 * _GROUP)))
+        rows = max(1, num_bytes // (12 * (columns + 2 * _BLOCK_VALUES)))
         return [
             Box((e, column, first), (1, columns, min(rows, row + num_rows - first)))
             for e in range(expert, expert + num_experts)
@@ -49,17 +51,17 @@ class Packed:
     def read(self, part: Box, stored: Callable[["Piece", Box], torch.Tensor]) -> torch.Tensor:
         """Return a part of the stack in fp32; ``stored`` reads boxes of what the files hold."""
         (expert, column, row), (_, columns, rows) = part.offset, part.shape
-        first, last = column // _GROUP, -(-(column + columns) // _GROUP)
+        first, last = column // _BLOCK_VALUES, -(-(column + columns) // _BLOCK_VALUES)
         offset, shape = (expert, row, first), (1, rows, last - first)
         scales_ROG = stored(self.scales, Box(offset, shape))
-        blocks = stored(self.blocks, Box((*offset, 0), (*shape, _GROUP_BYTES)))
+        blocks = stored(self.blocks, Box((*offset, 0), (*shape, _BLOCK_BYTES)))
         pairs = _PAIRS.index_select(0, blocks.flatten().int())
         powers = torch.pow(2.0, scales_ROG.int() - _BIAS)
-        values_EOI = (pairs.view(*shape, _GROUP) * powers.unsqueeze(-1)).flatten(2)
-        return values_EOI[..., column - first * _GROUP :][..., :columns].transpose(1, 2)
+        values_EOI = (pairs.view(*shape, _BLOCK_VALUES) * powers.unsqueeze(-1)).flatten(2)
+        return values_EOI[..., column - first * _BLOCK_VALUES :][..., :columns].transpose(1, 2)
 
 
-def take_packed(index: "TensorIndex", directory: Path) -> Mapping[str, Packed]:
+def take_mxfp4_stacks(index: "TensorIndex", directory: Path) -> Mapping[str, Mxfp4Stack]:
     """Return the stacks that are stored in MXFP4, and put them in the place of their blocks.
 
     They are bf16 in the index from then on.
@@ -80,12 +82,12 @@ def take_packed(index: "TensorIndex", directory: Path) -> Mapping[str, Packed]:
                 f"of the shape {list(shape[:-1])}; {has}. A file is missing or damaged, copy it "
                 "again"
             )
-        found[name] = Packed(index.pieces[blocks][0], index.pieces[scales][0])
+        found[name] = Mxfp4Stack(index.pieces[blocks][0], index.pieces[scales][0])
         for table in (index.shapes, index.dtypes, index.pieces):
             table.pop(blocks, None)
             table.pop(scales, None)
         experts, rows, groups, _ = shape
-        index.shapes[name] = (experts, groups * _GROUP, rows)
+        index.shapes[name] = (experts, groups * _BLOCK_VALUES, rows)
         index.dtypes[name] = torch.bfloat16
         index.pieces[name] = [found[name].blocks]  # where messages say that it is
     return found
@@ -93,4 +95,4 @@ def take_packed(index: "TensorIndex", directory: Path) -> Mapping[str, Packed]:
 
 def _is_packed(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     is_uint8 = name.endswith(BLOCKS) and dtype is torch.uint8
-    return is_uint8 and len(shape) == 4 and shape[-1] == _GROUP_BYTES
+    return is_uint8 and len(shape) == 4 and shape[-1] == _BLOCK_BYTES

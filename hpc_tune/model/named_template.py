@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.chat_templates import NAMED, NamedTemplate, is_path
+from hpc_tune.config.chat_templates import NAMED_TEMPLATES, NamedTemplate, is_path
 from hpc_tune.errors import DataError
 from hpc_tune.log import log
 
 
-def require_controls(chat_template: str, tokenizer: Any, directory: Path) -> None:
+def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path) -> None:
     """Check the tokens of a template by name; a path is not looked at.
 
     Without the other control tokens a model can learn the form, without the last it cannot end.
@@ -18,9 +18,9 @@ def require_controls(chat_template: str, tokenizer: Any, directory: Path) -> Non
     """
     if is_path(chat_template):
         return
-    template = NAMED[chat_template]
+    template = NAMED_TEMPLATES[chat_template]
     if not _has_end(template, tokenizer):
-        fitting = [name for name, other in NAMED.items() if _has_all(other, tokenizer)]
+        fitting = [name for name, other in NAMED_TEMPLATES.items() if _has_all(other, tokenizer)]
         end = template.end or "the end token (eos_token)"
         lacks = f"{end} is no token of" if template.end else "there is none in"
         others = f"one whose tokens it has: {', '.join(fitting)}; or to " if fitting else ""

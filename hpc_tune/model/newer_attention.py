@@ -15,23 +15,23 @@ from hpc_tune.errors import first_line
 from hpc_tune.log import log
 from hpc_tune.model import varlen_attention
 from hpc_tune.packages import is_installed
-from hpc_tune.world.architecture import NEWER_ATTENTION, architecture_of
+from hpc_tune.world.architecture import NEWER_ATTENTION, find_architecture
 
-NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
 
 
-def installed(device: torch.device) -> list[str]:
+def list_installed(device: torch.device) -> list[str]:
     """Return which of them are there for a GPU, the best first."""
     from torch.nn import attention
 
-    architecture = architecture_of(device)
+    architecture = find_architecture(device)
     if architecture is None or not hasattr(attention, "activate_flash_attention_impl"):
         return []
     return [name for name in architecture.newer_attention if is_installed(NEWER_ATTENTION[name][0])]
 
 
 @functools.cache
-def use_newer(
+def use_flash_attention(
     device: torch.device, dtype: torch.dtype, values: int, groups: int, window: int | None = None
 ) -> str:
     """Let torch call the best that is installed and right; return its name, "" for torch's own.
@@ -43,13 +43,13 @@ def use_newer(
 
     flash: Any = attention
     most = varlen_attention.MAX_EPS * torch.finfo(dtype).eps
-    for name in installed(device):
+    for name in list_installed(device):
         try:
             flash.activate_flash_attention_impl(name)
             gaps = [
                 gap
                 for tried in {None, window}
-                for gap in varlen_attention.gaps_to_mask(
+                for gap in varlen_attention.compare_with_mask(
                     device, dtype, values, groups, tried
                 ).values()
             ]
@@ -57,8 +57,8 @@ def use_newer(
             why = f"it fails here ({first_line(error)})"
         else:
             if all(gap <= most for gap in gaps):
-                return NAMES[name]
+                return FLASH_NAMES[name]
             why = f"it differs from masked attention by {max(gaps):.1e} of the norm"
         flash.restore_flash_attention_impl(_raise_warn=False)
-        log.warning("%s is installed and not used: %s", NAMES[name], why)
+        log.warning("%s is installed and not used: %s", FLASH_NAMES[name], why)
     return ""

@@ -14,13 +14,13 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from hpc_tune.batch import Batch, Pairs
+from hpc_tune.batch import Batch, PreferencePairs
 from hpc_tune.config.tune import TuneConfig
 
-Name = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
+ObjectiveName = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 # log(1 - p) of a mean probability p: no further from 1 than this, where its gradient ends.
-_LEAST_ODDS = 1e-7
+_MIN_ODDS = 1e-7
 
 
 class Objective(Protocol):
@@ -101,7 +101,7 @@ class PreferenceSums:
         return found
 
 
-def before_learning(sums: Sequence[float]) -> Sequence[float]:
+def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
     """Return the sums of a model that still is its own reference: all rewards are zero.
 
     By their rounding half of the answers would be on the right side.
@@ -110,7 +110,7 @@ def before_learning(sums: Sequence[float]) -> Sequence[float]:
     return astuple(replace(PreferenceSums(*sums), **none))
 
 
-def said(measures: Mapping[str, float]) -> str:
+def format_measures(measures: Mapping[str, float]) -> str:
     """Return what is reported, in words: accuracy in percent as everywhere."""
     values = {
         name: f"{v:.1%}" if name == "accuracy" else f"{v:.4g}" for name, v in measures.items()
@@ -118,7 +118,7 @@ def said(measures: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def measures_of(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
+def compute_measures(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
     """Return what is reported beside the loss of an objective with these sums; often nothing."""
     if len(sums) < len(fields(PreferenceSums)):
         return {}
@@ -135,7 +135,7 @@ class Preference:
     ``undesirable_weight`` are kto's lambdas.
     """
 
-    name: Name
+    name: ObjectiveName
     beta: float
     gamma: float = 0.0
     sft_weight: float = 0.0
@@ -152,14 +152,14 @@ class Preference:
             return F.pad(losses_N.sum().unsqueeze(0), (0, self.num_sums - 1))
         log_probs_P2 = log_probabilities(losses_N, pairs)
         if self.name == "kto":
-            losses_P = self._kto(log_probs_P2[:, 0] - pairs.reference_P2[:, 0], pairs)
+            losses_P = self._kto_losses(log_probs_P2[:, 0] - pairs.reference_P2[:, 0], pairs)
         else:
-            losses_P = self._of_pairs(log_probs_P2, pairs)
+            losses_P = self._pair_losses(log_probs_P2, pairs)
         return torch.cat(
-            [losses_P.sum().unsqueeze(0), self._measured(log_probs_P2.detach(), pairs)]
+            [losses_P.sum().unsqueeze(0), self._measured_sums(log_probs_P2.detach(), pairs)]
         )
 
-    def _of_pairs(self, log_probs_P2: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def _pair_losses(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return each pair's loss.
 
         With c and r for chosen and rejected, p the answers' log-probabilities, s those less the
@@ -178,31 +178,31 @@ class Preference:
         moved_P2 = log_probs_P2 - pairs.reference_P2
         sft = self.sft_weight
         if self.name == "dpo":
-            losses_P = self._smoothed(self.beta * (moved_P2[:, 0] - moved_P2[:, 1]))
+            losses_P = self._smoothed_losses(self.beta * (moved_P2[:, 0] - moved_P2[:, 1]))
         elif self.name == "ipo":
             per_token_P2 = moved_P2 / counts_P2
             losses_P = (per_token_P2[:, 0] - per_token_P2[:, 1] - 1 / (2 * self.beta)).square()
         elif self.name == "simpo":
             margin_P = self.beta * (means_P2[:, 0] - means_P2[:, 1]) - self.gamma
-            losses_P = self._smoothed(margin_P)
+            losses_P = self._smoothed_losses(margin_P)
         else:
-            odds_P2 = means_P2 - torch.log(-torch.expm1(means_P2.clamp(max=-_LEAST_ODDS)))
+            odds_P2 = means_P2 - torch.log(-torch.expm1(means_P2.clamp(max=-_MIN_ODDS)))
             losses_P = -self.beta * F.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
             sft = 1.0
         return losses_P - sft * means_P2[:, 0] if sft else losses_P
 
-    def _smoothed(self, margin_P: torch.Tensor) -> torch.Tensor:
+    def _smoothed_losses(self, margin_P: torch.Tensor) -> torch.Tensor:
         """Return -log sigmoid of the margins, unbiased where some labels are wrong."""
         losses_P, share = -F.logsigmoid(margin_P), self.label_smoothing
         if not share:
             return losses_P
         return ((1 - share) * losses_P + share * F.logsigmoid(-margin_P)) / (1 - 2 * share)
 
-    def _kto(self, moved_P: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def _kto_losses(self, moved_P: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return each labelled answer's loss (arXiv:2402.01306, equation 8).
 
         lambda (1 - sigmoid(beta (s - KL))) of desirable ones, lambda (1 - sigmoid(beta (KL - s)))
-        of the others; KL is the step's, over mismatched answers (``Pairs.kl``).
+        of the others; KL is the step's, over mismatched answers (``PreferencePairs.kl``).
         """
         above_P = self.beta * (moved_P - pairs.kl)
         return torch.where(
@@ -211,12 +211,12 @@ class Preference:
             self.undesirable_weight * torch.sigmoid(above_P),
         )
 
-    def _rewards(self, log_probs_P2: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def _rewards(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         if self.name in _WITH_REFERENCE:
             return self.beta * (log_probs_P2 - pairs.reference_P2)
         return self.beta * log_probs_P2 / pairs.counts_P2.clamp(min=1)
 
-    def _measured(self, log_probs_P2: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def _measured_sums(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return all sums but the loss."""
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
@@ -243,7 +243,7 @@ class Preference:
         )
 
 
-def log_probabilities(losses_N: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
     """Return the summed log-probabilities of the answers of P pairs, [P, 2].
 
     ``losses_N``: the tokens' cross-entropies, document after document.
@@ -255,7 +255,7 @@ def log_probabilities(losses_N: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return -sums.float().view(-1, 2)
 
 
-def objective_of(tune: TuneConfig) -> Objective:
+def make_objective(tune: TuneConfig) -> Objective:
     """Return what a run learns."""
     if tune.objective == "sft":
         return TokenSum()

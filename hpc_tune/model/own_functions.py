@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 
-def use_own_functions_on_cpu(model: nn.Module) -> None:
+def use_plain_functions_on_cpu(model: nn.Module) -> None:
     """Let a model's code call such packages for tensors on a GPU, else transformers' own functions.
 
     Both compute the same. Changes the module of the code, for all models of the family; does
@@ -29,10 +29,10 @@ def use_own_functions_on_cpu(model: nn.Module) -> None:
         for attribute, function in list(vars(code).items()):
             made_in = getattr(getattr(function, "__code__", None), "co_filename", "")
             if made_in == hub_kernels.__file__ and hasattr(function, "__wrapped__"):
-                setattr(code, attribute, _by_device(function))
+                setattr(code, attribute, _choose_by_device(function))
 
 
-def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     own: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
     known = inspect.signature(own).parameters
 

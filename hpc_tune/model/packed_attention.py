@@ -23,7 +23,7 @@ from hpc_tune.model import tiled_attention, varlen_attention
 from hpc_tune.model.scoped import Document, batch_context
 from hpc_tune.model.transformers_versions import keep_capped_scores
 
-NAME = "hpc_tune_documents"
+ATTENTION_NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
 # masks the others for its own implementations alone, and would leave that to any other.
 _INDEXER = re.compile(r"(^|\.)indexer$")
@@ -34,7 +34,7 @@ def indexers_of(model: nn.Module) -> list[nn.Module]:
     return [module for path, module in model.named_modules() if _INDEXER.search(path)]
 
 
-def documents_of(lengths: Sequence[Sequence[int]]) -> list[Document]:
+def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
     """Return the documents of rows by their lengths, in order; one for all if each row is one."""
     if all(len(row_lengths) == 1 for row_lengths in lengths):
         return [(slice(0, len(lengths)), 0, lengths[0][0])]
@@ -57,19 +57,19 @@ def use_document_attention(model: Any) -> bool:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     keep_capped_scores(model)
-    _tell_masks_positions(model)
+    _make_masks_with_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
     if any(indexers_of(model)):
         return False
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _mask)
-    _ask_no_device_for_documents()
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+    _find_documents_on_host()
+    model.set_attn_implementation(ATTENTION_NAME)
     return True
 
 
-def _ask_no_device_for_documents() -> None:
+def _find_documents_on_host() -> None:
     """Let transformers take documents from the host where it has them.
 
     It reads from the positions whether a row has several, and waits for the device to answer.
@@ -91,7 +91,7 @@ def _ask_no_device_for_documents() -> None:
     masking_utils.find_packed_sequence_indices = find
 
 
-def _tell_masks_positions(model: Any) -> None:
+def _make_masks_with_positions(model: Any) -> None:
     """Let a family that makes its masks without positions (gpt-oss) make them with those.
 
     From them transformers sees where documents begin. Only where it has no cache and no mask yet.
@@ -100,10 +100,10 @@ def _tell_masks_positions(model: Any) -> None:
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         theirs = getattr(code, name, None)
         if theirs is not None and not hasattr(theirs, "knows_positions"):
-            setattr(code, name, _with_positions(theirs))
+            setattr(code, name, _pass_positions(theirs))
 
 
-def _with_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def make(*args: Any, **options: Any) -> Any:
         known = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
@@ -124,7 +124,7 @@ def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
         if window is None:
             return None
         if starts is not None and starts.windows and _is_sliding(options):
-            return varlen_attention.window_mark(window, starts.starts_N.device)
+            return varlen_attention.encode_window(window, starts.starts_N.device)
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
 
@@ -147,12 +147,12 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     starts, window = batch_context.batch.starts, None
     if starts is not None and attention_mask is not None:
-        window = varlen_attention.window_of(attention_mask)
+        window = varlen_attention.decode_window(attention_mask)
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     inputs = query_BHTD, key_BKTD, value_BKTD
     if starts is not None and (attention_mask is None or window is not None):
-        query, key, value = _of_one_size(*map(varlen_attention.cast, inputs))
-        if varlen_attention.suits(query, key, value, dropout):
+        query, key, value = _pad_heads(*map(varlen_attention.cast_to_autocast, inputs))
+        if varlen_attention.is_supported(query, key, value, dropout):
             out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
             values = value_BKTD.shape[-1]
             # The gradient of a slice is a copy, also where it takes all.
@@ -180,14 +180,14 @@ def _attend(
                     query, key, value, None, dropout, True, scale=scaling, enable_gqa=has_groups
                 )
             )
-        return _joined(parts, query_BHTD), None
+        return _join_documents(parts, query_BHTD), None
     # Rotary positions leave queries and keys in fp32.
-    query, key, value = map(varlen_attention.cast, inputs)
+    query, key, value = map(varlen_attention.cast_to_autocast, inputs)
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
     return tiled_attention.attend(query, key, value, spans, scale), None
 
 
-def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return heads padded with zeros to the largest of them.
 
     In DeepSeek's latent attention values have fewer numbers than queries and keys: scores stay as
@@ -197,7 +197,7 @@ def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]
 
 
-def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
+def _join_documents(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
     """Return the documents' results as BTHD rows."""
     parts = [part.transpose(1, 2) for part in parts_BHLD]
     joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])

@@ -14,28 +14,28 @@ import torch
 from torch import nn
 
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import holders_of
+from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.experts import find_expert_modules
 from hpc_tune.model.float8_base import Float8Linear, Float8Stack
 from hpc_tune.model.four_bit import FourBitLinear, FourBitStack, require_bitsandbytes
 from hpc_tune.model.grouped_experts import (
-    is_decorated,
+    has_grouped_form,
     packing_name,
     stack_names,
     use_grouped_experts,
 )
-from hpc_tune.model.special_linears import exact_layers
+from hpc_tune.model.special_linears import find_unquantised_layers
 
 PackedLinear = FourBitLinear | Float8Linear
 PackedStack = FourBitStack | Float8Stack
-Packed = PackedLinear | PackedStack
+PackedLayer = PackedLinear | PackedStack
 
 
-def pack(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
+def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     """Pack the frozen weights of the decoder blocks, on the meta device.
 
     After peft, which goes by the shapes of whole weights. Of the linear layers all but
-    ``exact_layers``, of the stacks of experts those that ``grouped_experts`` computes.
+    ``find_unquantised_layers``, of the stacks of experts those that ``grouped_experts`` computes.
 
     Raises:
         ConfigError: if bitsandbytes is needed, and not installed or cannot be imported.
@@ -43,8 +43,8 @@ def pack(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     in_4_bits = tune.method == "qlora"
     if in_4_bits:
         require_bitsandbytes()
-    blocks = block_list(model)
-    others = exact_layers(model, blocks)
+    blocks = find_blocks(model)
+    others = find_unquantised_layers(model, blocks)
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad and child not in others:
@@ -53,7 +53,7 @@ def pack(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     # Some families read a layer's weight themselves, unless the config says, as transformers does
     # of what it has quantised, that it is no matrix (Jamba).
     model.config._is_quantized = True
-    for experts in filter(is_decorated, blocks.modules()):
+    for experts in filter(has_grouped_form, blocks.modules()):
         for name in stack_names(experts):
             values = experts.get_parameter(name)
             stack = FourBitStack(values, dtype) if in_4_bits else Float8Stack(values, dtype)
@@ -63,7 +63,7 @@ def pack(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     use_grouped_experts(blocks)
 
 
-def packed_weights(module: nn.Module) -> Iterator[tuple[str, Packed]]:
+def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
     """Yield what the packed weights of a model mean, by the weight's name."""
     for path, layer in module.named_modules():
         if isinstance(layer, PackedLinear):
@@ -72,7 +72,7 @@ def packed_weights(module: nn.Module) -> Iterator[tuple[str, Packed]]:
             yield path.removesuffix(packing_name("")), layer
 
 
-def with_plain_linears(module: nn.Module) -> nn.Module:
+def unpack_linears(module: nn.Module) -> nn.Module:
     """Put linear layers of the same values in the place of packed ones; return the module."""
     packed = [(path, m) for path, m in module.named_modules() if isinstance(m, PackedLinear)]
     for path, layer in packed:
@@ -83,12 +83,12 @@ def with_plain_linears(module: nn.Module) -> nn.Module:
     return module
 
 
-def whole_stack_bytes(module: nn.Module) -> int:
+def unpacked_stack_bytes(module: nn.Module) -> int:
     """Return the bytes of frozen experts that are not packed: of undecorated ones."""
-    own = (p for _, part in holders_of(module) for p in part.parameters(recurse=False))
+    own = (p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False))
     return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
 
 
-def scale_bytes(layer: Packed) -> int:
+def scale_bytes(layer: PackedLayer) -> int:
     """Return the bytes of a layer's scales that are not among its packed ones."""
     return sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)

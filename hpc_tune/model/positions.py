@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_SETTLED = "default"  # to transformers: frequencies that never change
+_UNSCALED = "default"  # to transformers: frequencies that never change
 
 
-def scaled_by_length(config: Any) -> bool:
+def has_length_scaling(config: Any) -> bool:
     """Whether transformers would scale this model's positions by the text's length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
@@ -44,6 +44,6 @@ def fix_positions(module: nn.Module, seq_len: int) -> None:
             last_BT = torch.tensor([[seq_len - 1]], device=device)
             options = {} if layer is None else {"layer_type": layer}
             rotary(torch.zeros((), device=device), last_BT, **options)
-            by_layer[layer] = _SETTLED
+            by_layer[layer] = _UNSCALED
         if isinstance(kinds, str) and by_layer[None] != kinds:
             rotary.rope_type = by_layer[None]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.errors import CheckpointError, remedy_of
+from hpc_tune.errors import CheckpointError, find_remedy
 from hpc_tune.model.box import Box
 from hpc_tune.model.weights import (
     DTYPE_NAMES,
@@ -32,7 +32,7 @@ from hpc_tune.model.weights import (
 SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
 _LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
 _OFFSET = ctypes.c_int64
-_BEGIN, _BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
+_SYNC_BEGIN, _SYNC_BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
 
 
 def local_region(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -88,7 +88,7 @@ class Region:
         return self.stored_name or self.name
 
 
-def pieces_of(region: Region) -> Iterator[torch.Tensor]:
+def read_pieces(region: Region) -> Iterator[torch.Tensor]:
     """Yield the values of a region, flat, at most ``PIECE_BYTES`` at a time."""
     flat = region.values().view(-1)
     step = max(1, PIECE_BYTES // flat.element_size())
@@ -99,7 +99,7 @@ def pieces_of(region: Region) -> Iterator[torch.Tensor]:
 def write_regions(
     file: Path,
     regions: Sequence[Region],
-    read: Callable[[Region], Iterable[torch.Tensor]] = pieces_of,
+    read: Callable[[Region], Iterable[torch.Tensor]] = read_pieces,
     when_written: Callable[[], None] = lambda: None,
 ) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
@@ -127,7 +127,7 @@ def write_regions(
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error}{remedy_of(error)}") from None
+        raise CheckpointError(f"{file} cannot be written: {error}{find_remedy(error)}") from None
     return WrittenFile(file.name, position, digest.hexdigest())
 
 
@@ -170,7 +170,10 @@ def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> No
 
     So never more than two stretches of a large file wait in the page cache for its final sync.
     """
-    for start, end, flags in ((syncing, position, _BEGIN), (synced, syncing, _BEGIN_AND_WAIT)):
+    for start, end, flags in (
+        (syncing, position, _SYNC_BEGIN),
+        (synced, syncing, _SYNC_BEGIN_AND_WAIT),
+    ):
         if start == end:  # the kernel would take it for "to the end of the file"
             continue
         if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.model.tried_layer import alike, like
+from hpc_tune.model.tried_layer import find_equal_layers, make_like
 
 # Of results in 16 bits. Rounded in another place, about a third of them would differ.
 _EQUAL_SHARE = 0.95
@@ -27,8 +27,8 @@ def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
 
     ``torchs``: by ``F.rms_norm``.
     """
-    forward = _torchs_forward if torchs else _forward
-    norms = alike(blocks, _may_be_plain, _tried, _forward, _agree)
+    forward = _torch_forward if torchs else _forward
+    norms = find_equal_layers(blocks, _may_be_plain, _make_trial, _forward, _agree)
     for part in norms:
         part.forward = types.MethodType(forward, part)
     return len(norms)
@@ -42,12 +42,12 @@ def _may_be_plain(module: Any) -> bool:
     return module.weight.dim() == 1 and hasattr(module, "variance_epsilon")
 
 
-def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+def _make_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     """Return a norm of 64 weights, and rows of large and of small values."""
     weight = torch.randn(64, generator=chance, device="cpu", dtype=torch.bfloat16)
     x = torch.randn(16, 64, generator=chance, device="cpu")
     x *= torch.logspace(-4, 2, len(x), device="cpu")[:, None]
-    return like(module, weight=nn.Parameter(weight)), x.bfloat16()
+    return make_like(module, weight=nn.Parameter(weight)), x.bfloat16()
 
 
 def _agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
@@ -64,7 +64,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _torchs_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _torch_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock

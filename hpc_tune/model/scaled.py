@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpc_tune.errors import DataError, require_descriptors
-from hpc_tune.model.config_json import config_json
+from hpc_tune.errors import DataError, raise_if_out_of_files
+from hpc_tune.model.config_json import read_config_json
 
 if TYPE_CHECKING:
     from hpc_tune.model.weights import TensorIndex
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-QUANTIZATION = ("quantization_config", "compression_config")  # in config.json or a part of it
-_ROWS = 128  # as many are multiplied at once, in fp32
-_SCALES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
-_INPUT_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
+_ROWS_AT_ONCE = 128  # as many are multiplied at once, in fp32
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
+_INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
 
 
 @dataclass(frozen=True)
-class Scale:
+class Float8Scale:
     """The scales of a matrix, fp32, and how many rows and columns of it each is for."""
 
     values: torch.Tensor
@@ -40,12 +40,12 @@ class Scale:
         """Multiply the region of the matrix that begins at ``offset``, in place."""
         rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
         columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
-        for first in range(0, len(rows), _ROWS):
-            part = local[first : first + _ROWS]
-            part.copy_(part.float() * self.values[rows[first : first + _ROWS]][:, columns])
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = local[first : first + _ROWS_AT_ONCE]
+            part.copy_(part.float() * self.values[rows[first : first + _ROWS_AT_ONCE]][:, columns])
 
 
-def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
+def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Float8Scale]:
     """Return the scale of each float8 tensor, and remove scales from the index.
 
     Such tensors are bf16 in the index from then on.
@@ -55,7 +55,7 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
         matrix.
     """
     quantised = [name for name, dtype in index.dtypes.items() if dtype in FLOAT8]
-    block = quantization_of(directory).get("weight_block_size")
+    block = read_quantization(directory).get("weight_block_size")
     scales = {}
     for name in quantised:
         if len(index.shapes[name]) > 2:
@@ -63,41 +63,41 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
                 f"{directory}: {name}: a stack of matrices in float8, {list(index.shapes[name])}: "
                 "such are read where files hold them one by one. Take the model in bf16"
             )
-        beside = next((name + end for end in _SCALES if name + end in index.shapes), None)
+        beside = next((name + end for end in _SCALE_SUFFIXES if name + end in index.shapes), None)
         if beside is None:
             raise DataError(
                 f"{directory}: {name} is stored in float8 and no scale for it is, such as "
-                f"{name}{_SCALES[0]}; take the model in bf16"
+                f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
             )
-        scales[name] = _scale(index, directory, name, beside, block)
+        scales[name] = _read_scale(index, directory, name, beside, block)
     for name in quantised:
         index.dtypes[name] = torch.bfloat16
-    unused = [n for n in index.shapes if n.endswith(_INPUT_SCALES)] if quantised else []
-    for name in [*(name + end for name in quantised for end in _SCALES), *unused]:
+    unused = [n for n in index.shapes if n.endswith(_INPUT_SCALE_SUFFIXES)] if quantised else []
+    for name in [*(name + end for name in quantised for end in _SCALE_SUFFIXES), *unused]:
         for table in (index.shapes, index.dtypes, index.pieces):
             table.pop(name, None)
     return scales
 
 
-def quantization_of(directory: Path) -> dict[str, Any]:
+def read_quantization(directory: Path) -> dict[str, Any]:
     """Return quantization_config of a directory's config.json, or of a part; empty without one."""
     try:
-        config = config_json(directory)
+        config = read_config_json(directory)
     except (OSError, ValueError) as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return {}
     parts = [config, *config.values()] if isinstance(config, dict) else []
-    found = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION]
+    found = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION_KEYS]
     return next((settings for settings in found if isinstance(settings, dict)), {})
 
 
-def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
+def refuse_unknown_quantisation(index: "TensorIndex", directory: Path) -> None:
     """Refuse what is quantised in another way than float8 with scales, or MXFP4.
 
     Raises:
         DataError: naming the method.
     """
-    settings = quantization_of(directory)
+    settings = read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")
     marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
     packed = [
@@ -121,18 +121,20 @@ def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
         )
 
 
-def _scale(index: "TensorIndex", directory: Path, name: str, beside: str, block: Any) -> Scale:
+def _read_scale(
+    index: "TensorIndex", directory: Path, name: str, beside: str, block: Any
+) -> Float8Scale:
     rows, columns = (*index.shapes[name], 1)[:2]
     stored = torch.empty(index.shapes[beside], dtype=torch.float32)
     index.fill(stored, beside)
     shape = tuple(stored.shape)
     if stored.numel() == 1:
-        return Scale(stored.view(1, 1), rows, columns)
+        return Float8Scale(stored.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
-        return Scale(stored.view(rows, 1), 1, columns)
+        return Float8Scale(stored.view(rows, 1), 1, columns)
     by_block = isinstance(block, list | tuple) and len(block) == 2
     if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-        return Scale(stored, *block)
+        return Float8Scale(stored, *block)
     raise DataError(
         f"{directory}: {beside} has the shape {list(shape)}, which are no scales of a matrix of "
         f"{rows} x {columns} in blocks of {block}"

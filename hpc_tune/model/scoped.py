@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.model.varlen_attention import Starts
+from hpc_tune.model.varlen_attention import DocumentStarts
 
 Document = tuple[slice, int, int]  # rows, start, stop
 
@@ -33,13 +33,13 @@ class MicroBatch:
 
     rows: Sequence[int] = ()
     documents: Sequence[Document] = ()
-    starts: Starts | None = None
+    starts: DocumentStarts | None = None
     positions_BT: torch.Tensor | None = None
     real_BT: torch.Tensor | None = None
     kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
 
 
-class Current:
+class CurrentBatch:
     """The current micro-batch, for as long as a context lasts."""
 
     def __init__(self) -> None:
@@ -65,4 +65,4 @@ class Current:
         return recompute
 
 
-batch_context = Current()
+batch_context = CurrentBatch()

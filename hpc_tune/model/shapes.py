@@ -38,7 +38,7 @@ def shape_directory(path: str) -> Path:
     return _shapes() / name
 
 
-def nearest_shape(path: str) -> str:
+def find_nearest_shape(path: str) -> str:
     """Return the published shape that is likest to the name of a model, such as shape:llama3-8b."""
     name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
     size = re.search(r"\d+b", name)
@@ -83,7 +83,7 @@ class ShapeIndex:
     def require_finite(self, *_: Any) -> None:
         """Accept whatever is in memory."""
 
-    def mapped(self, name: str, dtype: torch.dtype) -> None:
+    def map_pages(self, name: str, dtype: torch.dtype) -> None:
         """Return None: there are no pages."""
 
 

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from hpc_tune.model.config_json import common_value
-from hpc_tune.model.experts import chosen_experts
+from hpc_tune.model.experts import num_chosen_experts
 
 VOCABULARY = 512
 WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
@@ -31,7 +31,7 @@ _WIDTHS = re.compile(
     r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
 )
 _HEADS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|linear_num_.*_heads)$")
-_OF_A_HEAD = re.compile(r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$")
+_HEAD_SIZES = re.compile(r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
 OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts for other things than text
 _WINDOWS = {
@@ -40,7 +40,7 @@ _WINDOWS = {
     **dict.fromkeys(("index_topk", "indexer_budget"), WINDOW),
     **{"index_block_size": WINDOW // 4, "index_topk_blocks": 2},
 }
-_KINDS = (
+_LAYER_KINDS = (
     *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
     *("mlp_layer_types", "mlp_layers_types"),
 )
@@ -50,7 +50,7 @@ _EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
 _MIN_EXPERTS = 8  # or twice as many as a token chooses
 
 
-def shrunk(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -> Any:
+def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -> Any:
     """Return ``config`` with few layers, widths divided by ``factor`` and a small vocabulary.
 
     ``all_layers`` keeps their number, for architectures whose layers refer to each other.
@@ -73,15 +73,15 @@ def shrunk(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -
             fields[name] = [index for index in value if index < layers]
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = {
-                layer: {n: _small(n, v, config, factor, fewer) for n, v in own.items()}
+                layer: {n: _shrink_field(n, v, config, factor, fewer) for n, v in own.items()}
                 for layer, own in value.items()
                 if not layers or int(layer) < layers
             }
         elif name in config.sub_configs and isinstance(value, dict):  # DBRX's of attention
             part = getattr(config, name)
-            fields[name] = {n: _small(n, v, part, factor, fewer) for n, v in value.items()}
+            fields[name] = {n: _shrink_field(n, v, part, factor, fewer) for n, v in value.items()}
         else:
-            small_value = _small(name, value, config, factor, fewer)
+            small_value = _shrink_field(name, value, config, factor, fewer)
             per_layer = isinstance(value, list) and len(value) == old_layers
             fields[name] = small_value[:layers] if per_layer else small_value
     fields.pop("quantization_config", None)
@@ -91,7 +91,7 @@ def shrunk(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -
     return small
 
 
-def _small(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
+def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
     """Return the value of a configuration's field in a small model."""
     if isinstance(value, int) and not isinstance(value, bool):
         if name in _WINDOWS:
@@ -104,24 +104,24 @@ def _small(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
             return min(value, _MIN_EXPERTS)
     if name.endswith(("token_id", "token_ids")):
         return _small_token(name, value)
-    return _divided(name, value, factor, fewer)
+    return _divide(name, value, factor, fewer)
 
 
-def shrunk_whole(
+def shrink_whole_config(
     config: Any, factor: int, all_layers: bool = False, fewer: int = 1, of_others: int = 1
 ) -> Any:
-    """Return ``config`` with its language model ``shrunk``; other parts get one layer each.
+    """Return ``config`` with its language model ``shrink_config``; other parts get one layer each.
 
     The widths of those are divided by ``of_others``.
 
     Raises:
-        Exception: as ``shrunk`` does.
+        Exception: as ``shrink_config`` does.
     """
     text = config.get_text_config()
     if text is config:
-        return shrunk(config, factor, all_layers, fewer)
+        return shrink_config(config, factor, all_layers, fewer)
     fields: dict[str, Any] = config.to_dict()
-    small = shrunk(text, factor, all_layers, fewer)
+    small = shrink_config(text, factor, all_layers, fewer)
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is text:
@@ -139,19 +139,19 @@ def shrunk_whole(
     return type(config).from_dict(fields)
 
 
-def _divided(name: str, value: Any, factor: int, fewer: int) -> Any:
+def _divide(name: str, value: Any, factor: int, fewer: int) -> Any:
     """Return a width, or the width of each layer, divided; other values as they are.
 
     So is a width that is smaller than what it would be divided by, and a number of heads of which
     no two would be left.
     """
     if isinstance(value, list):
-        return [_divided(name, width, factor, fewer) for width in value]
+        return [_divide(name, width, factor, fewer) for width in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if _HEADS.match(name):
         return value // fewer if value % fewer == 0 and value >= 2 * fewer else value
-    factor *= 1 if _OF_A_HEAD.match(name) else fewer
+    factor *= 1 if _HEAD_SIZES.match(name) else fewer
     if not _WIDTHS.match(name) or value < factor:
         return value
     small = value // factor
@@ -174,7 +174,7 @@ def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
     return fields | small
 
 
-def factors(config: Any) -> list[int]:
+def list_shrink_factors(config: Any) -> list[int]:
     """Return the numbers to divide a configuration's widths by, the largest that may work first."""
     fields: dict[str, Any] = config.to_dict()
     heads = common_value(config, "num_attention_heads")
@@ -194,7 +194,7 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     """Return how many of the first layers have one of each kind, two at least."""
     dense = [fields.get(name) for name in _DENSE_FIRST]
     enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
-    for name in _KINDS:
+    for name in _LAYER_KINDS:
         kinds = fields.get(name, getattr(config, name, None))
         if name == "attn_layer_indices" and kinds:
             enough = max(enough, min(kinds) + 1)
@@ -208,7 +208,7 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
 def _enough_experts(config: Any) -> int:
     """Return how many experts leave a token a choice, in as many groups as there are."""
     groups = max(getattr(config, "n_group", None) or 1, 1)
-    experts = max(_MIN_EXPERTS, 2 * chosen_experts(config), 2 * groups)
+    experts = max(_MIN_EXPERTS, 2 * num_chosen_experts(config), 2 * groups)
     return experts + -experts % groups
 
 
@@ -226,10 +226,10 @@ def _shorten_factors(small: Any) -> None:
             if isinstance(part.get(name), list):
                 part[name] = part[name][: int(size * share) // 2]
         if sections := part.get("mrope_section"):
-            part["mrope_section"] = _fewer(sections, int(size * share) // 2)
+            part["mrope_section"] = _shorten_sections(sections, int(size * share) // 2)
 
 
-def _fewer(sections: list[int], half: int) -> list[int]:
+def _shorten_sections(sections: list[int], half: int) -> list[int]:
     """Return sections of ``half`` frequencies of a head: of time, height and width, or time last.
 
     Height and width stay equal where they were.

@@ -16,7 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hpc_tune.model import grouped_products
 from hpc_tune.model.grouped_products import ROW_BYTES
 
-MIN_STEP, STEPS = 16, 4  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
+MIN_PADDING_STEP, NUM_PADDING_STEPS = (
+    16,
+    4,
+)  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class SortedRows:
     """Behind which row each expert's end, and in which row each token is for its experts."""
 
     ends_E: torch.Tensor
-    places_TK: torch.Tensor
+    rows_TK: torch.Tensor
     num_rows: int
 
     @classmethod
@@ -36,7 +39,7 @@ class SortedRows:
         sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
         if _is_padded(index_TK, dtype):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-            padded_E = torch.tensor([padded(count) for count in counts_E.tolist()])
+            padded_E = torch.tensor([pad_rows(count) for count in counts_E.tolist()])
             more_E = (padded_E - counts_E).cumsum(0)
             sorted_S += (more_E - padded_E + counts_E)[expert_S]
             ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
@@ -48,10 +51,10 @@ class SortedRows:
 
     def tokens(self) -> torch.Tensor:
         """Return which token each row is of; of padding, the first one."""
-        token_S = self.places_TK.new_zeros(self.num_rows)
-        num_tokens, num_chosen = self.places_TK.shape
+        token_S = self.rows_TK.new_zeros(self.num_rows)
+        num_tokens, num_chosen = self.rows_TK.shape
         numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
-        places_S = self.places_TK.flatten()
+        places_S = self.rows_TK.flatten()
         return token_S.scatter_(0, places_S, numbers_TK.expand(-1, num_chosen).flatten())
 
     def experts(self) -> torch.Tensor:
@@ -59,26 +62,28 @@ class SortedRows:
         numbers_S = torch.arange(self.num_rows, device=self.ends_E.device, dtype=torch.int32)
         return torch.searchsorted(self.ends_E, numbers_S, right=True)
 
-    def spread(self, weights_TK: torch.Tensor) -> torch.Tensor:
+    def row_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weight of each row, S x 1; of padding, 0."""
         weight_S = weights_TK.new_zeros(self.num_rows)
-        return weight_S.scatter_(0, self.places_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
+        return weight_S.scatter_(0, self.rows_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
 
     def clear_padding(self, x_SI: torch.Tensor) -> None:
         """Make rows of padding zero, so that nothing in them can overflow."""
         is_fake = isinstance(x_SI, FakeTensor)  # whose padding is in no place
-        if self.num_rows > self.places_TK.numel() and not is_fake:
+        if self.num_rows > self.rows_TK.numel() and not is_fake:
             is_padding_S = torch.ones(self.num_rows, dtype=torch.bool)
-            is_padding_S[self.places_TK.flatten()] = False
+            is_padding_S[self.rows_TK.flatten()] = False
             x_SI.index_fill_(0, is_padding_S.nonzero().squeeze(1), 0.0)
 
-    def sum_of(self, y_SO: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+    def sum_by_token(
+        self, y_SO: torch.Tensor, weights_TK: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the sum of each token's rows, times their weights, in one pass."""
-        return F.embedding_bag(self.places_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
+        return F.embedding_bag(self.rows_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
 
     def times(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
         """Return each row times the matrix of its expert."""
-        return grouped_products.times(x_SI, weight_EIO, self.ends_E)
+        return grouped_products.grouped_matmul(x_SI, weight_EIO, self.ends_E)
 
     def gradient(
         self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
@@ -87,7 +92,7 @@ class SortedRows:
 
         The narrow side first: the other way round takes up to five times as long on a CPU.
         """
-        return grouped_products.gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
+        return grouped_products.grouped_weight_gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
 
     def sums_by_expert(
         self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
@@ -98,12 +103,12 @@ class SortedRows:
         return self.gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[:, 0]
 
 
-def padded(num_rows: int) -> int:
+def pad_rows(num_rows: int) -> int:
     """Return as how many rows a CPU computes an expert's in 16 bits: at most a quarter more, or 16.
 
     Up to 64 a row is nearly free: reading an expert takes as long as computing 36 rows.
     """
-    step = _step(num_rows)
+    step = _padding_step(num_rows)
     return -(-num_rows // step) * step
 
 
@@ -117,11 +122,11 @@ def traced_padding(num_rows: int, num_experts: int) -> int:
 
 def likely_padding(num_rows: int, num_experts: int) -> int:
     """Return about how many rows of padding there are in 16 bits on a CPU: half a step for each."""
-    return num_experts * _step(num_rows // num_experts) // 2
+    return num_experts * _padding_step(num_rows // num_experts) // 2
 
 
-def _step(num_rows: int) -> int:
-    return max(MIN_STEP, (1 << num_rows.bit_length()) // 2 // STEPS)
+def _padding_step(num_rows: int) -> int:
+    return max(MIN_PADDING_STEP, (1 << num_rows.bit_length()) // 2 // NUM_PADDING_STEPS)
 
 
 def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

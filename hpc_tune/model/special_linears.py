@@ -15,25 +15,25 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hpc_tune.model.experts import routers_of
-from hpc_tune.model.kept_fp32 import kept_linears
+from hpc_tune.model.experts import find_routers
+from hpc_tune.model.kept_fp32 import find_fp32_linears
 from hpc_tune.model.packed_attention import indexers_of
 
 # With norms between its projections Jamba's Mamba 1 calls each, and has another slow form.
 _MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
 
 
-def exact_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
+def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
     """Return the layers in a model's decoder blocks whose products keep their digits.
 
     Those of routers, layers that are not called as linear layers are, and those that a family keeps
     in fp32.
     """
-    paths = {*routers_of(blocks), *special_linears(blocks)}
-    return {*kept_linears(model), *(blocks.get_submodule(path) for path in paths)}
+    paths = {*find_routers(blocks), *find_uncalled_linears(blocks)}
+    return {*find_fp32_linears(model), *(blocks.get_submodule(path) for path in paths)}
 
 
-def special_linears(model: nn.Module) -> Iterator[str]:
+def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
     """Yield the paths of such layers of a model."""
     choosing = {layer for indexer in indexers_of(model) for layer in indexer.modules()}
     for path, module in model.named_modules():

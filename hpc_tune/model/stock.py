@@ -17,25 +17,25 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.errors import DataError, first_line
-from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.experts import CORRECTIONS
+from hpc_tune.lazy_imports import fast_imports
+from hpc_tune.model.experts import CORRECTION_BIASES
 from hpc_tune.model.language import language_config, read_config, stock_class
-from hpc_tune.model.own_functions import use_own_functions_on_cpu
-from hpc_tune.model.shrink import FEWER, OTHER_FACTORS, factors, shrunk_whole
+from hpc_tune.model.own_functions import use_plain_functions_on_cpu
+from hpc_tune.model.shrink import FEWER, OTHER_FACTORS, list_shrink_factors, shrink_whole_config
 from hpc_tune.model.transformers_versions import keep_capped_scores
 
 MAX_VALUES = 64_000_000
-_SPREAD = 0.03  # noise on all first values, so that none is zero or one
-_DRAWS = 5  # of values, at most; the last are taken as they are
-_OF_ADAPTERS = ("peft", "bitsandbytes")
-_TIE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
+_STANDARD_DEVIATION = 0.03  # noise on all first values, so that none is zero or one
+_MAX_DRAWS = 5  # of values, at most; the last are taken as they are
+_ADAPTER_PACKAGES = ("peft", "bitsandbytes")
+_TIE_SHARE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
 
 
 class NoTrial(Exception):
     """No small model of this architecture can be made; the reason is its text."""
 
 
-class Choices(TorchDispatchMode):
+class TopKChoices(TorchDispatchMode):
     """Notes how near two scores were of which torch.topk took one and left the other.
 
     ``nearest``: by how much of the largest score they differed, at least.
@@ -49,7 +49,7 @@ class Choices(TorchDispatchMode):
     @property
     def is_tied(self) -> bool:
         """Whether rounding may have decided a choice: another order of a sum makes another."""
-        return self.nearest < _TIE
+        return self.nearest < _TIE_SHARE
 
     def __torch_dispatch__(
         self,
@@ -71,13 +71,13 @@ class Choices(TorchDispatchMode):
         return scores.is_floating_point() and is_last and 0 < count < scores.shape[-1]
 
 
-def write_small(config: Any, directory: Path, seed: int = 0) -> None:
+def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
         NoTrial: if transformers can make none, or none of less than ``MAX_VALUES`` values.
     """
-    with lazy_imports():
+    with fast_imports():
         from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -86,10 +86,10 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
     except DataError as error:
         raise NoTrial(str(error).removeprefix(f"{directory}: ")) from None
     others = (1,) if text is config else OTHER_FACTORS
-    for sizes in itertools.product(FEWER, (False, True), factors(text), others):
+    for sizes in itertools.product(FEWER, (False, True), list_shrink_factors(text), others):
         fewer, all_layers, factor, of_others = sizes
         try:
-            small = shrunk_whole(config, factor, all_layers, fewer, of_others)
+            small = shrink_whole_config(config, factor, all_layers, fewer, of_others)
             with torch.device("meta"):
                 model = stock_class(config).from_config(small, dtype=torch.float32)
             if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
@@ -99,9 +99,9 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
                 torch.manual_seed(seed)
                 model = stock_class(config).from_config(small, dtype=torch.float32)
                 with torch.no_grad():
-                    for values in _valued(model):
-                        values.add_(torch.randn(values.shape), alpha=_SPREAD)
-            use_own_functions_on_cpu(model)
+                    for values in _find_saved_tensors(model):
+                        values.add_(torch.randn(values.shape), alpha=_STANDARD_DEVIATION)
+            use_plain_functions_on_cpu(model)
             _loss(model.eval(), torch.arange(3, 12))
             _save(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -111,14 +111,14 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
     raise NoTrial(why)
 
 
-def _valued(model: nn.Module) -> Iterator[torch.Tensor]:
+def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield what a checkpoint has values of: parameters, and the biases of routers' choices."""
     yield from (p for p in model.parameters() if p.is_floating_point())
     for module in model.modules():
-        yield from (b for n, b in module.named_buffers(recurse=False) if n in CORRECTIONS)
+        yield from (b for n, b in module.named_buffers(recurse=False) if n in CORRECTION_BIASES)
 
 
-def stock_losses(
+def compute_stock_losses(
     directory: Path, documents: Sequence[torch.Tensor]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the loss sum of each document of T tokens, by itself, and their summed gradient.
@@ -136,7 +136,7 @@ def stock_losses(
             )
             .eval()
         )
-        use_own_functions_on_cpu(model)
+        use_plain_functions_on_cpu(model)
         keep_capped_scores(model)
         losses = []
         for tokens_T in documents:
@@ -149,10 +149,10 @@ def stock_losses(
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def reference(
+def compute_reference(
     config: Any, directory: Path, documents: Sequence[torch.Tensor]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Write a small model into ``directory`` and return ``stock_losses`` of it.
+    """Write a small model into ``directory`` and return ``compute_stock_losses`` of it.
 
     Where two experts have one score but for rounding, another order of a sum chooses the other,
     and the loss is another though nothing is wrong: such a model is drawn anew.
@@ -160,10 +160,10 @@ def reference(
     Raises:
         NoTrial: as both do.
     """
-    for seed in range(_DRAWS):
-        write_small(config, directory, seed)
-        with Choices() as choices:
-            found = stock_losses(directory, documents)
+    for seed in range(_MAX_DRAWS):
+        write_small_model(config, directory, seed)
+        with TopKChoices() as choices:
+            found = compute_stock_losses(directory, documents)
         if not choices.is_tied:
             break
     return found
@@ -192,11 +192,11 @@ def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
 
 def software() -> str:
     """Return the versions that a trial's outcome depends on."""
-    with lazy_imports():
+    with fast_imports():
         import transformers
 
     versions = [f"transformers {transformers.__version__}, torch {torch.__version__}"]
-    for package in _OF_ADAPTERS:
+    for package in _ADAPTER_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join(versions)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.model.tried_layer import alike, like
+from hpc_tune.model.tried_layer import find_equal_layers, make_like
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them would show
@@ -23,7 +23,7 @@ _WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them w
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    layers = alike(blocks, _may_be_plain, _tried, _forward, torch.equal)
+    layers = find_equal_layers(blocks, _may_be_plain, _make_trial, _forward, torch.equal)
     for part in layers:
         part.forward = types.MethodType(_forward, part)
     return len(layers)
@@ -37,13 +37,13 @@ def _may_be_plain(module: Any) -> bool:
     return is_silu and has_parts and not has_more
 
 
-def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+def _make_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
     for part in parts.values():
         for values in part.parameters():
             values.normal_(generator=chance)
     x = _SCALE * torch.randn(4, _WIDTH, generator=chance, device="cpu")
-    return like(module, act_fn=module.act_fn, **parts), x
+    return make_like(module, act_fn=module.act_fn, **parts), x
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,13 @@ def use_tf32(module: nn.Module) -> None:
     torch.set_float32_matmul_precision("high")
     for part in module.modules():
         if any(name.endswith("inv_freq") for name, _ in part.named_buffers(recurse=False)):
-            part.register_forward_pre_hook(_exact)
-            part.register_forward_hook(_fast, always_call=True)
+            part.register_forward_pre_hook(_switch_tf32_off)
+            part.register_forward_hook(_switch_tf32_on, always_call=True)
 
 
-def _exact(*_: Any) -> None:
+def _switch_tf32_off(*_: Any) -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def _fast(*_: Any) -> None:
+def _switch_tf32_on(*_: Any) -> None:
     torch.set_float32_matmul_precision("high")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 TILE, LONG_TILE = 64, 128  # queries at once
-LONG = 1024  # tokens from which on the longer tile is faster
+LONG_TOKENS = 1024  # tokens from which on the longer tile is faster
 MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
@@ -107,7 +107,7 @@ class _Tiling:
     """The groups, and where each token of the rows is in all of them, one behind another."""
 
     groups: Sequence[_Group]
-    places: torch.Tensor | None
+    token_places: torch.Tensor | None
     tile: int
 
     def write_rows(
@@ -117,17 +117,17 @@ class _Tiling:
         tokens = [g.tokens_of(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
         joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         out_SHD = out_BTHD.flatten(0, 1)
-        if self.places is None:
+        if self.token_places is None:
             out_SHD.copy_(joined)
         else:
-            torch.index_select(joined, 0, self.places, out=out_SHD)
+            torch.index_select(joined, 0, self.token_places, out=out_SHD)
 
 
 @lru_cache(maxsize=8)
 def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
     spans = zip(*(flat[n::4] for n in range(4)), strict=True)
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
-    tile = TILE if max(b - a for _, a, b in documents) <= LONG else LONG_TILE
+    tile = TILE if max(b - a for _, a, b in documents) <= LONG_TOKENS else LONG_TILE
     if num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents):
         return _Tiling([_Group(num_rows, num_tokens)], None, tile)
     by_length = defaultdict(list)
@@ -173,7 +173,7 @@ def forward(
         query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
         out = query.new_empty(*query.shape[:2], value.shape[2])
         shift = query.new_empty(*query.shape[:2], has_shifts)
-        for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
             if has_shifts:
                 _write_largest(tile, keys, start, scale, shift[:, part])
@@ -216,7 +216,7 @@ def _backward(
         # Sums over the tiles, which are rounded once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
         grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
-        for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
             probabilities = _probabilities(tile, keys, start, scale, shift[:, part])
             grad_value[:, :stop] += torch.bmm(probabilities.transpose(1, 2), out_grad)
@@ -224,7 +224,7 @@ def _backward(
             by_score = torch.ops.aten._softmax_backward_data(
                 wanted, probabilities, -1, wanted.dtype
             )
-            _product(by_score, keys, grad_query[:, part], scale)
+            _matmul(by_score, keys, grad_query[:, part], scale)
             grad_key[:, :stop] += torch.bmm(by_score.transpose(1, 2), tile)
         for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
             found.append(one.to(query.dtype))
@@ -233,7 +233,7 @@ def _backward(
     return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
 
 
-def _tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
+def _cut_tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
     """Return the first and last token of each tile, and its rows: G heads of each token."""
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
     return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
@@ -244,7 +244,7 @@ def _write_largest(
 ) -> None:
     """Write each query's largest score, roughly."""
     scores = torch.bmm(query, keys.transpose(1, 2))
-    _hide_later(scores, start)
+    _mask_later(scores, start)
     # In fp32 a maximum takes half as long.
     out.copy_(scores.float().amax(-1, keepdim=True).mul_(scale))
 
@@ -258,19 +258,19 @@ def _probabilities(
         scores.copy_((-shift).expand_as(scores))
     else:
         scores.zero_()
-    _hide_later(scores, start)
-    _product(query, keys.transpose(1, 2), scores, scale, 1.0)
+    _mask_later(scores, start)
+    _matmul(query, keys.transpose(1, 2), scores, scale, 1.0)
     return torch.ops.aten._softmax(scores, -1, False)  # type: ignore[no-any-return]
 
 
-def _product(
+def _matmul(
     one: torch.Tensor, other: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
 ) -> None:
     """Write beta out + alpha one other to ``out``, rounded once."""
     torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
 
 
-def _hide_later(scores: torch.Tensor, start: int) -> None:
+def _mask_later(scores: torch.Tensor, start: int) -> None:
     """Make the scores of keys that come after a query minus infinity, in place."""
     num_keys = scores.shape[2] - start
     scores[..., start:] += _later(num_keys, scores.shape[1] // num_keys, scores.dtype)

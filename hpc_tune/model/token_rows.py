@@ -56,7 +56,7 @@ class TokenRows(nn.Module):
         return torch.where(is_row_BT1, rows_BTD.to(out.dtype), out)
 
 
-def train_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch.dtype) -> None:
+def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch.dtype) -> None:
     """Put trained rows into the embedding of a model with adapters, on the meta device.
 
     Raises:
@@ -95,7 +95,7 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     """
     known: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):
-        known = _numbers(directory / "tokenizer.json")
+        known = _read_token_numbers(directory / "tokenizer.json")
     if unknown := [token for token in tokens if isinstance(token, str) and token not in known]:
         raise ConfigError(
             f"tune.trainable_tokens: {unknown[0]!r} is no token of {directory}/tokenizer.json; add "
@@ -107,7 +107,7 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
     return sorted(ids)
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _read_token_numbers(file: Path) -> dict[str, int]:
     """Return the numbers of all tokens by their text."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))

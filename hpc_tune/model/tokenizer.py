@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.chat_templates import template_file
-from hpc_tune.errors import DataError, first_line, require_descriptors, require_text
+from hpc_tune.errors import DataError, first_line, raise_if_out_of_files, require_utf8
 from hpc_tune.log import log
-from hpc_tune.model.config_json import config_json
+from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.language import refuse_code, require_directory
-from hpc_tune.model.named_template import require_controls
+from hpc_tune.model.named_template import require_template_tokens
 from hpc_tune.model.template_syntax import refuse_syntax_errors
-from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, by_its_file, read_whole_file
+from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, match_tokenizer_file, read_whole_file
 from hpc_tune.pointer_file import why_pointer
 
 
@@ -26,7 +26,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             directory's name is no text.
     """
     require_directory(directory)
-    require_text(str(directory))  # the tokenizers library takes no other
+    require_utf8(str(directory))  # the tokenizers library takes no other
     for file in sorted(directory.iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt") and (pointer := why_pointer(file)):
             raise DataError(pointer)
@@ -38,20 +38,20 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         )
     except Exception as error:  # whatever transformers and tokenizers raise for odd files
         refuse_code(directory, "tokenizer_config.json", error)
-        tokenizer = _without_class(directory, error)
+        tokenizer = _load_without_class(directory, error)
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
-    tokenizer = by_its_file(tokenizer, directory)
+    tokenizer = match_tokenizer_file(tokenizer, directory)
     _require_vocabulary(directory, tokenizer)
-    _find_end_token(tokenizer, directory)
+    _set_end_token(tokenizer, directory)
     _require_embeddings(directory, tokenizer)
     if chat_template is None:
-        if not tokenizer.chat_template and (found := template_of_processor(directory)):
+        if not tokenizer.chat_template and (found := read_processor_template(directory)):
             tokenizer.chat_template = found[1]
             log.info("%s: the chat template is that of %s", directory, found[0])
     else:
         tokenizer.chat_template = _read_template(chat_template)
-        require_controls(chat_template, tokenizer, directory)
+        require_template_tokens(chat_template, tokenizer, directory)
     return tokenizer
 
 
@@ -69,7 +69,7 @@ def _read_template(chat_template: str) -> str:
     return text
 
 
-def _without_class(directory: Path, error: Exception) -> Any:
+def _load_without_class(directory: Path, error: Exception) -> Any:
     """Return the tokenizer that tokenizer.json is, where transformers' class fails by ``error``."""
     try:
         if not (directory / TOKENIZER_FILE).is_file():
@@ -91,7 +91,7 @@ def _without_class(directory: Path, error: Exception) -> Any:
     return tokenizer
 
 
-def _find_end_token(tokenizer: Any, directory: Path) -> None:
+def _set_end_token(tokenizer: Any, directory: Path) -> None:
     """Take the end token of the model's configuration where the tokenizer names none.
 
     An empty name, as early conversions of LLaMA have it, would be read as the unknown token.
@@ -101,11 +101,11 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
             setattr(tokenizer, role, None)
     if tokenizer.eos_token is not None:
         return
-    named = _settings(directory / "special_tokens_map.json").get("eos_token")
+    named = _read_json(directory / "special_tokens_map.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     found = [("special_tokens_map.json", named)]
     for file in ("generation_config.json", "config.json"):
-        ends = _settings(directory / file).get("eos_token_id")
+        ends = _read_json(directory / file).get("eos_token_id")
         for number in ends if isinstance(ends, list) else [ends]:
             if type(number) is int and number >= 0:
                 found.append((file, tokenizer.convert_ids_to_tokens(number)))
@@ -130,19 +130,19 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
     at which servers stop as well.
     """
     for file in ("generation_config.json", "config.json"):
-        named = _settings(directory / file).get("eos_token_id")
+        named = _read_json(directory / file).get("eos_token_id")
         if named is not None:
             break
     return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
 
 
-def template_of_processor(directory: Path) -> tuple[str, Any] | None:
+def read_processor_template(directory: Path) -> tuple[str, Any] | None:
     """Return the file and the chat template of a model's processor; several are a dict by name.
 
     Models with images have it there, and none in the tokenizer's files.
     """
     for file in ("chat_template.json", "processor_config.json"):
-        template = _settings(directory / file).get("chat_template")
+        template = _read_json(directory / file).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         if template:
@@ -150,12 +150,12 @@ def template_of_processor(directory: Path) -> tuple[str, Any] | None:
     return None
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing where there is none that can be read."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return {}
     return settings if isinstance(settings, dict) else {}
 
@@ -173,10 +173,10 @@ def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
 def embedding_rows(directory: Path) -> int | None:
     """Return how many embeddings a model has by its config.json; None if that does not say."""
     try:
-        config = config_json(directory)
+        config = read_config_json(directory)
         rows = (config.get("text_config") or config).get("vocab_size")
     except (OSError, ValueError, AttributeError) as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return None  # an error where the model is built
     return rows if isinstance(rows, int) else None
 

@@ -28,13 +28,13 @@ PROBES = (
     "👍🏽 👩‍👩‍👧 🇳🇴 \u00a0\u200b\u3000x∑∞≠≤ \u2581a\x01",
     " leading", "  two", "trailing ", "A", "a\n\nb", "1", "12345678901",
 )  # fmt: skip
-_PIECES = 512
-_CONTROLS = 64
-_SHOWN = 12
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_NUM_PIECES = 512
+_NUM_SPECIAL_TOKENS = 64
+_MAX_SHOWN = 12
+_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
-def by_its_file(tokenizer: Any, directory: Path) -> Any:
+def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     """Return ``tokenizer`` if it makes the tokens of its tokenizer.json, else one that does.
 
     What differs is logged. Without tokenizer.json there is nothing to compare with.
@@ -42,11 +42,11 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         return tokenizer
-    by_file = _Encoded.by_file(file)
+    by_file = _Encoded.encode_file(file)
     made = by_file.difference(tokenizer.backend_tokenizer)
-    if made is None and by_file.ends == _ends(tokenizer.backend_tokenizer):
+    if made is None and by_file.ends == _find_added_ends(tokenizer.backend_tokenizer):
         return tokenizer
-    if not is_by_class(tokenizer):
+    if not has_own_class(tokenizer):
         if made is not None:
             log.info(
                 "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
@@ -71,7 +71,7 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
     return whole
 
 
-def is_by_class(tokenizer: Any) -> bool:
+def has_own_class(tokenizer: Any) -> bool:
     """Return whether a tokenizer is of a class of its own, not of the one that reads the file."""
     from transformers import PreTrainedTokenizerFast
 
@@ -94,11 +94,11 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
     where the class that is taken by it makes others.
     """
     file = out / TOKENIZER_CONFIG
-    texts = _probes(tokenizer.backend_tokenizer)
+    texts = _make_probes(tokenizer.backend_tokenizer)
     if _difference_of_loaded(out, tokenizer, texts) is None:
         return
     settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": WHOLE_FILE_CLASS}
-    for role in _ROLES:
+    for role in _TOKEN_ROLES:
         if (text := getattr(tokenizer, role, None)) and not settings.get(role):
             settings[role] = str(text)
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -111,7 +111,7 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
         )
 
 
-def may_be_by_class(directory: Path) -> bool:
+def may_have_own_class(directory: Path) -> bool:
     """Return whether transformers may take a class of its own for a tokenizer.json.
 
     It takes that which tokenizer_config.json names, or one by the type of model of config.json.
@@ -147,15 +147,15 @@ class _Encoded:
     names: Callable[[Sequence[int]], str]
 
     @classmethod
-    def by_file(cls, file: Path) -> "_Encoded":
+    def encode_file(cls, file: Path) -> "_Encoded":
         """Encode what shows how a tokenizer.json cuts text."""
         from tokenizers import Tokenizer
 
         raw = Tokenizer.from_file(str(file))
-        return cls.by(raw, _probes(raw))
+        return cls.encode_texts(raw, _make_probes(raw))
 
     @classmethod
-    def by(cls, backend: Any, texts: list[str]) -> "_Encoded":
+    def encode_texts(cls, backend: Any, texts: list[str]) -> "_Encoded":
         """Encode texts by a backend, whose truncation and padding are switched off.
 
         One by one: a batch would start threads, whose number is settled later, and for good.
@@ -166,14 +166,14 @@ class _Encoded:
         tokens = {number: str(backend.id_to_token(number)) for row in ids for number in row}
 
         def names(row: Sequence[int]) -> str:
-            shown = [tokens[number] for number in row[:_SHOWN]]
-            return f"[{' '.join(shown)}{' ...' if len(row) > _SHOWN else ''}]"
+            shown = [tokens[number] for number in row[:_MAX_SHOWN]]
+            return f"[{' '.join(shown)}{' ...' if len(row) > _MAX_SHOWN else ''}]"
 
-        return cls(texts, ids, _ends(backend), names)
+        return cls(texts, ids, _find_added_ends(backend), names)
 
     def difference(self, backend: Any) -> str | None:
         """Return where another backend makes other tokens than this one; None where it does not."""
-        other = _Encoded.by(backend, self.texts)
+        other = _Encoded.encode_texts(backend, self.texts)
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
             if a != b:
                 at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
@@ -182,7 +182,7 @@ class _Encoded:
         return None
 
 
-def _ends(backend: Any) -> list[int]:
+def _find_added_ends(backend: Any) -> list[int]:
     ids: list[int] = backend.encode("", add_special_tokens=True).ids
     return ids
 
@@ -190,28 +190,28 @@ def _ends(backend: Any) -> list[int]:
 def _difference(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer of transformers differs from the one that reads the whole file."""
     one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
-    if (first := _ends(one)) != (second := _ends(two)):
+    if (first := _find_added_ends(one)) != (second := _find_added_ends(two)):
         names = [
             [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
         ]
         return f"around a text it has {names[0]} where the file has {names[1]}"
-    return _Encoded.by(two, texts).difference(one)
+    return _Encoded.encode_texts(two, texts).difference(one)
 
 
-def _probes(raw: Any) -> list[str]:
+def _make_probes(raw: Any) -> list[str]:
     """Return texts that show how a tokenizer cuts, some of its own vocabulary among them."""
     size, added = raw.get_vocab_size(), raw.get_added_tokens_decoder()
-    pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _PIECES))]
+    pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))]
     rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
     rows += [" ".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
-    controls = [token.content for token in added.values()][:_CONTROLS]
+    controls = [token.content for token in added.values()][:_NUM_SPECIAL_TOKENS]
     return [*PROBES, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
 
 
 def _keep_roles(whole: Any, tokenizer: Any) -> None:
     """Keep the special tokens that a class knows by itself, where the file has them."""
     vocabulary = whole.get_vocab()
-    for role in _ROLES:
+    for role in _TOKEN_ROLES:
         text = getattr(tokenizer, role)  # None where the class has no such token
         if getattr(whole, role) is None and text is not None and str(text) in vocabulary:
             setattr(whole, role, str(text))

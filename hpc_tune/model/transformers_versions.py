@@ -13,7 +13,7 @@ torch's are in ``hpc_tune/torch_versions.py``.
 
 from typing import Any
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
 _CAPS_OR_SDPA = (5, 21)
 
@@ -23,5 +23,9 @@ def keep_capped_scores(model: Any) -> None:
     from transformers import __version__ as version  # it is imported: the model is its own
 
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if cap and release_of(version) < _CAPS_OR_SDPA and model.config._attn_implementation == "sdpa":
+    if (
+        cap
+        and parse_release(version) < _CAPS_OR_SDPA
+        and model.config._attn_implementation == "sdpa"
+    ):
         model.set_attn_implementation("eager")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
+def make_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
     """Return a layer of the class of ``module``, with its plain attributes, made of ``parts``."""
     layer = type(module).__new__(type(module))
     nn.Module.__init__(layer)
@@ -26,7 +26,7 @@ def like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
     return layer
 
 
-def alike(
+def find_equal_layers(
     blocks: Iterable[nn.Module],
     may_be: Callable[[nn.Module], bool],
     make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
@@ -35,7 +35,7 @@ def alike(
 ) -> list[nn.Module]:
     """Return the layers of ``blocks`` that ``may_be`` and whose class computes as ``forward`` does.
 
-    ``make`` returns a layer like one of them (see ``like``), and an input; the results of the
+    ``make`` returns a layer like one of them (see ``make_like``), and an input; the results of the
     class's own forward and of ``forward`` must ``agree``. Layers of one class with the same plain
     attributes are tried once.
     """

@@ -25,16 +25,16 @@ from hpc_tune.errors import first_line
 from hpc_tune.log import log
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
+MAX_VALUES, HEAD_MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
 # Of a norm. Rounding results to the dtype makes 0.2 eps, rounding the probabilities before them up
 # to one more; a single start that is one token off makes 16 in bf16, where an eps is largest.
 MAX_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
-CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
+CHECKED_LENGTHS = ((1, 62, 128, 9), (143, 57), (200,))
 
 
 @dataclass(frozen=True)
-class Starts:
+class DocumentStarts:
     """Where the documents of a micro-batch begin in its rows, laid end to end.
 
     ``starts_N`` are int32 on the device, with the end of the last document as one more. A row
@@ -66,19 +66,19 @@ class Starts:
         return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
 
-def starts_of(
+def make_starts(
     lengths: Sequence[Sequence[int]], device: torch.device, windows: bool = True
-) -> Starts:
+) -> DocumentStarts:
     """Return where documents begin, by the lengths of each row's, all rows being equally long."""
     [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
     flat = [length for row_lengths in lengths for length in row_lengths]
     starts_N = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
     if device.type == "cuda":
         starts_N = starts_N.pin_memory().to(device, non_blocking=True)
-    return Starts(starts_N, len(lengths), num_tokens, max(flat), windows)
+    return DocumentStarts(starts_N, len(lengths), num_tokens, max(flat), windows)
 
 
-def window_mark(window: int, device: torch.device) -> torch.Tensor:
+def encode_window(window: int, device: torch.device) -> torch.Tensor:
     """Return what a layer is given for the mask of a sliding window: a shape that says its size.
 
     Of one value in memory: no mask that somebody else makes looks like it.
@@ -86,13 +86,13 @@ def window_mark(window: int, device: torch.device) -> torch.Tensor:
     return torch.ones((), dtype=torch.bool, device=device).expand(1, 1, 1, window)
 
 
-def window_of(mask: torch.Tensor) -> int | None:
+def decode_window(mask: torch.Tensor) -> int | None:
     """Return the size of the window that ``mask`` is the mark of; None if it is a mask."""
     is_mark = mask.dim() == 4 and mask.shape[:3] == (1, 1, 1) and mask.stride(3) == 0
     return mask.shape[3] if is_mark else None
 
 
-def cast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_to_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Return it in the dtype of autocast, which torch applies to its own attention."""
     device_type = tensor.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -100,7 +100,7 @@ def cast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(device_type))
 
 
-def suits(
+def is_supported(
     query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, dropout: float
 ) -> bool:
     """Whether the kernel takes these: a layer may differ from what its model's config says."""
@@ -112,7 +112,7 @@ def suits(
         and key_BKTD.shape == value_BKTD.shape
         and key_BKTD.shape[-2:] == query_BHTD.shape[-2:]
         and values <= MAX_VALUES
-        and values % MULTIPLE == 0
+        and values % HEAD_MULTIPLE == 0
     )
 
 
@@ -120,7 +120,7 @@ def attend(
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,
     value_BKTD: torch.Tensor,
-    starts: Starts,
+    starts: DocumentStarts,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
@@ -128,7 +128,7 @@ def attend(
 
     Of ``window`` tokens, the query's own among them.
     """
-    query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
+    query_SHD, key_SKD, value_SKD = map(_flatten_rows, (query_BHTD, key_BKTD, value_BKTD))
     out_SHD = torch_versions.varlen_attention(
         *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.longest, scale),
         -1 if window is None else window - 1,
@@ -150,7 +150,7 @@ def kernel_fault(
     """
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
-        gaps = gaps_to_mask(device, dtype, values, groups, window)
+        gaps = compare_with_mask(device, dtype, values, groups, window)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
@@ -158,7 +158,7 @@ def kernel_fault(
         if not wrong:
             return ""
         why = "torch's variable-length kernel is wrong here: it differs from masked attention in "
-        why += f"{', '.join(wrong)} of the norm, where rounding to {_named(dtype)} explains "
+        why += f"{', '.join(wrong)} of the norm, where rounding to {_dtype_name(dtype)} explains "
         why += f"{most:.1e}"
     if window is not None:
         why = f"sliding windows: {why}"
@@ -166,7 +166,7 @@ def kernel_fault(
     return why
 
 
-def gaps_to_mask(
+def compare_with_mask(
     device: torch.device,
     dtype: torch.dtype,
     values: int,
@@ -179,7 +179,7 @@ def gaps_to_mask(
     all. Compared on random rows of packed documents: the result and the gradients of queries, keys
     and values.
     """
-    starts, generator = starts_of(CHECKED, device), torch.Generator().manual_seed(0)
+    starts, generator = make_starts(CHECKED_LENGTHS, device), torch.Generator().manual_seed(0)
     rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -212,11 +212,11 @@ def gaps_to_mask(
     }
 
 
-def _end_to_end(tensor_BHTD: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(tensor_BHTD: torch.Tensor) -> torch.Tensor:
     """Return the tokens of all rows, as SHD; a view where the memory is laid out like that."""
     tensor_SHD = tensor_BHTD.transpose(1, 2).flatten(0, 1)
     return tensor_SHD if tensor_SHD.stride(-1) == 1 else tensor_SHD.contiguous()
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

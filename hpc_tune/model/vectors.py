@@ -16,6 +16,6 @@ def is_vector(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() < 2 or _NORM.search(name.lower()) is not None
 
 
-def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay is meant for it: neither a norm nor a bias."""
     return not is_vector(name, parameter) and "bias" not in name.lower()

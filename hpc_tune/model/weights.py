@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, remedy_of
+from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, find_remedy
 from hpc_tune.model.box import Box
-from hpc_tune.model.finite import first_not_finite
-from hpc_tune.model.joined import Joined
-from hpc_tune.model.mxfp4 import Packed, take_packed
-from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
+from hpc_tune.model.finite import find_non_finite
+from hpc_tune.model.joined import JoinedTensor
+from hpc_tune.model.mxfp4 import Mxfp4Stack, take_mxfp4_stacks
+from hpc_tune.model.scaled import Float8Scale, refuse_unknown_quantisation, take_scales
 from hpc_tune.pointer_file import why_pointer
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
@@ -51,7 +51,7 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What JSON of another kind than ours raises where it is used.
-_MISFITS = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
 
 
@@ -82,10 +82,12 @@ class TensorIndex:
         self.dtypes: dict[str, torch.dtype] = {}
         self.num_bytes = 0
         self.files = files
-        self.scales: Mapping[str, Scale] = {}
-        self.packed: Mapping[str, Packed] = {}
+        self.scales: Mapping[str, Float8Scale] = {}
+        self.packed: Mapping[str, Mxfp4Stack] = {}
         self.unread: tuple[str, ...] = ()  # other weights in the directory
-        self.joined: dict[str, Joined] = {}  # tensors of the model that lie in several of these
+        self.joined: dict[
+            str, JoinedTensor
+        ] = {}  # tensors of the model that lie in several of these
         self.unfollowed: dict[str, str] = {}  # those that nothing here joins, and what would
         self._error = error
         self._open: tuple[Path, Any] | None = None
@@ -131,7 +133,7 @@ class TensorIndex:
                 or f"{file}: no such file, though the model's index names it; copy the directory "
                 "again"
             ) from None
-        except (SafetensorError, OSError, *_MISFITS) as error:
+        except (SafetensorError, OSError, *_PARSE_ERRORS) as error:
             raise self._error(
                 why_pointer(file)
                 or f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
@@ -146,7 +148,7 @@ class TensorIndex:
             )
         return _DTYPES[stored]
 
-    def join(self, joined: Mapping[str, Joined]) -> None:
+    def join(self, joined: Mapping[str, JoinedTensor]) -> None:
         """Know tensors that are made of stored ones, beside these, by names of their own."""
         for name, tensor in joined.items():
             first = tensor.parts[0].stored
@@ -205,7 +207,7 @@ class TensorIndex:
             )
         covered = 0
         for piece in pieces:
-            covered += self._fill_from(piece, local, box, reserve)
+            covered += self._copy_overlap(piece, local, box, reserve)
         if covered != local.numel():
             raise self._error(
                 f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
@@ -216,7 +218,7 @@ class TensorIndex:
 
     def require_finite(self, local: torch.Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Raise a HpcTuneError for NaN or inf in ``local``, read from ``offset`` of ``name`` on."""
-        if (found := first_not_finite(local)) is None:
+        if (found := find_non_finite(local)) is None:
             return
         at = [a + b for a, b in zip(found.at, offset, strict=True)]
         raise self._error(
@@ -233,7 +235,7 @@ class TensorIndex:
                     f"{self.files[0].parent}: it has no {name}; it is of another model"
                 )
 
-    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    def map_pages(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that *is* the file's pages, shared by all processes of the node.
 
         None where the file holds another dtype or only pieces. It must not be written to.
@@ -247,7 +249,7 @@ class TensorIndex:
             # safetensors maps a file privately and copies nothing on the CPU.
             tensor: torch.Tensor = self._handle(pieces[0].file).get_tensor(pieces[0].stored_name)
         except (SafetensorError, OSError) as error:
-            raise self._unreadable(pieces[0], error) from None
+            raise self._read_error(pieces[0], error) from None
         return tensor
 
     def _stored_box(self, piece: Piece, box: Box) -> torch.Tensor:
@@ -256,14 +258,16 @@ class TensorIndex:
             stored = self._handle(piece.file).get_slice(piece.stored_name)
             values: torch.Tensor = stored[box.slices()]
         except (SafetensorError, OSError) as error:
-            raise self._unreadable(piece, error) from None
+            raise self._read_error(piece, error) from None
         return values
 
-    def _unreadable(self, piece: Piece, error: Exception) -> HpcTuneError:
+    def _read_error(self, piece: Piece, error: Exception) -> HpcTuneError:
         why = _why_not_opened(piece.file)
         return self._error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
 
-    def _fill_from(self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve) -> int:
+    def _copy_overlap(
+        self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve
+    ) -> int:
         """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
         if (found := piece.box.overlap(wanted)) is None:
             return 0
@@ -273,12 +277,12 @@ class TensorIndex:
             if local.dim() == 0:
                 local.copy_(handle.get_tensor(piece.stored_name))
                 return 1
-            for rows in _rows_at_once(found):
+            for rows in _cut_into_rows(found):
                 part = local[rows.slices(wanted.offset)]
                 reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
                 part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
-            raise self._unreadable(piece, error) from None
+            raise self._read_error(piece, error) from None
         return found.num_values
 
 
@@ -290,10 +294,10 @@ def _why_not_opened(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return f"{file} cannot be read: {error.strerror}{remedy_of(error)}"
+        return f"{file} cannot be read: {error.strerror}{find_remedy(error)}"
 
 
-def _rows_at_once(box: Box) -> Iterator[Box]:
+def _cut_into_rows(box: Box) -> Iterator[Box]:
     """Yield as many rows of a box at once as ``PIECE_BYTES`` of fp32 values hold, at least one."""
     (first, *offset), (num, *shape) = box.offset, box.shape
     rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
@@ -308,25 +312,25 @@ def index_model_directory(directory: Path) -> TensorIndex:
         DataError: if there are none, one is missing or damaged, or they are quantised in another
             way than float8 or MXFP4.
     """
-    files, unread = _files_of(directory)
+    files, unread = _find_weight_files(directory)
     index = TensorIndex(files)
     index.unread = unread
     for pieces in index.pieces.values():
         del pieces[:-1]  # of a tensor that is in several files transformers takes the last, too
-    index.packed = take_packed(index, directory)
-    refuse_quantised(index, directory)
+    index.packed = take_mxfp4_stacks(index, directory)
+    refuse_unknown_quantisation(index, directory)
     index.scales = take_scales(index, directory)
     return index
 
 
-def _files_of(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
+def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
     """Return the files of a directory's weights, and what other weights there are, in words.
 
     Of a model.safetensors and shards transformers takes the first.
     """
     index_file = directory / SHARDS_FILE
     single = directory / "model.safetensors"
-    names = _shards_of(index_file) if index_file.exists() else []
+    names = _read_shard_names(index_file) if index_file.exists() else []
     if single.exists() and single.name not in names:
         unread = f"{SHARDS_FILE} and its {len(names)} files, for model.safetensors is there too"
         return [single], (unread,) if names else ()
@@ -344,7 +348,7 @@ def _files_of(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
     )
 
 
-def _shards_of(index_file: Path) -> list[str]:
+def _read_shard_names(index_file: Path) -> list[str]:
     """Return the names of the files that an index of shards has."""
     try:
         names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.memory.policy import DEVICE, HOST
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import MemorySettings, Phase
+from hpc_tune.plan.memory_model import MemorySettings, PhaseMemory
 from hpc_tune.units import format_bytes
 
 if TYPE_CHECKING:
-    from hpc_tune.plan.report import Plan
+    from hpc_tune.plan.report import MemoryPlan
 
 _CHECK_LIMIT_S = 120.0  # so long other plans may take
-_SHORTER = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that a fitted line says
+_SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that a fitted line says
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Remedy:
     shrinks: str | None = None
 
 
-def fits(phase: Phase, machine: Machine) -> bool:
+def fits(phase: PhaseMemory, machine: Machine) -> bool:
     """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
     device = machine.device_bytes
-    on_device = device is None or DEVICE.fit(phase.device_bytes, device)
-    return on_device and HOST.fit(phase.node_bytes(machine), machine.host_bytes)
+    on_device = device is None or DEVICE_LIMITS.allows(phase.device_bytes, device)
+    return on_device and HOST_LIMITS.allows(phase.node_bytes(machine), machine.host_bytes)
 
 
 def check_remedies(
@@ -54,7 +54,7 @@ def check_remedies(
         if time.monotonic() > until_s:
             unchecked.append(remedy)
             continue
-        found = next((c for c in _milder_last(remedy) if fits_with(c)), None)
+        found = next((c for c in _milder_changes(remedy) if fits_with(c)), None)
         if found is None:
             not_enough.append(remedy)
         else:
@@ -67,17 +67,17 @@ def check_remedies(
     for remedy in not_enough:
         together |= remedy.changes
         if len(together) > len(not_enough[0].changes) and fits_with(together):
-            return [f"together: {_settings(together)}", *others]
-    return [f"not even with {_settings(together)}", *others]
+            return [f"together: {_format_settings(together)}", *others]
+    return [f"not even with {_format_settings(together)}", *others]
 
 
-def _milder_last(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
+def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of a remedy, and then those with less of the number that shrinks."""
     if remedy.shrinks is None:
         yield remedy.changes
         return
     most, tried = remedy.changes[remedy.shrinks], set()
-    for share in _SHORTER:
+    for share in _SHRINK_SHARES:
         value = max(1, int(most * share))
         if value not in tried:
             tried.add(value)
@@ -93,12 +93,12 @@ def _in_words(remedy: Remedy, changes: Mapping[str, Any]) -> str:
     )
 
 
-def _settings(changes: Mapping[str, Any]) -> str:
+def _format_settings(changes: Mapping[str, Any]) -> str:
     shown = {k: "null" if v is None else str(v).lower() for k, v in changes.items()}
     return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def remedies_for(plan: "Plan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
+def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
     """Return what may make the phases fit that do not."""
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from hpc_tune import torch_versions
-from hpc_tune.plan.traced_memory import replaced
+from hpc_tune.plan.traced_memory import replaced_attribute
 
 BLOCK = 128  # rows that the kernel leaves free between two documents
 
 
 @contextlib.contextmanager
-def with_scratch() -> Iterator[None]:
+def simulating_scratch() -> Iterator[None]:
     """Let the fake kernel take, and free, as much memory as the real one in its backward pass.
 
     That is when the gradient of its result arrives: the three gradients, sums in fp32 for each
@@ -32,10 +32,10 @@ def with_scratch() -> Iterator[None]:
         out_SHD = kernel(query_SHD, key_SKD, value_SKD, starts_N, *more, **options)
         if out_SHD.requires_grad:
             num_bytes = scratch_bytes(query_SHD.shape, key_SKD.shape[1], len(starts_N) - 1)
-            out_SHD.register_hook(lambda grad: _take(num_bytes, grad))
+            out_SHD.register_hook(lambda grad: _allocate_briefly(num_bytes, grad))
         return out_SHD
 
-    with replaced(torch_versions, "varlen_attention", attend):
+    with replaced_attribute(torch_versions, "varlen_attention", attend):
         yield
 
 
@@ -53,5 +53,5 @@ def scratch_bytes(shape_SHD: tuple[int, ...], num_keys: int, num_documents: int)
     return sums + 2 * tokens * values * (heads + 2 * num_keys + each_head)
 
 
-def _take(num_bytes: int, grad: torch.Tensor) -> None:
+def _allocate_briefly(num_bytes: int, grad: torch.Tensor) -> None:
     torch.empty(num_bytes, dtype=torch.uint8, device=grad.device)

@@ -59,7 +59,7 @@ class Machine:
         return self.device_bytes or self.host_bytes_per_rank
 
 
-def machine_asked_for(
+def requested_machine(
     job: JobConfig,
     nodes: int | None,
     ranks_per_node: int | None,
@@ -93,7 +93,7 @@ def machine_asked_for(
     return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumed
 
 
-def machine_of(comm: Comm, host_bytes: int) -> Machine:
+def detect_machine(comm: Comm, host_bytes: int) -> Machine:
     """Return the machine that the ranks run on; where nodes differ, the least of any. Collective.
 
     ``host_bytes``: what this job may use of this rank's node.

@@ -49,9 +49,9 @@ class Heap:
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
         self._release()
-        return self._aligned(num_bytes), *self.objects()
+        return self._aligned(num_bytes), *self.allocate_objects()
 
-    def objects(self) -> tuple[int, ...]:
+    def allocate_objects(self) -> tuple[int, ...]:
         """Return the addresses of the small objects alone: of a block that lies elsewhere."""
         self._release()
         return tuple(map(self._small, OBJECTS))

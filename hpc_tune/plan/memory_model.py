@@ -17,17 +17,17 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_OF_FORM, prefetch_limit
 from hpc_tune.engine.compile import num_workers
-from hpc_tune.memory.policy import SURE_SHARE
+from hpc_tune.memory.policy import NO_PLAN_BELOW
 from hpc_tune.memory.process_bytes import (
     BLOCK_OBJECTS_BYTES,
-    COMPILING_BYTES,
+    COMPILE_WORKER_BYTES,
     DEEPSPEED_BYTES,
+    FIRST_STEP_BYTES,
     GPU_RANK_BYTES,
-    MERGING_BYTES,
+    MERGE_BYTES,
     MODEL_OBJECTS_BYTES,
     RANK_BYTES,
-    STEPPED_BYTES,
-    TRIMMED_BYTES,
+    TRIMMED_STEP_BYTES,
 )
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
@@ -35,7 +35,7 @@ from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
-from hpc_tune.world.pinned import carved_bytes, rounded
+from hpc_tune.world.pinned import pinned_blocks_bytes, round_up_bytes
 
 # On a device: context and the libraries' workspaces. Not measured, on the safe side.
 GPU_CONTEXT_BYTES = 1536 << 20
@@ -44,11 +44,11 @@ GPU_CONTEXT_BYTES = 1536 << 20
 GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
 _NVLS_RANKS, _NVLS_DEVICE = 8, 79 << 30
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
-Save = Literal["streamed", "gathered"]
+SaveMethod = Literal["streamed", "gathered"]
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseMemory:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
     ``first_bytes`` is what the first rank of the first node has on the host besides. A run does
@@ -104,7 +104,7 @@ class MemorySettings:
     step_tokens: int
     compile_threads: int | None = None
     governed: bool = True
-    save: Save = "streamed"
+    save: SaveMethod = "streamed"
     form: Form = "answers"
     has_reference: bool = False
     num_groups: int = 0
@@ -129,19 +129,21 @@ def context_bytes(machine: Machine, num_groups: int) -> int:
     return GPU_CONTEXT_BYTES + num_groups * GROUP_BYTES + nvls
 
 
-def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine) -> int:
+def upper_bound_bytes(
+    size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine
+) -> int:
     """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
     return static_bytes(size, layout) + activation_bound(model, tokens) + process_bytes(machine)
 
 
 def surely_fits(most: int, machine: Machine) -> bool:
     """Return whether a rank that takes ``most`` or less fits without a plan."""
-    return most < SURE_SHARE * machine.bytes_per_rank
+    return most < NO_PLAN_BELOW * machine.bytes_per_rank
 
 
 def memory_by_phase(
     trace: TraceReport, machine: Machine, model: ModelBytes, settings: MemorySettings
-) -> list[Phase]:
+) -> list[PhaseMemory]:
     """Return the phases in the order in which a run goes through them.
 
     ``trace`` is of the rank that needs most.
@@ -151,25 +153,25 @@ def memory_by_phase(
     process += 0 if on_cpu else GPU_RANK_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
-    left, trimmed = (STEPPED_BYTES, TRIMMED_BYTES) if on_cpu else (0, 0)
+    left, trimmed = (FIRST_STEP_BYTES, TRIMMED_STEP_BYTES) if on_cpu else (0, 0)
     kernels = trace.kernel_bytes if on_cpu else 0
     piece = min(PIECE_BYTES, model.largest_trained)
     step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
     state = SAVED_COPIES * model.trained + model.more_saved
 
-    def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
+    def phase(name: str, on_device: int, on_host: int, first: int = 0) -> PhaseMemory:
         if on_cpu:
-            return Phase(name, 0, process + on_device + on_host, first)
+            return PhaseMemory(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK)) + context_bytes(machine, settings.num_groups)
-        return Phase(name, device, process + step.offloaded + on_host, first)
+        return PhaseMemory(name, device, process + step.offloaded + on_host, first)
 
     phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.has_reference:
         phases.append(phase("reference", step.evaluation + trimmed, 0))
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
-        phases.append(phase("compile", step.peak + left, buffers + workers * COMPILING_BYTES))
+        phases.append(phase("compile", step.peak + left, buffers + workers * COMPILE_WORKER_BYTES))
     phases += [
         phase("first step", step.peak + left, buffers),
         phase("steady", step.peak + left, buffers),
@@ -186,8 +188,8 @@ def memory_by_phase(
             on_host = buffers + piece + each
             copied = phase("save, in the background", step.peak + left, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
-    merge = MERGING_BYTES + merge_bytes(model.largest_tensor)
-    return [*phases, Phase("merge, in one process", 0, 0, merge)]
+    merge = MERGE_BYTES + merge_bytes(model.largest_tensor)
+    return [*phases, PhaseMemory("merge, in one process", 0, 0, merge)]
 
 
 def _staging_bytes(
@@ -239,28 +241,30 @@ def _step_bytes(
         # Sharded values wait on the host; gathered ones are activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
         waiting = idle - kept
-        on_host = waiting + _more_if_pinned(trace.shards, model.is_full)
+        on_host = waiting + _pinned_extra_bytes(trace.shards, model.is_full)
         return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, on_host)
     if not on_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
         rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
-        return _StepBytes(loaded, *rest, offloaded + _more_of_zero(trace, parallel.zero_stage))
+        return _StepBytes(
+            loaded, *rest, offloaded + _zero_pinned_extra_bytes(trace, parallel.zero_stage)
+        )
     return _StepBytes(loaded, idle, peak, evaluation)
 
 
-def _more_of_zero(trace: TraceReport, stage: int | None) -> int:
+def _zero_pinned_extra_bytes(trace: TraceReport, stage: int | None) -> int:
     """Return what DeepSpeed's pinned memory has beside the optimizer state that is offloaded.
 
     Stages 1 and 2 pin this rank's fp32 copy of the weights, and a gradient like it that is there
     besides; stage 3 its gradients, which are counted. Each is one flat block.
     """
     if stage == 3:
-        return rounded(trace.gradient_bytes) - trace.gradient_bytes
+        return round_up_bytes(trace.gradient_bytes) - trace.gradient_bytes
     copy = trace.optimizer_bytes // SAVED_COPIES
-    return 2 * rounded(copy) - copy
+    return 2 * round_up_bytes(copy) - copy
 
 
-def _more_if_pinned(shards: Mapping[int, int], is_full: bool) -> int:
+def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     """Return what pinned blocks have beside this rank's part of weights, and of their gradients.
 
     ``shards``: the number of weights by bytes. They share blocks; FSDP2 asks for a block for each
@@ -268,5 +272,5 @@ def _more_if_pinned(shards: Mapping[int, int], is_full: bool) -> int:
     are updated on the host.
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
-    more = carved_bytes(sizes) - sum(sizes)
-    return more + (sum(map(rounded, sizes)) - sum(sizes) if is_full else 0)
+    more = pinned_blocks_bytes(sizes) - sum(sizes)
+    return more + (sum(map(round_up_bytes, sizes)) - sum(sizes) if is_full else 0)

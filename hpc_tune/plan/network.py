@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_tune.probe.links import Links, Pair
-from hpc_tune.step.rings import Kind, ring_steps
+from hpc_tune.probe.links import Link, Links
+from hpc_tune.step.rings import CollectiveKind, ring_steps
 
 _MIN_SLOWER, _MAX_SLOWER = 0.5, 20.0
-_OPERATIONS: dict[Kind, str] = {
+_OPERATIONS: dict[CollectiveKind, str] = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -36,18 +36,18 @@ class Network:
     latency_s: Mapping[tuple[int, int], float]
     bytes_per_s: Mapping[tuple[int, int], float]
     exchange_per_s: Mapping[tuple[int, int], float]
-    slower: Mapping[Kind, tuple[float, float]]
+    slower: Mapping[CollectiveKind, tuple[float, float]]
     lanes: float = 1.0
 
     @classmethod
     def measured(cls, links: Links, nodes: Sequence[int]) -> "Network":
         """Take what was measured; a pair of ranks that was not is as another of its two nodes."""
         size = len(nodes)
-        between: dict[tuple[int, int], Pair] = {}
+        between: dict[tuple[int, int], Link] = {}
         for pair in links.pairs:
             between.setdefault(_ordered(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
-        of_kind = {same: _median_of(links.pairs, same) for same in (True, False) if links.pairs}
+        of_kind = {same: _median_pair(links.pairs, same) for same in (True, False) if links.pairs}
         latency, rate, exchange = {}, {}, {}
         for a in range(size):
             for b in range(a + 1, size):
@@ -68,7 +68,11 @@ class Network:
         return dataclasses.replace(plain, slower=slower)
 
     def ring_s(
-        self, kind: Kind, groups: Sequence[Sequence[int]], num_bytes: float, gain: float = 1.0
+        self,
+        kind: CollectiveKind,
+        groups: Sequence[Sequence[int]],
+        num_bytes: float,
+        gain: float = 1.0,
     ) -> float:
         """Return the seconds in which all ``groups`` move their bytes in a collective.
 
@@ -81,15 +85,15 @@ class Network:
         if size == 1:
             return 0.0
         if kind == "all_to_all":
-            return self._spread_s(groups, num_bytes)
+            return self._all_to_all_s(groups, num_bytes)
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
-        rate = self.least_rate(edges, exchange=size == 2 and kind == "all_gather")
+        rate = self.min_rate(edges, exchange=size == 2 and kind == "all_gather")
         moving_s = ring_steps(kind, size) / size * num_bytes / rate
         ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
         more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
         return moving_s + (more_s / gain if more_s > 0 else more_s)
 
-    def _spread_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
+    def _all_to_all_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
         """Return the seconds in which each rank sends a part to each other of its group.
 
         One part after the other on a rank's link, and those that leave a node on its lanes.
@@ -115,7 +119,7 @@ class Network:
         """Return the bytes per second between two ranks while no others talk."""
         return self.bytes_per_s[_ordered(a, b)]
 
-    def least_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
+    def min_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
         """Return the bytes per second of the slowest of these, all at once, one direction each.
 
         ``exchange``: each is there in both directions.
@@ -136,11 +140,11 @@ def _ordered(a: int, b: int) -> tuple[int, int]:
     return (a, b) if a <= b else (b, a)
 
 
-def _median_of(pairs: Sequence[Pair], same_node: bool) -> Pair:
+def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
     """Return a pair like those of its kind, or like all where there are none."""
     kind = "same node" if same_node else "across nodes"
     alike = [pair for pair in pairs if pair.kind == kind] or list(pairs)
-    return Pair(
+    return Link(
         alike[0].ranks,
         alike[0].nodes,
         statistics.median(pair.latency_s for pair in alike),

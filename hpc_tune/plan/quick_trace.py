@@ -1,6 +1,7 @@
 """Traces that take seconds: of few blocks and few tokens, extended by straight lines.
 
-trace_step -> of_few_blocks (deep models) -> of_few_tokens (long rows on CPUs) -> of_worst_rank
+trace_step -> trace_few_blocks (deep models) -> trace_few_tokens (long rows on CPUs)
+-> trace_worst_rank
 
 python -m hpc_tune.plan.quick_trace CONFIG --world 16 model.path=shape:llama3-70b
 """
@@ -17,31 +18,31 @@ from typing import Any
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.log import configure
-from hpc_tune.plan.trace import Trace, TracedStep, TraceReport, trace_step, traced_step
+from hpc_tune.plan.trace import TracedStep, TraceFunction, TraceReport, make_traced_step, trace_step
 
-_BLOCKS = (8, 12)
-_BLOCKS_OF_A_STAGE = (2, 4)
+_FEW_BLOCKS = (8, 12)
+_FEW_STAGE_BLOCKS = (2, 4)
 # A CPU's attention is traced tile by tile.
 _MAX_TOKENS, _FEW_TOKENS = 1 << 14, 2048
 
 
-def of_few_blocks(step: TracedStep) -> TraceReport:
+def trace_few_blocks(step: TracedStep) -> TraceReport:
     """Trace two smaller depths and extend each figure to the depth of the model.
 
     Stages are taken to be equally deep.
     """
     stages = step.layout.pipeline * step.parallel.stages_per_rank
-    few, more = (stages * n for n in (_BLOCKS_OF_A_STAGE if stages > 1 else _BLOCKS))
+    few, more = (stages * n for n in (_FEW_STAGE_BLOCKS if stages > 1 else _FEW_BLOCKS))
     began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
     with tempfile.TemporaryDirectory() as folder:
         shapes = (step.shape.with_blocks(blocks, Path(folder)) for blocks in (few, more))
         low, high = (trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes)
-    report = _extended(low, high, ratio=(num_blocks - few) / (more - few))
+    report = _extrapolate(low, high, ratio=(num_blocks - few) / (more - few))
     trace_s = time.perf_counter() - began_s
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 
 
-def remembered(trace: Trace) -> Trace:
+def cached(trace: TraceFunction) -> TraceFunction:
     """Return ``trace`` for the steps of one run and layout, each size of which is traced once."""
     known: dict[tuple[int, ...], TraceReport] = {}
 
@@ -54,7 +55,7 @@ def remembered(trace: Trace) -> Trace:
     return traced
 
 
-def of_few_tokens(trace: Trace, step: TracedStep) -> TraceReport:
+def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
     """Trace a step with tiles; long or many rows by one row of fewer tokens, and one of twice that.
 
     What a step keeps grows with its tokens; a tile's scores have a size of their own.
@@ -67,11 +68,11 @@ def of_few_tokens(trace: Trace, step: TracedStep) -> TraceReport:
     few = min(length, _FEW_TOKENS)
     low = trace(dataclasses.replace(one_row, seq_len=few))
     high = trace(dataclasses.replace(one_row, seq_len=2 * few))
-    report = _extended(low, high, ratio=(rows * length - few) / few)
+    report = _extrapolate(low, high, ratio=(rows * length - few) / few)
     return dataclasses.replace(report, trace_s=low.trace_s + high.trace_s)
 
 
-def _extended(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
+def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
     """Return what lies ``ratio`` times as far from ``low`` as ``high`` does.
 
     The parts of a step are extended each by itself, since their worst moments grow or do not.
@@ -98,7 +99,7 @@ def _extended(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
     return dataclasses.replace(low, **extended | others)
 
 
-def of_worst_rank(trace: Trace, step: TracedStep) -> TraceReport:
+def trace_worst_rank(trace: TraceFunction, step: TracedStep) -> TraceReport:
     """Trace as each rank that may need most, and return the report of the one that does.
 
     Stages differ along the pipeline, the outermost axis of the ranks: the first has most
@@ -122,12 +123,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few blocks, extended")
     arguments = parser.parse_intermixed_args()
     configure(rank=0)
-    trace = of_few_blocks if arguments.quick else trace_step
+    trace = trace_few_blocks if arguments.quick else trace_step
     try:
         config = load_config(arguments.config, arguments.overrides)
-        step = traced_step(config, arguments.world)
+        step = make_traced_step(config, arguments.world)
         if arguments.rank is None:
-            report = of_worst_rank(trace, step)
+            report = trace_worst_rank(trace, step)
         else:
             report = trace(dataclasses.replace(step, rank=arguments.rank))
     except HpcTuneError as error:

@@ -17,10 +17,10 @@ from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
-from hpc_tune.memory.policy import DEVICE, HOST
-from hpc_tune.model.blocks import block_list
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, is_mixture, kinds_of, stacks_of
+from hpc_tune.model.experts import ROUTED, find_stacks, group_parameters, is_mixture
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.advice import Remedy, fits, remedies_for
@@ -29,26 +29,32 @@ from hpc_tune.plan.memory_model import (
     GPU_SLACK,
     MemorySettings,
     ModelBytes,
-    Phase,
-    Save,
+    PhaseMemory,
+    SaveMethod,
     memory_by_phase,
 )
-from hpc_tune.plan.quick_trace import of_few_blocks, of_few_tokens, of_worst_rank, remembered
-from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
-from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
+from hpc_tune.plan.quick_trace import cached, trace_few_blocks, trace_few_tokens, trace_worst_rank
+from hpc_tune.plan.resolve import (
+    ResolvedLayout,
+    min_micro_rows,
+    resolve,
+    rows_per_rank,
+    with_layout,
+)
+from hpc_tune.plan.shape import ModelShape, open_shape, planned_dtype
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_step
 from hpc_tune.step.groups import num_groups
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.size import MOMENTS, SAVED_COPIES, ModelSize, measure
+from hpc_tune.step.size import NUM_MOMENTS, SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
 
 # A trace of the whole depth is no slower there.
-_WHOLE_UP_TO = 12
+_MAX_WHOLE_BLOCKS = 12
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The memory of a run by phase; ``remedies`` are for what does not fit.
 
     ``tokens_that_fit`` is about the largest micro-batch, in tokens.
@@ -61,7 +67,7 @@ class Plan:
     seq_len: int
     machine: Machine
     trace: TraceReport
-    phases: list[Phase]
+    phases: list[PhaseMemory]
     tokens_that_fit: int
     remedies: list[Remedy]
 
@@ -77,8 +83,8 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, machine: Machine, save: Save = "streamed", masked: bool = False
-) -> Plan:
+    config: RunConfig, machine: Machine, save: SaveMethod = "streamed", masked: bool = False
+) -> MemoryPlan:
     """Plan a run on a machine that need not exist; no weights are read.
 
     ``masked``: its GPUs have no kernel for documents, see ``kernels.py``.
@@ -88,9 +94,9 @@ def make_plan(
         is none of a causal LM.
     """
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
-    micro_rows, on_gpu = least_micro_rows(batch), machine.device_bytes is not None
+    micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
     dtype, seq_len = planned_dtype(model.dtype, on_gpu), config.data.seq_len
-    with shape_of(model.path, dtype, tune, train.seed) as shape:
+    with open_shape(model.path, dtype, tune, train.seed) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
         resolved = resolve(config.parallel, size, built.config, machine)
@@ -107,22 +113,22 @@ def make_plan(
             *(tune.form, tune.has_reference),
             _num_groups(resolved, trains_tied=size.is_full and built.tied is not None),
         )
-        what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
+        what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
-        is_deep = size.blocks(built.config) > _WHOLE_UP_TO
-        trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
-        report = _of_zero(of_worst_rank(trace, step), resolved)
+        is_deep = size.blocks(built.config) > _MAX_WHOLE_BLOCKS
+        trace = partial(trace_few_tokens, cached(trace_few_blocks if is_deep else trace_step))
+        report = _adapt_to_zero(trace_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_at(rows: int, length: int, of_step: int) -> int:
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
             waiting = replace(settings, step_tokens=own_rows * of_step)
-            traced = _of_zero(trace(other), resolved)
-            return _left_in_steady(memory_by_phase(traced, machine, model_bytes, waiting), machine)
+            traced = _adapt_to_zero(trace(other), resolved)
+            return _steady_spare(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
-        tokens = _tokens_that_fit(left_at, _left_in_steady(phases, machine), micro_rows, seq_len)
-    plan = Plan(
+        tokens = _tokens_that_fit(left_at, _steady_spare(phases, machine), micro_rows, seq_len)
+    plan = MemoryPlan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
         _layout_text(resolved),
@@ -152,7 +158,7 @@ def _with_kernels(
     return replace(step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiles=attention == "tiles")
 
 
-def as_lines(plan: Plan, advice: Sequence[str]) -> list[str]:
+def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     """Return the plan as a table for a person."""
     machine, device = plan.machine, plan.machine.device_bytes
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
@@ -188,7 +194,7 @@ def as_lines(plan: Plan, advice: Sequence[str]) -> list[str]:
     return lines + [f"  - {line}" for line in advice]
 
 
-def as_json(plan: Plan, advice: Sequence[str]) -> str:
+def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
     """Return the plan as JSON for a program."""
     tree: dict[str, Any] = {**asdict(replace(plan, remedies=[])), "advice": advice}
     del tree["remedies"]
@@ -197,12 +203,12 @@ def as_json(plan: Plan, advice: Sequence[str]) -> str:
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
-def _num_groups(resolved: Resolved, trains_tied: bool) -> int:
+def _num_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
     has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
     return num_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
 
 
-def _as_traced(resolved: Resolved) -> tuple[Layout, ParallelConfig]:
+def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
     """Return the native layout whose step stands for that of ZeRO, which cannot be traced."""
     parallel = resolved.parallel
     if parallel.zero_stage is None:
@@ -212,7 +218,7 @@ def _as_traced(resolved: Resolved) -> tuple[Layout, ParallelConfig]:
     return resolved.layout, with_layout(parallel.model_copy(update=native), resolved.layout)
 
 
-def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
+def _adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
     """Return the bytes of ZeRO from those of the native layout that was traced in its place.
 
     Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
@@ -227,17 +233,17 @@ def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
     if stage == 3:
         more = 2 * min(BUCKET_VALUES * 4, trained * num)
         more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
-        return _with_more(report, more, trained + more, trained + more)
+        return _add_bytes(report, more, trained + more, trained + more)
     idle = report.idle_bytes - trained - report.optimizer_bytes + SAVED_COPIES * trained // num
     in_step = trained if stage == 1 else trained // num
     in_step += 2 * min(BUCKET_VALUES * 4, trained)
     loaded = idle - SAVED_COPIES * trained // num + trained
     more = idle - report.idle_bytes
-    found = _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
+    found = _add_bytes(report, loaded - report.loaded_bytes, more, more + in_step)
     return replace(found, optimizer_bytes=SAVED_COPIES * trained // num)
 
 
-def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
+def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
     """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
     return replace(
         report,
@@ -254,7 +260,7 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
 def _model_bytes(
     shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored, largest, mapped_share = _stored(shape.directory, built)
+    stored, largest, mapped_share = _inspect_stored(shape.directory, built)
     trained = [p for p in built.module.parameters() if p.requires_grad]
     return ModelBytes(
         size.trained_bytes,
@@ -263,23 +269,23 @@ def _model_bytes(
         size.is_full,
         mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
         # Moments in 8 bits are saved in fp32, whatever the weights are.
-        more_saved=MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
+        more_saved=NUM_MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
         largest_trained=max((p.nbytes for p in trained), default=0),
     )
 
 
 def _gathered_values(built: BuiltModel, layout: Layout) -> int:
     """Return the most values that are gathered at once: a block, its dealt experts, or a tensor."""
-    module, kinds = built.module, kinds_of(built.module)
+    module, kinds = built.module, group_parameters(built.module)
     dealt = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
-    others = [[p.numel() for p in b.parameters() if p not in dealt] for b in block_list(module)]
+    others = [[p.numel() for p in b.parameters() if p not in dealt] for b in find_blocks(module)]
     others += [[p.numel()] for p in module.parameters() if p not in dealt]
-    experts = [[p.numel() for p in b.parameters() if p in dealt] for b in block_list(module)]
+    experts = [[p.numel() for p in b.parameters() if p in dealt] for b in find_blocks(module)]
     of_rank = max(map(sum, experts)) // layout.expert if layout.expert_shard > 1 else 0
     return max(*map(sum, others), of_rank)
 
 
-def _stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, float]:
+def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, float]:
     """Return the dtypes of a model's files, the bytes of the largest tensor in them, and a share.
 
     That is of the frozen values that lie in the files as the model has them: not of experts that
@@ -297,16 +303,18 @@ def _stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, 
     dtype = getattr(built.config, "dtype", None)
     stored = dtype if isinstance(dtype, torch.dtype) else built.dtype
     largest = stored.itemsize * max(p.numel() for p in built.module.parameters())
-    stacks = sum(p.numel() for _, part in stacks_of(built.module) for p in part.parameters(False))
+    stacks = sum(p.numel() for _, part in find_stacks(built.module) for p in part.parameters(False))
     return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
 
 
-def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
+def _steady_spare(phases: Sequence[PhaseMemory], machine: Machine) -> int:
     """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
     steady = next(phase for phase in phases if phase.name == "steady")
     if machine.device_bytes is not None:
-        return int((DEVICE.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK))
-    left = int(HOST.filled * machine.host_bytes) - steady.node_bytes(machine)
+        return int(
+            (DEVICE_LIMITS.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK)
+        )
+    left = int(HOST_LIMITS.filled * machine.host_bytes) - steady.node_bytes(machine)
     return left // machine.ranks_per_node
 
 
@@ -360,6 +368,6 @@ def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
     return shorter
 
 
-def _layout_text(resolved: Resolved) -> str:
+def _layout_text(resolved: ResolvedLayout) -> str:
     stage, layout = resolved.parallel.zero_stage, resolved.layout
     return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"

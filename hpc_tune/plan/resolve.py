@@ -1,6 +1,7 @@
 """How a model is laid out on a machine: the one place that decides what the settings leave open.
 
-    parallel settings, model, machine -> choose_layout -> check_layout -> keeps_gathered -> Resolved
+    parallel settings, model, machine -> choose_layout -> check_layout -> choose_reshard
+    -> ResolvedLayout
 
 Also the rows of a micro-batch that follow from a layout.
 """
@@ -22,7 +23,7 @@ from hpc_tune.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedLayout:
     """The layout, the reason for it in words, and the settings with nothing left to choose.
 
     ``parallel`` has the axes of ``layout``, but for ZeRO, and its reshard decided. ``coordinates``
@@ -43,7 +44,7 @@ def resolve(
     machine: Machine,
     world_size: int | None = None,
     rank: int = 0,
-) -> Resolved:
+) -> ResolvedLayout:
     """Decide what ``asked`` leaves open; the same on every rank.
 
     ``model`` is the transformers config. ``world_size``: where nodes have different numbers of
@@ -59,9 +60,9 @@ def resolve(
     layout, why = choose_layout(asked, world_size, size, room, per_node)
     check_layout(layout, asked, model)
     parallel = asked if asked.zero_stage is not None else with_layout(asked, layout)
-    reshard = keeps_gathered(asked, size, layout, room)
+    reshard = choose_reshard(asked, size, layout, room)
     parallel = parallel.model_copy(update={"reshard": reshard})
-    return Resolved(layout, why, layout.coordinates(rank), parallel, machine)
+    return ResolvedLayout(layout, why, layout.coordinates(rank), parallel, machine)
 
 
 def choose_layout(
@@ -86,7 +87,7 @@ def choose_layout(
         layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
     if not parallel.suits(world_size):
-        raise ConfigError(_not_the_product(parallel, world_size))
+        raise ConfigError(_describe_mismatch(parallel, world_size))
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard
     rest = world_size // parallel.ranks_needed
@@ -115,7 +116,7 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
     return parallel.model_copy(update={**asdict(layout), "layout": "simple"})
 
 
-def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
+def choose_reshard(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
     """Return parallel.reshard with ``auto`` decided: step where a whole copy fits into ``room``."""
     if parallel.reshard != "auto":
         return parallel.reshard
@@ -148,13 +149,13 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     return problems
 
 
-def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
+def list_useless_settings(layout: Layout, parallel: ParallelConfig) -> list[str]:
     """Return, in words, the settings that do nothing in a layout."""
     if uses_fsdp(layout.shard, parallel):
         return []
     return [
         f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
-        for name, value in parallel.set_for_shards.items()
+        for name, value in parallel.shard_settings.items()
     ]
 
 
@@ -163,12 +164,12 @@ def rows_per_rank(batch: BatchConfig, layout: Layout) -> int:
     return layout.rows_per_rank(batch.global_size)
 
 
-def least_micro_rows(batch: BatchConfig) -> int:
+def min_micro_rows(batch: BatchConfig) -> int:
     """Return the rows of a micro-batch that there must be memory for; ``auto`` needs one."""
     return 1 if batch.micro_size == "auto" else batch.micro_size
 
 
-def most_micro_rows(batch: BatchConfig, layout: Layout) -> int:
+def max_micro_rows(batch: BatchConfig, layout: Layout) -> int:
     """Return the rows of a micro-batch that a run tries, where memory allows it."""
     if batch.micro_size != "auto":
         return batch.micro_size
@@ -177,7 +178,7 @@ def most_micro_rows(batch: BatchConfig, layout: Layout) -> int:
     return rows if layout.pipeline == 1 else max(1, rows // (4 * layout.pipeline))
 
 
-def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
+def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
     axes, start = parallel.axes, f"start {parallel.ranks_in_words}"
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
     split = (parallel.tensor or 1) * (parallel.pipeline or 1)
@@ -185,7 +186,7 @@ def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
         others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
         advice = f"{start}, or change {' and '.join(others)}"
     else:
-        advice = f"{start}, {_replicate_or_shard(parallel, world_size // split)}"
+        advice = f"{start}, {_suggest_axes(parallel, world_size // split)}"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"{settings} on {ranks}: expected replicate x shard x tensor x pipeline = "
@@ -193,7 +194,7 @@ def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
     )
 
 
-def _replicate_or_shard(parallel: ParallelConfig, left: int) -> str:
+def _suggest_axes(parallel: ParallelConfig, left: int) -> str:
     """Return what replicate and shard may be for ``left`` ranks, which they do not multiply to."""
     given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
     given = {name: size for name, size in given.items() if size is not None}

@@ -14,8 +14,8 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.language import read_config, read_shape
-from hpc_tune.model.shapes import nearest_shape, shape_directory, shape_names
+from hpc_tune.model.language import read_config, read_language_config
+from hpc_tune.model.shapes import find_nearest_shape, shape_directory, shape_names
 from hpc_tune.model.shrink import LAYERS
 
 
@@ -35,7 +35,7 @@ class ModelShape:
     @property
     def num_blocks(self) -> int:
         """Its decoder blocks."""
-        return _blocks_of(read_shape(self.directory))[1]
+        return _find_num_blocks(read_language_config(self.directory))[1]
 
     def with_blocks(self, num_blocks: int, directory: Path) -> "ModelShape":
         """Return such a model with another number of blocks; ``directory`` gets its config.json.
@@ -47,7 +47,7 @@ class ModelShape:
         written: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
         inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
         part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
-        name, before = _blocks_of(text)
+        name, before = _find_num_blocks(text)
         for key, value in list(part.items()):
             if key in LAYERS:  # another name of the same number
                 del part[key]
@@ -58,7 +58,7 @@ class ModelShape:
         return replace(self, directory=directory)
 
 
-def _blocks_of(config: Any) -> tuple[str, int]:
+def _find_num_blocks(config: Any) -> tuple[str, int]:
     """Return how a language model's configuration calls the number of its blocks, and that.
 
     What is stored counts blocks; ``num_hidden_layers`` may be twice that (LongCat's have two), and
@@ -75,7 +75,7 @@ def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def shape_of(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iterator[ModelShape]:
+def open_shape(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iterator[ModelShape]:
     """Yield the shape of ``model.path``; builtin:tiny is written for it.
 
     Raises:
@@ -86,7 +86,8 @@ def shape_of(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iter
         if not directory.is_dir():
             raise ConfigError(
                 f"model.path={path}: no such directory here. A plan needs its config.json alone; "
-                f"without that, plan a published model like it: model.path={nearest_shape(path)} "
+                f"without that, plan a published model like it: "
+                f"model.path={find_nearest_shape(path)} "
                 f"(there is {', '.join(shape_names())})"
             )
         yield ModelShape(directory, dtype, tune, seed)

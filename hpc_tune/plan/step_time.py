@@ -19,14 +19,14 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.plan.network import Network
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import (
-    ENDS,
+    FIRST_AND_LAST_STAGE,
     Message,
     expert_messages,
-    gathered_weights,
-    summed_gradients,
+    gradient_messages,
     tensor_messages,
+    weight_messages,
 )
-from hpc_tune.step.plan import Micro, StepPlan
+from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.size import ModelSize
 
 # The sums of a step's tokens, loss, gradient norm and memory.
@@ -83,7 +83,7 @@ class StepTime:
 class TensorTime:
     """What the messages of the tensor axis take: seconds of their bytes, and how many they are."""
 
-    moving_s: float
+    transfer_s: float
     num_sums: int
 
 
@@ -106,8 +106,8 @@ def step_time(
     rows = layout.rows_per_rank(work.global_rows)
     num_micro = math.ceil(rows / micro_rows)
     tokens = min(micro_rows, rows) * work.seq_len
-    placed = _Placed(layout, ranks, network, compute.sync_s)
-    kinds = _kinds_of_places(plan)
+    placed = _RankLayout(layout, ranks, network, compute.sync_s)
+    kinds = _representative_ranks(plan)
     waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
     stages_s = [stage_s / gain for stage_s in _stages_s(plan, tokens, compute)]
     micro = [(tokens, tokens)]
@@ -122,38 +122,40 @@ def step_time(
     if compute.overlaps:
         # The next block is gathered while one computes; the first has nothing to hide behind.
         hidden_s = sum(stages_s) / len(stages_s)
-        waits_s = {k: max(s - hidden_s, s / plan.units_of(k)) for k, s in waits_s.items()}
+        waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
         waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, place=kind))
         waits_s[kind] += placed.sums_s(expert_messages(plan, micro, place=kind))
-    passes = _Passes(
+    passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
-        placed.hops_s(plan.values(micro) * plan.wire_itemsize),
+        placed.hops_s(plan.values(micro) * plan.activation_itemsize),
         num_micro,
         parallel.stages_per_rank,
     )
     sharing = compute.sharing / gain
     reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
-    if plan.sums_beside_backward:
+    if plan.overlaps_gradient_sums:
         # The last backward pass is two thirds of a micro-batch's time; the last piece has nothing
         # to hide behind.
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / plan.num_gradient_pieces)
-    reducing_s += _SMALL_SUMS * placed.sync_of(layout.size)
-    update_s = max(map(plan.updated_by, {*kinds})) * compute.update_s / gain
+    reducing_s += _SMALL_SUMS * placed.sync_time_s(layout.size)
+    update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / gain
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
     return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
 
 
-def tensor_s(plan: StepPlan, ranks: Sequence[int], network: Network, micro: Micro) -> TensorTime:
+def tensor_time(
+    plan: StepPlan, ranks: Sequence[int], network: Network, micro: MicroTokens
+) -> TensorTime:
     """Return the seconds in which a rank's blocks, all of a model, sum up a micro-batch's work."""
-    placed = _Placed(plan.layout, ranks, network, 1.0)
+    placed = _RankLayout(plan.layout, ranks, network, 1.0)
     messages = [*tensor_messages(plan, [micro])]
-    return TensorTime(sum(map(placed.moving_s, messages)), sum(m.times for m in messages))
+    return TensorTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _RankLayout:
     """A layout whose positions are taken by ranks."""
 
     layout: Layout
@@ -163,11 +165,13 @@ class _Placed:
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Return the ranks of each group along these axes, in order."""
-        groups = self.layout.groups(*(("pipeline",) if axes == ENDS else axes))
+        groups = self.layout.groups(*(("pipeline",) if axes == FIRST_AND_LAST_STAGE else axes))
         placed = [[self.ranks[position] for position in group] for group in groups]
-        return [[group[0], group[-1]] for group in placed] if axes == ENDS else placed
+        return (
+            [[group[0], group[-1]] for group in placed] if axes == FIRST_AND_LAST_STAGE else placed
+        )
 
-    def moving_s(self, message: Message, gain: float = 1.0) -> float:
+    def transfer_s(self, message: Message, gain: float = 1.0) -> float:
         """Return the seconds of all its bytes; ``gain``: see ``Network.ring_s``."""
         if message.ranks == 1:
             return 0.0
@@ -176,9 +180,9 @@ class _Placed:
 
     def sums_s(self, messages: Iterable[Message]) -> float:
         """Return the seconds of messages one after the other, each of which all ranks wait for."""
-        return sum(self.moving_s(m) + m.times * self.sync_of(m.ranks) for m in messages)
+        return sum(self.transfer_s(m) + m.times * self.sync_time_s(m.ranks) for m in messages)
 
-    def sync_of(self, size: int) -> float:
+    def sync_time_s(self, size: int) -> float:
         """Return what it takes ``size`` ranks to wait for each other: as a tree does."""
         everyone = len(self.network.nodes)
         return self.sync_s * math.log2(size) / math.log2(everyone) if size > 1 else 0.0
@@ -190,12 +194,12 @@ class _Placed:
         for start in range(0, width * (self.layout.pipeline - 1), width):
             edges = [(self.ranks[start + i], self.ranks[start + width + i]) for i in range(width)]
             latency = max(self.network.latency(a, b) for a, b in edges)
-            hops.append(latency + num_bytes / self.network.least_rate(edges))
+            hops.append(latency + num_bytes / self.network.min_rate(edges))
         return hops
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _PipelineTime:
     """All micro-batches forward and backward: seconds of each rank's stages for one of them.
 
     ``waits_s``: those in which they wait for messages within themselves, for one micro-batch.
@@ -233,12 +237,12 @@ class _Passes:
         return self.seconds(sharing) - silent.seconds(sharing)
 
 
-def _kinds_of_places(plan: StepPlan) -> list[int]:
+def _representative_ranks(plan: StepPlan) -> list[int]:
     """Return for each place on the pipeline axis the first one that holds and sends as much."""
     first: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
     alike = [
-        (place == 0, place == last, len(plan.blocks_of(place)), *plan.held_by(place))
+        (place == 0, place == last, len(plan.rank_blocks(place)), *plan.rank_weights(place))
         for place in range(plan.layout.pipeline)
     ]
     return [first.setdefault(of_place, place) for place, of_place in enumerate(alike)]
@@ -246,35 +250,37 @@ def _kinds_of_places(plan: StepPlan) -> list[int]:
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    stages = [len(plan.blocks_of(place)) * compute.block_s for place in range(plan.layout.pipeline)]
+    stages = [
+        len(plan.rank_blocks(place)) * compute.block_s for place in range(plan.layout.pipeline)
+    ]
     stages[-1] += compute.head_s
     return [tokens * stage / plan.layout.tensor for stage in stages]
 
 
 def _gathering_s(
-    plan: StepPlan, placed: _Placed, num_micro: int, unshard_s: float, place: int, gain: float
+    plan: StepPlan, placed: _RankLayout, num_micro: int, unshard_s: float, place: int, gain: float
 ) -> float:
     """Return the seconds of a step in which a rank's weights are gathered, hidden or not (FSDP2).
 
     ``gain``: how many times as fast processors are as when all ranks gathered.
     """
-    messages = [*gathered_weights(plan, num_micro, place)]
+    messages = [*weight_messages(plan, num_micro, place)]
     if not messages or plan.layout.shard == 1:
         return 0.0
     copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / gain
-    times = plan.units_of(place) * max(m.times for m in messages)
-    waiting_s = times * placed.sync_of(plan.layout.shard)
-    return copying_s + sum(placed.moving_s(m, gain) for m in messages) + waiting_s
+    times = plan.num_fsdp_units(place) * max(m.times for m in messages)
+    waiting_s = times * placed.sync_time_s(plan.layout.shard)
+    return copying_s + sum(placed.transfer_s(m, gain) for m in messages) + waiting_s
 
 
-def _reducing_s(plan: StepPlan, placed: _Placed, num_micro: int, place: int) -> float:
+def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, place: int) -> float:
     """Return the seconds in which a step's gradients are added up.
 
     What is sharded is added up unit by unit, all else that goes over the same ranks at once.
     """
-    messages = [*summed_gradients(plan, num_micro, place)]
+    messages = [*gradient_messages(plan, num_micro, place)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}
     for m in messages:
-        num_units = plan.units_of(place) if m.axes in _UNIT_BY_UNIT else 1
-        waits[m.kind, m.axes] = m.times * num_units * placed.sync_of(m.ranks)
-    return sum(map(placed.moving_s, messages)) + sum(waits.values())
+        num_units = plan.num_fsdp_units(place) if m.axes in _UNIT_BY_UNIT else 1
+        waits[m.kind, m.axes] = m.times * num_units * placed.sync_time_s(m.ranks)
+    return sum(map(placed.transfer_s, messages)) + sum(waits.values())

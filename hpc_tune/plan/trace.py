@@ -31,23 +31,23 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
-from hpc_tune.engine.activation_checkpoint import outside_modes
-from hpc_tune.engine.adamw_8bit import Quantized
+from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.adamw_8bit import QuantizedMoment
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import sorted_rows, tiled_attention
-from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import one_by_one_in_32_bits
+from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.experts import looping_over_experts_in_fp32
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.attention_scratch import with_scratch
+from hpc_tune.plan.attention_scratch import simulating_scratch
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.resolve import least_micro_rows, resolve
+from hpc_tune.plan.resolve import min_micro_rows, resolve
 from hpc_tune.plan.shape import ModelShape, planned_dtype
-from hpc_tune.plan.traced_memory import TracedMemory, replaced
+from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
@@ -56,12 +56,12 @@ _all_gather = torch_versions.all_gather
 DEVICE = torch.device("cpu")
 # Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
 # micro-batches, though above it in the fullest.
-NARROWER = 1.125
-DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
+ROW_MARGIN = 1.125
+DOCUMENT_TOKENS = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 # A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
 # nor be given memory in place; and DTensor asks whole tensors for the shapes of its results.
-_REAL = (
+_OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
     (native, "Mesh"),
     (native, "cut_stages"),
@@ -117,7 +117,7 @@ class TracedStep:
     Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens, of ``global_rows`` in a step of
     all ranks; every token carries loss and attention has the mask of packed rows: the most that a
     batch can ask for. ``for_gpu`` decides how many tokens have logits at once. ``has_kernel``:
-    attention takes documents without a mask, in rows of documents of ``DOCUMENT`` tokens.
+    attention takes documents without a mask, in rows of documents of ``DOCUMENT_TOKENS`` tokens.
     ``has_tiles``: a CPU's attention does, in rows that are whole documents.
     """
 
@@ -153,7 +153,7 @@ class TracedStep:
         return min(enough, -(-rows // self.micro_rows))
 
 
-Trace = Callable[[TracedStep], TraceReport]
+TraceFunction = Callable[[TracedStep], TraceReport]
 
 
 def trace_step(step: TracedStep) -> TraceReport:
@@ -165,23 +165,18 @@ def trace_step(step: TracedStep) -> TraceReport:
     began_s = time.perf_counter()
     built, layout, world_size = step.shape.build(), step.layout, step.layout.size
     most = RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES
-    memory = TracedMemory(int(NARROWER * most), trims=layout.shard > 1)
+    memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.of(built, layout, step.parallel)
-    more = contextlib.ExitStack()
-    if step.has_kernel:
-        more.enter_context(with_scratch())
-    if not step.for_gpu:
-        more.enter_context(replaced(torch_versions, "all_gather", _gathered_by_gloo))
-        more.enter_context(replaced(sorted_rows, "traced_padding", sorted_rows.likely_padding))
-    with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), more:
+    world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
+    with world, experts, fake, memory.watch(), _as_on_device(step):
         engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
         for stage in engine._stages:
             stage.module.within_documents &= step.has_tiles
             stage.module.has_kernel = step.has_kernel
             stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
-        document = step.seq_len if step.has_tiles else DOCUMENT
+        document = step.seq_len if step.has_tiles else DOCUMENT_TOKENS
         batches = [_batch(step.micro_rows, step.seq_len, document) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
         loaded_bytes = memory.live_bytes
@@ -212,9 +207,22 @@ def trace_step(step: TracedStep) -> TraceReport:
         heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
         kernel_bytes=kernel_bytes,
-        shards=_shards(engine),
+        shards=_count_shards(engine),
         parts=parts,
     )
+
+
+def _as_on_device(step: TracedStep) -> contextlib.ExitStack:
+    """Return a context in which operations allocate what they do on the step's device."""
+    contexts = contextlib.ExitStack()
+    if step.has_kernel:
+        contexts.enter_context(simulating_scratch())
+    if not step.for_gpu:
+        gather = replaced_attribute(torch_versions, "all_gather", _gather_like_gloo)
+        padding = replaced_attribute(sorted_rows, "traced_padding", sorted_rows.likely_padding)
+        contexts.enter_context(gather)
+        contexts.enter_context(padding)
+    return contexts
 
 
 def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
@@ -224,7 +232,7 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     wait. That of a shallow one may be in another, and is then the same at any depth: with the
     embedding gathered, at the first block's forward or backward pass.
     """
-    blocks = list(block_list(module))
+    blocks = list(find_blocks(module))
 
     def mark(block: Any, args: Any, out: Any) -> None:
         memory.begin_part("upper half")
@@ -254,7 +262,7 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
         for state in engine._adamw.state.values()
         for name, moment in state.items()
         if name != "step"
-        for tensor in (moment.tensors if isinstance(moment, Quantized) else (moment,))
+        for tensor in (moment.tensors if isinstance(moment, QuantizedMoment) else (moment,))
     ]
     return (
         _stored_bytes(p for p in held if full or not p.requires_grad),
@@ -264,7 +272,7 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
     )
 
 
-def _shards(engine: NativeEngine) -> dict[int, int]:
+def _count_shards(engine: NativeEngine) -> dict[int, int]:
     """Return how many sharded weights have so many bytes on this rank, by bytes."""
     held = (p for stage in engine._stages for p in stage.module.parameters())
     return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
@@ -289,15 +297,19 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with contextlib.ExitStack() as changes:
-            for owner, name in _REAL:
-                changes.enter_context(replaced(owner, name, outside_modes(getattr(owner, name))))
-            changes.enter_context(replaced(dist, "isend", lambda *args, **kwargs: _Sent()))
+            for owner, name in _OUTSIDE_FAKE_MODE:
+                changes.enter_context(
+                    replaced_attribute(owner, name, without_dispatch_modes(getattr(owner, name)))
+                )
+            changes.enter_context(
+                replaced_attribute(dist, "isend", lambda *args, **kwargs: _SentMessage())
+            )
             yield
     finally:
         dist.destroy_process_group()
 
 
-def _gathered_by_gloo(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _gather_like_gloo(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Gather with a copy of all that is gathered, which gloo makes for as long as it takes."""
     copy = torch.empty_like(out)
     done = _all_gather(out, *args, **kwargs)
@@ -305,7 +317,7 @@ def _gathered_by_gloo(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return done
 
 
-class _Sent:
+class _SentMessage:
     """A message that has arrived: those of the fake group never do."""
 
     def is_completed(self) -> bool:
@@ -315,7 +327,7 @@ class _Sent:
         pass
 
 
-def traced_step(config: RunConfig, world_size: int) -> TracedStep:
+def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     """Return what is traced of a configuration, resolved for ranks of ``DEVICE_BYTES``."""
     asked = config.parallel
     if asked.zero_stage is not None:
@@ -327,7 +339,7 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     shape = ModelShape(shape_directory(config.model.path), dtype, config.tune, config.train.seed)
     built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
-    rows = least_micro_rows(config.batch)
+    rows = min_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
     kernels = kernels_of(built.config, dtype, config.train.compiles)
     has_kernel = kernels.attention == "varlen"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_tune.model import tiled_attention
 from hpc_tune.plan.heap import Heap
-from hpc_tune.world.affinity import KERNELS_KEPT
+from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 
 # oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
 # was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
@@ -22,9 +22,9 @@ KERNEL_BYTES = 258376
 # One of so many blocks leaves an object of as many bytes for the rest of the step: nodes of the
 # graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 LEAVING_BLOCKS, LEFT_BYTES = 4, 64
-GROUPED = torch.ops.aten._grouped_mm
-PRODUCTS = {
-    GROUPED,
+GROUPED_MM = torch.ops.aten._grouped_mm
+MATMULS = {
+    GROUPED_MM,
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
     torch.ops.aten.bmm,
@@ -73,7 +73,7 @@ class TracedMemory(TorchDispatchMode):
     def begin_part(self, part: str) -> None:
         """Count what follows as another part of the phase."""
         self._part = part
-        self._count()
+        self._update_peak()
 
     @property
     def peak_bytes(self) -> int:
@@ -94,9 +94,9 @@ class TracedMemory(TorchDispatchMode):
         def tracked(storage: torch.UntypedStorage, num_bytes: int) -> None:
             resize(storage, num_bytes)
             if id(storage) in self._sizes:
-                self._change(id(storage), num_bytes)
+                self._resize(id(storage), num_bytes)
 
-        with replaced(torch.UntypedStorage, "resize_", tracked), self:
+        with replaced_attribute(torch.UntypedStorage, "resize_", tracked), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,14 +106,14 @@ class TracedMemory(TorchDispatchMode):
             return 1  # a step reads its loss and norm, to report them
         if func is torch.ops.aten.nonzero.default:
             return self._nonzero(args[0])
-        self._note_product(func, args)
+        self._note_matmul(func, args)
         if func is torch.ops.hpc_tune.document_attention.default:
             with self:  # its tiles are seen too
                 return tiled_attention.forward(*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                self._see(leaf.untyped_storage())
+                self._track(leaf.untyped_storage())
         return result
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class TracedMemory(TorchDispatchMode):
             self._num_hit = mask.numel()
         count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit)
         places = mask.new_empty((count, mask.dim()), dtype=torch.int64)
-        self._see(places.untyped_storage())
+        self._track(places.untyped_storage())
         return places
 
     @property
@@ -129,35 +129,35 @@ class TracedMemory(TorchDispatchMode):
         """Bytes of the kernels that oneDNN keeps."""
         return len(self._kernels) * KERNEL_BYTES
 
-    def _note_product(self, func: Any, args: Any) -> None:
+    def _note_matmul(self, func: Any, args: Any) -> None:
         """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten.
 
         One that is grouped has a kernel for each number of rows of an expert, which differ from
         layer to layer and from step to step: it makes as many as are kept.
         """
-        if func.overloadpacket not in PRODUCTS or args[0].element_size() != 2:
+        if func.overloadpacket not in MATMULS or args[0].element_size() != 2:
             return
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         key = func.overloadpacket, *((f.shape, f.stride()) for f in factors)
-        if func.overloadpacket is GROUPED:
-            for number in range(KERNELS_KEPT - len(self._kernels)):
+        if func.overloadpacket is GROUPED_MM:
+            for number in range(ONEDNN_CACHE_SIZE - len(self._kernels)):
                 of_number = (*key, number)
                 self._kernels[of_number] = self._heap.allocate(KERNEL_BYTES)
             return
         if key not in self._kernels:
-            if len(self._kernels) == KERNELS_KEPT:
+            if len(self._kernels) == ONEDNN_CACHE_SIZE:
                 self._heap.free(self._kernels.popitem(last=False)[1])
             self._kernels[key] = self._heap.allocate(KERNEL_BYTES)
         self._kernels.move_to_end(key)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._forget, key)
-        self._change(key, storage.nbytes())
+        self._resize(key, storage.nbytes())
 
-    def _change(self, key: int, num_bytes: int) -> None:
+    def _resize(self, key: int, num_bytes: int) -> None:
         before = self._sizes[key]
         if num_bytes == before:
             return
@@ -167,32 +167,32 @@ class TracedMemory(TorchDispatchMode):
             self._heap.free(block)
             self._in_heap -= self._bytes_in_heap.pop(key, 0)
         if num_bytes > 0:
-            self._place(key, num_bytes)
+            self._allocate(key, num_bytes)
             self._num_allocated += 1
             if self._num_allocated % LEAVING_BLOCKS == 0:
                 self._heap.leave(LEFT_BYTES)
-        self._count()
+        self._update_peak()
 
-    def _place(self, key: int, num_bytes: int) -> None:
+    def _allocate(self, key: int, num_bytes: int) -> None:
         if num_bytes < self._heap_block_bytes or self._heap.has_room(num_bytes):
             self._blocks[key] = self._heap.allocate(num_bytes)
             self._bytes_in_heap[key] = num_bytes
             self._in_heap += num_bytes
         else:
-            self._blocks[key] = self._heap.objects()
+            self._blocks[key] = self._heap.allocate_objects()
 
-    def _count(self) -> None:
+    def _update_peak(self) -> None:
         heap = self.live_bytes - self._in_heap + self._heap.resident
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
         self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
 
     def _forget(self, key: int) -> None:
-        self._change(key, 0)
+        self._resize(key, 0)
         del self._sizes[key]
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object within a block."""
     before = getattr(owner, name)
     setattr(owner, name, value)

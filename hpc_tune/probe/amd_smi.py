@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def open_library(folder: Path) -> Any:
+def open_amd_smi(folder: Path) -> Any:
     """Return the library, ready to be asked; None where it or AMD's driver is not there.
 
     ``folder`` is where the kernel shows its devices.
@@ -33,7 +33,7 @@ def open_library(folder: Path) -> Any:
     return amdsmi
 
 
-def energy_of(amdsmi: Any, address: str) -> Callable[[], float]:
+def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
     """Return what reads the joules of the GPU with this PCI address.
 
     Raises:

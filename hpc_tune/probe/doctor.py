@@ -16,11 +16,11 @@ from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure
-from hpc_tune.probe.facts import Cores, facts_of
+from hpc_tune.probe.facts import LaunchCores, collect_facts
 from hpc_tune.probe.findings import find_problems
-from hpc_tune.probe.links import measure
-from hpc_tune.probe.products import measure_products
-from hpc_tune.probe.table import as_dict, as_lines
+from hpc_tune.probe.links import measure_links
+from hpc_tune.probe.products import measure_matmuls
+from hpc_tune.probe.table import report_dict, report_lines
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import ancestors
@@ -44,7 +44,7 @@ def run_doctor(
     Raises:
         WorldError: if the ranks cannot connect; the message says what is wrong.
     """
-    cores = Cores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
+    cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_master(os.environ)
     # GPUs that no rank uses are a finding here, with all others.
     comm = bootstrap(config.run, refuses_unused=False)
@@ -55,18 +55,18 @@ def run_doctor(
     folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
     if links_s is None:
         links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
-    links = measure(comm, links_s)
-    products = measure_products(comm, products_s)
+    links = measure_links(comm, links_s)
+    products = measure_matmuls(comm, products_s)
     # After the first communicator: by then NCCL has loaded its plugin, or has not.
-    facts = facts_of(comm, cores, folders, config.memory.host_limit, config.run.device)
+    facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
     ranks = comm.gather(replace(facts, products=products))
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if as_json:
-            print(json.dumps(as_dict(ranks, links, findings), indent=1))
+            print(json.dumps(report_dict(ranks, links, findings), indent=1))
         else:
             colours = is_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
-            print("\n".join(as_lines(ranks, links, findings, colours)))
+            print("\n".join(report_lines(ranks, links, findings, colours)))
         sys.stdout.flush()
     shutdown(comm)
     broken = any(finding.level == "error" for finding in findings)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_tune.errors import first_line
 from hpc_tune.probe import amd_smi
-from hpc_tune.probe.gpu_state import open_driver
+from hpc_tune.probe.gpu_state import open_nvml
 from hpc_tune.world.numa import SYS
 
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
@@ -25,12 +25,12 @@ MAX_W = 1000.0  # more than a package draws: of two readings that are further ap
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter of it"
 _BACKWARDS = "its counter went backwards"
-_UNSEEN = "its counter may have begun again unseen"
-_STILL = "its counter stood still"
+_MISSED_WRAP = "its counter may have begun again unseen"
+_STOOD_STILL = "its counter stood still"
 
 
 @dataclass(frozen=True)
-class Counter:
+class EnergyCounter:
     """One counter. ``read`` returns joules since some time; where it is not there, ``why`` says so.
 
     ``wrap_j``: where it begins again at 0; None if it does not.
@@ -55,7 +55,7 @@ class PartEnergy:
     why: str = ""
 
 
-def joules_between(counter: Counter, before_j: float, now_j: float, gap_s: float) -> float:
+def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s: float) -> float:
     """Return the joules between two readings that are ``gap_s`` apart (pure).
 
     Raises:
@@ -67,7 +67,7 @@ def joules_between(counter: Counter, before_j: float, now_j: float, gap_s: float
             raise ValueError(_BACKWARDS)
         return spent_j
     if gap_s * MAX_W > counter.wrap_j:
-        raise ValueError(_UNSEEN)
+        raise ValueError(_MISSED_WRAP)
     if spent_j < 0:
         spent_j += counter.wrap_j
     if not 0 <= spent_j <= MAX_W * (gap_s + 1.0):
@@ -76,10 +76,10 @@ def joules_between(counter: Counter, before_j: float, now_j: float, gap_s: float
 
 
 @dataclass
-class _Account:
+class _CounterTotal:
     """A counter's newest reading, and what it has counted before; ``why`` once it is not known."""
 
-    counter: Counter
+    counter: EnergyCounter
     why: str = ""
     joules: float = 0.0
     newest_j: float | None = None
@@ -102,20 +102,20 @@ class _Account:
 
 
 @dataclass
-class NodeMeter:
+class EnergyMeter:
     """Adds up what the counters of this node count from its begin on.
 
     Where one of them begins again within minutes, a thread reads them too.
     """
 
-    counters: Sequence[Counter]
+    counters: Sequence[EnergyCounter]
     clock: Callable[[], float] = time.monotonic
-    _accounts: list[_Account] = field(default_factory=list)
+    _accounts: list[_CounterTotal] = field(default_factory=list)
     _reading: threading.Lock = field(default_factory=threading.Lock)
-    _over: threading.Event = field(default_factory=threading.Event)
+    _has_ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._accounts = [_Account(counter) for counter in self.counters]
+        self._accounts = [_CounterTotal(counter) for counter in self.counters]
         self.read()
         if any(a.counter.wrap_j is not None and not a.why for a in self._accounts):
             threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
@@ -128,42 +128,42 @@ class NodeMeter:
 
     def end(self) -> dict[str, PartEnergy]:
         """Read a last time; return what each part of the node has taken."""
-        self._over.set()
+        self._has_ended.set()
         self.read()
         with self._reading:
             for account in self._accounts:
                 if not account.why and account.joules == 0:
-                    account.why = _STILL
+                    account.why = _STOOD_STILL
         parts = dict.fromkeys(account.counter.part for account in self._accounts)
-        return {part: self._of(part) for part in parts}
+        return {part: self._part_energy(part) for part in parts}
 
-    def _of(self, part: str) -> PartEnergy:
+    def _part_energy(self, part: str) -> PartEnergy:
         accounts = [account for account in self._accounts if account.counter.part == part]
         known = [account.joules for account in accounts if not account.why]
         why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
         return PartEnergy(sum(known), len(known), len(accounts), why)
 
     def _keep_reading(self) -> None:
-        while not self._over.wait(READ_EVERY_S):
+        while not self._has_ended.wait(READ_EVERY_S):
             self.read()
 
 
-def counters_of_node(gpus: Sequence[str], folder: Path = SYS) -> list[Counter]:
+def find_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter]:
     """Return the counters of this node, and of its ``gpus`` by their PCI addresses.
 
     ``folder`` is where the kernel shows its devices.
     """
-    nvml, amdsmi = (open_driver(), amd_smi.open_library(folder)) if gpus else (None, None)
-    counters = [_of_gpu(nvml, amdsmi, address, folder) for address in gpus]
+    nvml, amdsmi = (open_nvml(), amd_smi.open_amd_smi(folder)) if gpus else (None, None)
+    counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
     powercap = folder / "class" / "powercap"
-    counters += _rapl(powercap) or [Counter(CPUS, str(powercap), why=_NO_RAPL)]
+    counters += _rapl_counters(powercap) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
     node = folder / "cray" / "pm_counters" / "energy"
     if node.exists():  # its lines: 123 J 1700000000000000 us
-        counters.append(Counter(NODE, str(node), lambda: float(node.read_text().split()[0])))
+        counters.append(EnergyCounter(NODE, str(node), lambda: float(node.read_text().split()[0])))
     return counters
 
 
-def _of_gpu(nvml: Any, amdsmi: Any, address: str, folder: Path) -> Counter:
+def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCounter:
     """Return the counter of one GPU: of the whole of it, also where a rank has but a slice."""
     why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
     if nvml is not None and address:
@@ -177,24 +177,24 @@ def _of_gpu(nvml: Any, amdsmi: Any, address: str, folder: Path) -> Counter:
             def of_driver() -> float:
                 return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-            return Counter(GPUS, name, of_driver)
+            return EnergyCounter(GPUS, name, of_driver)
     if amdsmi is not None and address:
         try:
-            return Counter(GPUS, name, amd_smi.energy_of(amdsmi, address))
+            return EnergyCounter(GPUS, name, amd_smi.make_energy_reader(amdsmi, address))
         except amdsmi.AmdSmiException as error:
             why = f"AMD's library says {first_line(error)}"
     device = folder / "bus" / "pci" / "devices" / address
     for file in sorted(device.glob("hwmon/hwmon*/energy1_input")) if address else ():
-        return Counter(GPUS, name, _microjoules(file))
-    return Counter(GPUS, name, why=why)
+        return EnergyCounter(GPUS, name, _make_microjoule_reader(file))
+    return EnergyCounter(GPUS, name, why=why)
 
 
-def _rapl(folder: Path) -> list[Counter]:
+def _rapl_counters(folder: Path) -> list[EnergyCounter]:
     """Return the packages, and their memory; their other zones are parts of these."""
-    return list(_zones(sorted(folder.glob("intel-rapl:*"))))
+    return list(_zone_counters(sorted(folder.glob("intel-rapl:*"))))
 
 
-def _zones(zones: Sequence[Path]) -> Iterator[Counter]:
+def _zone_counters(zones: Sequence[Path]) -> Iterator[EnergyCounter]:
     for zone in zones:
         try:
             kind = (zone / "name").read_text().strip()
@@ -203,11 +203,11 @@ def _zones(zones: Sequence[Path]) -> Iterator[Counter]:
                 continue
             wrap_j = int((zone / "max_energy_range_uj").read_text()) / 1e6
         except (OSError, ValueError) as error:
-            yield Counter(CPUS, str(zone), why=getattr(error, "strerror", None) or str(error))
+            yield EnergyCounter(CPUS, str(zone), why=getattr(error, "strerror", None) or str(error))
             continue
         file = zone / "energy_uj"
-        yield Counter(part, str(file), _microjoules(file), wrap_j)
+        yield EnergyCounter(part, str(file), _make_microjoule_reader(file), wrap_j)
 
 
-def _microjoules(file: Path) -> Callable[[], float]:
+def _make_microjoule_reader(file: Path) -> Callable[[], float]:
     return lambda: int(file.read_text()) / 1e6

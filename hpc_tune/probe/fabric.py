@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedVariable:
     """A variable and the value that sites set; ``others``: further values that do as well."""
 
     name: str
@@ -24,30 +24,30 @@ class Expected:
 
 
 _SLINGSHOT = (
-    Expected("NCCL_NET_GDR_LEVEL", "PHB", ("3",)),
-    Expected("NCCL_CROSS_NIC", "1"),
-    Expected("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
-    Expected("FI_CXI_DEFAULT_TX_SIZE", "2048", ("16384",)),
-    Expected("FI_CXI_RX_MATCH_MODE", "hybrid", ("software",)),
-    Expected("FI_MR_CACHE_MONITOR", "userfaultfd", ("kdreg2",)),
-    Expected("FI_CXI_DISABLE_HOST_REGISTER", "1"),
+    ExpectedVariable("NCCL_NET_GDR_LEVEL", "PHB", ("3",)),
+    ExpectedVariable("NCCL_CROSS_NIC", "1"),
+    ExpectedVariable("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
+    ExpectedVariable("FI_CXI_DEFAULT_TX_SIZE", "2048", ("16384",)),
+    ExpectedVariable("FI_CXI_RX_MATCH_MODE", "hybrid", ("software",)),
+    ExpectedVariable("FI_MR_CACHE_MONITOR", "userfaultfd", ("kdreg2",)),
+    ExpectedVariable("FI_CXI_DISABLE_HOST_REGISTER", "1"),
 )
-_SLINGSHOT_AMD = (Expected("FI_CXI_RDZV_PROTO", "alt_read"),)
-NEED_PLUGIN = ("Slingshot", "EFA")
+_SLINGSHOT_AMD = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
+PLUGIN_NETWORKS = ("Slingshot", "EFA")
 _LL128_SINCE = (2, 27)  # NCCL's tuning chooses it over Slingshot from there on
-NAMES = (
+VARIABLE_NAMES = (
     *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
     "NCCL_PROTO",
 )
 
 
-def sends_by_tcp(kinds: Sequence[str], library: str, plugin: str, socket_names: str) -> str | None:
+def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: str) -> str | None:
     """Return a warning where NCCL sends by TCP, on nodes whose cards need a plugin (pure).
 
     ``kinds`` of the node's cards; ``plugin`` is the one that is loaded, after the first
     communicator; ``socket_names`` is NCCL_SOCKET_IFNAME.
     """
-    kind = next((kind for kind in kinds if kind in NEED_PLUGIN), None)
+    kind = next((kind for kind in kinds if kind in PLUGIN_NETWORKS), None)
     if kind is None or plugin:
         return None
     names = socket_names.removeprefix("=").split(",")
@@ -62,7 +62,7 @@ def sends_by_tcp(kinds: Sequence[str], library: str, plugin: str, socket_names: 
     return text
 
 
-def unlike_sites(kind: str, library: str, settings: Mapping[str, str]) -> list[Expected]:
+def find_deviations(kind: str, library: str, settings: Mapping[str, str]) -> list[ExpectedVariable]:
     """Return the variables that sites set, where they are unset or otherwise here (pure).
 
     ``kind`` of card, such as Slingshot; ``library``: NCCL or RCCL.
@@ -76,7 +76,7 @@ def unlike_sites(kind: str, library: str, settings: Mapping[str, str]) -> list[E
     ]
 
 
-def harmful(
+def find_harmful_settings(
     kind: str, library: str, version: str, settings: Mapping[str, str]
 ) -> list[tuple[bool, str]]:
     """Return what hangs or sends wrong values: (whether that is sure, in words) (pure).
@@ -87,7 +87,7 @@ def harmful(
         return []
     found = []
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if library == "NCCL" and numbers >= _LL128_SINCE and _takes_ll128(settings):
+    if library == "NCCL" and numbers >= _LL128_SINCE and _allows_ll128(settings):
         found.append(
             (
                 True,
@@ -107,7 +107,7 @@ def harmful(
     return found
 
 
-def _takes_ll128(settings: Mapping[str, str]) -> bool:
+def _allows_ll128(settings: Mapping[str, str]) -> bool:
     """Return whether NCCL may choose it: NCCL_PROTO lists what to use, or after ^ what not."""
     protocols = settings.get("NCCL_PROTO", "").upper()
     listed = "LL128" in protocols.removeprefix("^").split(",")

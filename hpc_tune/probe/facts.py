@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster.unused_gpus import Unused
+from hpc_tune.cluster.unused_gpus import UnusedGpus
 from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.packages import hidden_torch, is_installed
+from hpc_tune.packages import hidden_torch_warning, is_installed
 from hpc_tune.probe import software
-from hpc_tune.probe.nccl import Nccl, read_nccl
-from hpc_tune.probe.products import Products
+from hpc_tune.probe.nccl import NcclLibrary, read_nccl
+from hpc_tune.probe.products import MatmulResult
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
-from hpc_tune.world.architecture import NEWER_ATTENTION, architecture_of
+from hpc_tune.world.architecture import NEWER_ATTENTION, find_architecture
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import address_of, unused_by
-from hpc_tune.world.numa import SYS, numa_of, pci_path
-from hpc_tune.world.open_files import limit_of_files
+from hpc_tune.world.device import pci_address, why_gpus_unused
+from hpc_tune.world.numa import SYS, pci_path, read_numa_node
+from hpc_tune.world.open_files import read_file_limit
 
 WRITTEN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderFacts:
     """A folder that a run writes into; ``error`` says why it cannot."""
 
     role: str
@@ -68,7 +68,7 @@ class RankFacts:
     mpi: str
     cuda: str
     nccl: str
-    compiled: software.Compiled | None
+    compiled: software.CompiledOps | None
     host_limit_bytes: int
     host_limit_source: str
     host_used_bytes: int
@@ -77,29 +77,29 @@ class RankFacts:
     shm_bytes: int
     shm_free_bytes: int
     topology: Topology | None
-    folders: tuple[Folder, ...]
+    folders: tuple[FolderFacts, ...]
     taken: tuple[int, ...] = ()
     rocm: str = ""
-    library: Nccl | None = None
+    library: NcclLibrary | None = None
     clock_s: float | None = None
-    unused: Unused | None = None
+    unused: UnusedGpus | None = None
     hidden: str | None = None
     device_place: str = ""
-    products: Products | None = None
+    products: MatmulResult | None = None
     lacks_attention: str = ""
 
 
 @dataclass(frozen=True)
-class Cores:
+class LaunchCores:
     """The CPUs of a rank before it takes its share: given to it, and how many it could have."""
 
     given: tuple[int, ...]
     num_reachable: int
 
 
-def facts_of(
+def collect_facts(
     comm: Comm,
-    cores: Cores,
+    cores: LaunchCores,
     folders: Mapping[str, Path],
     host_limit: int | None,
     device_wanted: str,
@@ -114,10 +114,10 @@ def facts_of(
     clock_s = time.time()
     world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    name, uuid, device_bytes, place = _device(comm)
+    name, uuid, device_bytes, place = _describe_device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
     taken = tuple(sorted(os.sched_getaffinity(0)))
-    library = library_of_torch() if on_gpu else None
+    library = find_nccl() if on_gpu else None
     return RankFacts(
         rank=world.rank,
         node=world.node,
@@ -126,39 +126,39 @@ def facts_of(
         launcher=world.launcher,
         cpus=cores.given,
         num_reachable=cores.num_reachable,
-        numa_nodes=tuple(sorted({n for cpu in taken if (n := _numa_of(cpu)) is not None})),
+        numa_nodes=tuple(sorted({n for cpu in taken if (n := _cpu_numa_node(cpu)) is not None})),
         threads=comm.threads,
         device_wanted=device_wanted,
         device=name,
         device_uuid=uuid,
         device_bytes=device_bytes,
-        device_numa=numa_of(pci_path(SYS, place)) if on_gpu else None,
-        versions=software.versions(),
+        device_numa=read_numa_node(pci_path(SYS, place)) if on_gpu else None,
+        versions=software.package_versions(),
         mpi=software.mpi_library(),
         cuda=torch.version.cuda or "",
         nccl=library.version if library else "",
-        compiled=software.compiled(on_gpu),
+        compiled=software.find_compiled_ops(on_gpu),
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,
         host_used_bytes=used_bytes(limit),
-        memlock_bytes=_locked_bytes(),
-        open_files=limit_of_files(),
+        memlock_bytes=_lockable_bytes(),
+        open_files=read_file_limit(),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else 0,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         topology=read_topology() if is_first else None,
-        folders=tuple(try_folder(*item) for item in folders.items()) if is_first else (),
+        folders=tuple(measure_folder(*item) for item in folders.items()) if is_first else (),
         taken=taken,
         rocm=torch.version.hip or "",
         library=library if is_first else None,
         clock_s=clock_s,
-        unused=None if on_gpu or device_wanted != "auto" else unused_by(world.hostname),
-        hidden=hidden_torch(),
+        unused=None if on_gpu or device_wanted != "auto" else why_gpus_unused(world.hostname),
+        hidden=hidden_torch_warning(),
         device_place=place,
-        lacks_attention=_lacking_attention(comm),
+        lacks_attention=_missing_attention_package(comm),
     )
 
 
-def try_folder(role: str, path: Path) -> Folder:
+def measure_folder(role: str, path: Path) -> FolderFacts:
     """Write WRITTEN_BYTES into a file there, through to the disk, and remove it again."""
     parent = path
     while not parent.exists():  # what a run makes itself need not be there yet
@@ -174,29 +174,29 @@ def try_folder(role: str, path: Path) -> Folder:
         took_s = time.monotonic() - began_s
         stat = os.statvfs(parent)
     except OSError as error:
-        return Folder(role, str(path), error=error.strerror or str(error))
-    return Folder(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
+        return FolderFacts(role, str(path), error=error.strerror or str(error))
+    return FolderFacts(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
 
 
-def _device(comm: Comm) -> tuple[str, str, int, str]:
+def _describe_device(comm: Comm) -> tuple[str, str, int, str]:
     """Return name, UUID, bytes and PCI address."""
     if comm.device.type != "cuda":
         return "cpu", "", 0, ""
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(comm.device)
-    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, address_of(gpu)
+    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, pci_address(gpu)
 
 
-def _lacking_attention(comm: Comm) -> str:
-    architecture = architecture_of(comm.device)
+def _missing_attention_package(comm: Comm) -> str:
+    architecture = find_architecture(comm.device)
     known = architecture.newer_attention if architecture else ()
     if not known or any(is_installed(NEWER_ATTENTION[name][0]) for name in known):
         return ""
     return NEWER_ATTENTION[known[0]][1]
 
 
-def library_of_torch() -> Nccl:
+def find_nccl() -> NcclLibrary:
     """Return which NCCL or RCCL this process has loaded."""
     import torch
 
@@ -207,12 +207,12 @@ def library_of_torch() -> Nccl:
     return read_nccl(built, is_rocm=torch.version.hip is not None)
 
 
-def _locked_bytes() -> int | None:
+def _lockable_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _numa_of(cpu: int) -> int | None:
+def _cpu_numa_node(cpu: int) -> int | None:
     folder = SYS / "devices" / "system" / "cpu" / f"cpu{cpu}"
     numbers = sorted(path.name.removeprefix("node") for path in folder.glob("node*"))
     return next((int(number) for number in numbers if number.isdigit()), None)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Literal
 
-from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
+from hpc_tune.memory.process_bytes import MIN_RANK_BYTES
 from hpc_tune.probe import fabric
-from hpc_tune.probe.fabric import NEED_PLUGIN
+from hpc_tune.probe.fabric import PLUGIN_NETWORKS
 from hpc_tune.probe.facts import RankFacts
-from hpc_tune.probe.links import Links, outliers, rate
-from hpc_tune.probe.nccl import Nccl
-from hpc_tune.probe.products import Products, speed, state_in_words
-from hpc_tune.probe.topology import NO_LIBRARY
+from hpc_tune.probe.links import Links, find_outliers, format_rate
+from hpc_tune.probe.nccl import NcclLibrary
+from hpc_tune.probe.products import MatmulResult, describe_gpu_state, format_flops
+from hpc_tune.probe.topology import NO_NVML
 from hpc_tune.units import format_bytes, format_seconds
-from hpc_tune.world.open_files import needed
+from hpc_tune.world.open_files import files_needed
 
 # Per rank: NCCL's and MPI's segments.
 SHM_BYTES = 32 << 20
@@ -29,8 +29,8 @@ _CLOCKS_APART_S = 2.0
 # Of the median of its model. What else runs on a node takes time of CPUs.
 _SLOW_GPU, _SLOW_CPU = 0.9, 0.5
 # Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
-_SOLD_SHARE = 3
-_OFF = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
+_TCP_RATE_DIVISOR = 3
+_DISABLING_VALUES = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -44,41 +44,41 @@ class Finding:
 def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
     """Return all findings, errors first; ``ranks`` are of the whole world, by rank."""
     findings = [
-        *_versions(ranks),
-        *_devices(ranks),
-        *_products(ranks),
-        *_attention(ranks),
-        *_cards(ranks),
-        *_cores(ranks),
-        *_limits(ranks),
-        *_memory(ranks),
-        *_folders(ranks),
-        *_clocks(ranks),
-        *_driver(ranks),
-        *_library(ranks),
-        *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
-        *_network(ranks, links),
-        *_fabric(ranks),
+        *_check_versions(ranks),
+        *_check_devices(ranks),
+        *_check_matmuls(ranks),
+        *_check_attention(ranks),
+        *_check_cards(ranks),
+        *_check_cores(ranks),
+        *_check_limits(ranks),
+        *_check_memory(ranks),
+        *_check_folders(ranks),
+        *_check_clocks(ranks),
+        *_check_driver(ranks),
+        *_check_nccl(ranks),
+        *(Finding("warning", f"slow link, {line}") for line in find_outliers(links.pairs)),
+        *_check_network(ranks, links),
+        *_check_fabric(ranks),
     ]
     return sorted(findings, key=lambda finding: finding.level)
 
 
-def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     versions = [{**rank.versions, "MPI": rank.mpi, "NCCL": rank.nccl} for rank in ranks]
     for package in dict.fromkeys(name for packages in versions for name in packages):
         hosts: dict[str, set[str]] = defaultdict(set)
         for rank, packages in zip(ranks, versions, strict=True):
             hosts[packages.get(package) or "none"].add(rank.hostname)
         if len(hosts) > 1:
-            shown = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
+            shown = "; ".join(f"{version} on {_join(on)}" for version, on in sorted(hosts.items()))
             level: Literal["error", "warning"] = (
                 "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
             yield Finding(level, f"{package} differs: {shown}. Use one environment for all nodes")
     for text in dict.fromkeys(rank.hidden for rank in ranks if rank.hidden):
-        on = _some([here[0].hostname for here in _by_node(ranks) if here[0].hidden == text])
+        on = _join([here[0].hostname for here in _group_by_node(ranks) if here[0].hidden == text])
         yield Finding("warning", f"{on}: {text}")
-    for here in _by_node(ranks):
+    for here in _group_by_node(ranks):
         compiled = here[0].compiled
         if compiled is not None and not compiled.ops and compiled.missing_tools:
             yield Finding(
@@ -89,8 +89,8 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
 
 
-def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _by_node(ranks):
+def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _group_by_node(ranks):
         first, topology = here[0], here[0].topology
         gpus = topology.gpus if topology else ()
         if first.unused is not None:
@@ -98,12 +98,11 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         most = max((gpu.nvlinks for gpu in gpus), default=0)
         weak = [f"GPU {i} has {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
-            yield Finding(
-                "warning", f"{first.hostname}: of {most} {gpus[0].link}s {_some(weak)} that are up"
-            )
+            lacking = f"of {most} {gpus[0].link}s {_join(weak)} that are up"
+            yield Finding("warning", f"{first.hostname}: {lacking}")
 
 
-def _attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield what would make attention faster."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
@@ -112,21 +111,21 @@ def _attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for package, on in hosts.items():
         yield Finding(
             "warning",
-            f"{_some(set(on))}: attention is torch's own; {package}, built for this torch, "
+            f"{_join(set(on))}: attention is torch's own; {package}, built for this torch, "
             "takes about half of its time and is used where it is installed. Runs do not need it",
         )
 
 
-def _products(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield who multiplies matrices wrongly, not at all, or slower than its like on all nodes."""
     alike: dict[tuple[str, str], list[float]] = defaultdict(list)
-    shared = [here[0].node for here in _by_node(ranks) if _share_cores(here)]
+    shared = [here[0].node for here in _group_by_node(ranks) if _share_cores(here)]
     told = [(rank, rank.products) for rank in ranks if rank.products is not None]
     for rank, found in told:
         if found.flops_per_s and (rank.device_bytes or rank.node not in shared):
             alike[found.model, found.dtype].append(found.flops_per_s)
     for rank, found in told:
-        who = f"{rank.hostname}: {_processor(ranks, rank)}"
+        who = f"{rank.hostname}: {_describe_processor(ranks, rank)}"
         leave = (
             f"Leave {rank.hostname} out of the job (in Slurm --exclude) and report it to the site"
         )
@@ -134,17 +133,17 @@ def _products(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("error", f"{who} cannot multiply matrices: {found.error}")
             continue
         if found.is_wrong:
-            yield Finding("error", f"{who} computes wrongly: {_wrong(found)}. {leave}")
+            yield Finding("error", f"{who} computes wrongly: {_describe_wrong(found)}. {leave}")
         rates = alike.get((found.model, found.dtype), [])
         usual, least = median_high(rates or [0.0]), _SLOW_GPU if rank.device_bytes else _SLOW_CPU
         if rank.node in shared and not rank.device_bytes or found.flops_per_s >= least * usual:
             continue
-        state = state_in_words(found)
+        state = describe_gpu_state(found)
         yield Finding(
             "warning",
-            f"{who} multiplies matrices at {speed(found.flops_per_s)} in {found.dtype}, "
+            f"{who} multiplies matrices at {format_flops(found.flops_per_s)} in {found.dtype}, "
             f"{1 - found.flops_per_s / usual:.0%} below the median of all {len(rates)} of its "
-            f"model, {speed(usual)}{f' ({state})' if state else ''}: all ranks wait for the "
+            f"model, {format_flops(usual)}{f' ({state})' if state else ''}: all ranks wait for the "
             f"slowest. {leave}",
         )
 
@@ -155,10 +154,10 @@ def _share_cores(here: Sequence[RankFacts]) -> bool:
     return len(cpus) != len(set(cpus))
 
 
-def _processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
+def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     """Name what a rank computes on; a GPU by the driver's number, where that is known."""
     if not rank.device_bytes:
-        return f"rank {rank.rank} on CPUs {_some([*map(str, rank.taken or rank.cpus)])}"
+        return f"rank {rank.rank} on CPUs {_join([*map(str, rank.taken or rank.cpus)])}"
     topology = next((r.topology for r in ranks if r.node == rank.node and r.topology), None)
     uuids = [gpu.uuid for gpu in topology.gpus] if topology else []
     number = f"GPU {uuids.index(rank.device_uuid)}" if rank.device_uuid in uuids else "the GPU"
@@ -166,7 +165,7 @@ def _processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     return f"{number} of rank {rank.rank} ({', '.join(filter(None, where))})"
 
 
-def _wrong(found: Products) -> str:
+def _describe_wrong(found: MatmulResult) -> str:
     parts = []
     if found.num_wrong:
         parts.append(
@@ -179,7 +178,7 @@ def _wrong(found: Products) -> str:
     return ", ".join(parts)
 
 
-def _cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield cards that differ from those of the other nodes; unused ports are down everywhere."""
     cards = [
         (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
@@ -196,8 +195,8 @@ def _cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 )
 
 
-def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _by_node(ranks):
+def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _group_by_node(ranks):
         host, reachable = here[0].hostname, here[0].num_reachable
         together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
         fix = "start with mpirun --bind-to none, or srun --cpus-per-task"
@@ -224,9 +223,9 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 )
 
 
-def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    num_nodes, files = len(_by_node(ranks)), needed(len(ranks))
-    for here in _by_node(ranks):
+def _check_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    num_nodes, files = len(_group_by_node(ranks)), files_needed(len(ranks))
+    for here in _group_by_node(ranks):
         host, first = here[0].hostname, here[0]
         has_cards = bool(first.topology and first.topology.cards)
         needs = LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
@@ -255,10 +254,10 @@ def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
 
 
-def _memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for here in _by_node(ranks):
+def _check_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _group_by_node(ranks):
         first = here[0]
-        least, had = LEAST_FOR_RANK_BYTES * len(here), first.host_limit_bytes
+        least, had = MIN_RANK_BYTES * len(here), first.host_limit_bytes
         if had < least:
             yield Finding(
                 "warning",
@@ -267,7 +266,7 @@ def _memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
 
 
-def _folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for rank in ranks:
         for folder in rank.folders:
             where = f"{folder.role} {folder.path} on {rank.hostname}"
@@ -278,10 +277,12 @@ def _folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                     "warning", f"{where} has {format_bytes(folder.free_bytes)} left on its disk"
                 )
             elif folder.bytes_per_s < _SLOW_DISK:
-                yield Finding("warning", f"{where} is slow: {rate(folder.bytes_per_s)} written")
+                yield Finding(
+                    "warning", f"{where} is slow: {format_rate(folder.bytes_per_s)} written"
+                )
 
 
-def _library(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield what is wrong with the NCCL that is loaded; the same on many nodes is told once."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
@@ -293,19 +294,19 @@ def _library(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"{rank.library.name} is loaded twice ({', '.join(files)}): take one out of "
                 "LD_PRELOAD or LD_LIBRARY_PATH"
             ].append(rank.hostname)
-        elif _minor(version) < _minor(built):
+        elif _minor_version(version) < _minor_version(built):
             hosts[
                 f"torch is built for {rank.library.name} {built}, and {version} is loaded from "
                 f"{', '.join(files)}: what it lacks fails when it is called. Take it out of "
                 "LD_PRELOAD and LD_LIBRARY_PATH, or load the site's newer one"
             ].append(rank.hostname)
     for text, on in hosts.items():
-        yield Finding("warning", f"{_some(on)}: {text}")
+        yield Finding("warning", f"{_join(on)}: {text}")
 
 
-def _clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield nodes whose clock is not that of most."""
-    clocks = [(here[0].hostname, here[0].clock_s) for here in _by_node(ranks)]
+    clocks = [(here[0].hostname, here[0].clock_s) for here in _group_by_node(ranks)]
     told = [(host, clock_s) for host, clock_s in clocks if clock_s is not None]
     usual_s = median_low([clock_s for _, clock_s in told]) if told else 0.0
     others = "the other node's" if len(told) == 2 else "the others'"
@@ -320,48 +321,48 @@ def _clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             )
 
 
-def _driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield what NVIDIA's management library refuses, where a rank computes on its GPUs."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
         if rank.topology and rank.topology.driver_error and rank.device_bytes and rank.cuda:
             hosts[rank.topology.driver_error].append(rank.hostname)
     for error, on in hosts.items():
-        if error == NO_LIBRARY:
+        if error == NO_NVML:
             yield Finding(
                 "warning",
-                f"{_some(on)}: {error}, so how GPUs are connected cannot be told: python -m pip "
+                f"{_join(on)}: {error}, so how GPUs are connected cannot be told: python -m pip "
                 "install nvidia-ml-py. Runs do not need it",
             )
             continue
         yield Finding(
             "warning",
-            f"{_some(on)}: the driver's management library refuses ({error}), as it may for slices "
+            f"{_join(on)}: the driver's management library refuses ({error}), as it may for slices "
             "of a GPU (MIG), for virtual ones, or by the site's choice: how GPUs are connected "
             "cannot be told. Runs do not need it",
         )
 
 
-def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
+def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
     """Yield why messages between nodes take TCP, where a faster network is there."""
     across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
-    if len(_by_node(ranks)) == 1 or not ranks[0].nccl:
+    if len(_group_by_node(ranks)) == 1 or not ranks[0].nccl:
         return
-    name, kind, gbits = _sold(ranks)
-    reason = _without_plugin(ranks)
-    if across and 8 * max(across) < gbits * 1e9 / _SOLD_SHARE:
+    name, kind, gbits = _fastest_card(ranks)
+    reason = _missing_plugin(ranks)
+    if across and 8 * max(across) < gbits * 1e9 / _TCP_RATE_DIVISOR:
         yield Finding(
             "warning",
-            f"across nodes {rate(max(across))}, where {kind} {name} is {gbits:g} Gb/s "
-            f"({rate(gbits * 1e9 / 8)}): {reason or _other_reason(ranks, kind)}",
+            f"across nodes {format_rate(max(across))}, where {kind} {name} is {gbits:g} Gb/s "
+            f"({format_rate(gbits * 1e9 / 8)}): {reason or _slow_network_reason(ranks, kind)}",
         )
     elif reason:
         yield Finding("warning", reason)
 
 
-def _fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield which variables of the network are not as sites set them, where it is used."""
-    if len(_by_node(ranks)) == 1:
+    if len(_group_by_node(ranks)) == 1:
         return
     hosts: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for rank in ranks:
@@ -369,9 +370,11 @@ def _fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             continue  # it sends by TCP, or needs no libfabric
         kind = next((card.kind for card in rank.topology.cards), "")
         library = rank.library
-        for found in fabric.harmful(kind, library.name, library.version, library.settings):
+        for found in fabric.find_harmful_settings(
+            kind, library.name, library.version, library.settings
+        ):
             hosts[found].append(rank.hostname)
-        if unlike := fabric.unlike_sites(kind, library.name, library.settings):
+        if unlike := fabric.find_deviations(kind, library.name, library.settings):
             settings = library.settings
             here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]
             text = f"for {kind} sites set what is {'otherwise' if here else 'unset'} here"
@@ -379,10 +382,10 @@ def _fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             text += f": export {' '.join(f'{one.name}={one.value}' for one in unlike)}"
             hosts[False, text].append(rank.hostname)
     for (is_sure, text), on in hosts.items():
-        yield Finding("error" if is_sure else "warning", f"{_some(on)}: {text}")
+        yield Finding("error" if is_sure else "warning", f"{_join(on)}: {text}")
 
 
-def _sold(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
+def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
     """Return name, kind and Gb/s of the fastest card; of the Ethernet in use where there is none.
 
     A pair of ranks goes over one card, and a card that is down counts nothing.
@@ -403,21 +406,21 @@ def _sold(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
     return name, "Ethernet", first.ethernet.get(name, 0) / 1000 if first else 0.0
 
 
-def _without_plugin(ranks: Sequence[RankFacts]) -> str:
+def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
     """Say on which nodes a network that needs a plugin has none, and why; nothing if all do."""
     lacking = [
         (rank.hostname, card.kind, rank.library)
         for rank in ranks
         if rank.topology and rank.library and not rank.library.plugin
         for card in rank.topology.cards[:1]
-        if card.kind in NEED_PLUGIN
+        if card.kind in PLUGIN_NETWORKS
     ]
     if not lacking:
         return ""
     _, kind, library = lacking[0]
-    hosts = _some([host for host, _, _ in lacking])
+    hosts = _join([host for host, _, _ in lacking])
     text = f"{library.name} has no network plugin on {hosts} and sends by TCP over {kind}. "
-    if off := _switched_off(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
+    if off := _disabling_setting(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
         return f"{text}{off} switches it off: unset it"
     if library.plugin_file:
         fabric = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
@@ -433,14 +436,14 @@ def _without_plugin(ranks: Sequence[RankFacts]) -> str:
     )
 
 
-def _other_reason(ranks: Sequence[RankFacts], kind: str) -> str:
+def _slow_network_reason(ranks: Sequence[RankFacts], kind: str) -> str:
     library = ranks[0].library
     if kind == "Ethernet":
         return (
             "one connection of TCP fills no fast Ethernet; NCCL_SOCKET_NTHREADS=4 and "
             "NCCL_NSOCKS_PERTHREAD=4 use more"
         )
-    if library is not None and (off := _switched_off(library, *_OFF)):
+    if library is not None and (off := _disabling_setting(library, *_DISABLING_VALUES)):
         return f"{off} sends by TCP: unset it"
     return (
         "NCCL has probably fallen back to TCP. NCCL_DEBUG=INFO says which network it uses and why; "
@@ -449,17 +452,19 @@ def _other_reason(ranks: Sequence[RankFacts], kind: str) -> str:
     )
 
 
-def _switched_off(library: Nccl, *names: str) -> str:
+def _disabling_setting(library: NcclLibrary, *names: str) -> str:
     """Return the setting of these that keeps NCCL from the fast network."""
     given = [(name, library.settings.get(name, "")) for name in names]
-    return next((f"{name}={value}" for name, value in given if value.lower() == _OFF[name]), "")
+    return next(
+        (f"{name}={value}" for name, value in given if value.lower() == _DISABLING_VALUES[name]), ""
+    )
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def _minor_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def _by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
+def _group_by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
     nodes: dict[int, list[RankFacts]] = defaultdict(list)
     for rank in ranks:
         nodes[rank.node].append(rank)
@@ -470,6 +475,6 @@ def _cpus(number: int) -> str:
     return "1 CPU" if number == 1 else f"{number} CPUs"
 
 
-def _some(names: Sequence[str] | set[str]) -> str:
+def _join(names: Sequence[str] | set[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_tune.world.numa import SYS
 
 # nvmlClocksEventReasons; that it has nothing to do (1) is no reason.
-_REASONS = {
+_THROTTLE_REASONS = {
     0x2: "clocks that were set by hand",
     0x4: "its power limit",
     0x8: "the hardware's slowdown",
@@ -46,7 +46,7 @@ class GpuState:
     held_back: tuple[str, ...] = ()
 
 
-def open_driver() -> Any:
+def open_nvml() -> Any:
     """Return NVIDIA's library, ready to be asked; None where there is none."""
     try:
         import pynvml as nvml
@@ -59,24 +59,24 @@ def open_driver() -> Any:
     return nvml
 
 
-def reader_of(address: str, folder: Path = SYS) -> Callable[[], GpuState | None]:
+def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState | None]:
     """Return what reads the state of the GPU with this PCI address; that is None if nobody tells.
 
     ``folder`` is where the kernel shows its devices.
     """
-    nvml = open_driver() if address else None
+    nvml = open_nvml() if address else None
     if nvml is not None:
         try:
             handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
         except nvml.NVMLError:  # a slice of a GPU, or a virtual one
             pass
         else:
-            return lambda: _by_driver(nvml, handle)
+            return lambda: _read_driver(nvml, handle)
     files = sorted(folder.glob(f"bus/pci/devices/{address}/hwmon/hwmon*")) if address else []
-    return lambda: _by_kernel(files[0]) if files else None
+    return lambda: _read_kernel(files[0]) if files else None
 
 
-def _by_driver(nvml: Any, handle: Any) -> GpuState:
+def _read_driver(nvml: Any, handle: Any) -> GpuState:
     def asked(ask: Callable[..., Any], *about: Any, unit: float = 1.0) -> float | None:
         try:
             return float(ask(handle, *about)) / unit
@@ -89,15 +89,15 @@ def _by_driver(nvml: Any, handle: Any) -> GpuState:
         celsius=asked(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
         watts=asked(nvml.nvmlDeviceGetPowerUsage, unit=1e3),
         limit_watts=asked(nvml.nvmlDeviceGetEnforcedPowerLimit, unit=1e3),
-        held_back=tuple(text for bit, text in _REASONS.items() if reasons & bit),
+        held_back=tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
     )
 
 
-def _by_kernel(folder: Path) -> GpuState:
-    return GpuState(**dict(_told(folder)))
+def _read_kernel(folder: Path) -> GpuState:
+    return GpuState(**dict(_read_hwmon(folder)))
 
 
-def _told(folder: Path) -> Iterator[tuple[str, Any]]:
+def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
     for name, file, unit in _HWMON:
         try:
             yield name, int((folder / file).read_text()) / unit

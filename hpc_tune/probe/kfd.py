@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_tune.errors import require_descriptors
+from hpc_tune.errors import raise_if_out_of_files
 
 _XGMI = "11"  # the type of a link between GPUs (CRAT_IOLINK_TYPE_XGMI); 2 is PCIe
 
@@ -41,9 +41,9 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
         found.append(
             AmdGpu(
                 node=int(node.name),
-                gfx=_gfx(int(facts.get("gfx_target_version", 0))),
+                gfx=_gfx_name(int(facts.get("gfx_target_version", 0))),
                 uuid=f"{int(facts.get('unique_id', 0)):x}",
-                place=_place(int(facts.get("domain", 0)), int(facts.get("location_id", 0))),
+                place=_pci_address(int(facts.get("domain", 0)), int(facts.get("location_id", 0))),
                 linked=tuple(sorted(linked)),
             )
         )
@@ -55,12 +55,12 @@ def amd_driver(folder: Path) -> str:
     return _text(folder / "module" / "amdgpu" / "version")
 
 
-def _gfx(version: int) -> str:
+def _gfx_name(version: int) -> str:
     """Return such as gfx90a for 90010: major, minor and stepping, the last two in hexadecimal."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
-def _place(domain: int, location: int) -> str:
+def _pci_address(domain: int, location: int) -> str:
     """Return the PCI address of a bus, device and function that are one number."""
     return f"{domain:04x}:{location >> 8 & 255:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
@@ -74,7 +74,7 @@ def _folders(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.name.isdigit()]
     except OSError as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return []
 
 
@@ -82,5 +82,5 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return ""

@@ -1,7 +1,7 @@
 """Latency and bandwidth between the ranks, measured: between pairs, and all together.
 
     pairs within a node, one after the other; pairs of nodes, all nodes at a time in rounds
-    -> Pair(latency, bytes per second) -> classes (same node, across nodes) -> outliers (pure)
+    -> Link(latency, bytes per second) -> classes (same node, across nodes) -> outliers (pure)
 
 Everything goes through torch.distributed, as training does: NCCL on GPUs, gloo on CPUs.
 """
@@ -22,11 +22,11 @@ SMALL_BYTES, FIRST_BYTES, MAX_BYTES = 8, 1 << 18, 1 << 26
 _LONG_ENOUGH_S = 0.03  # a message that takes this is not latency any more
 _EXCHANGE_S = 0.25
 _PINGS = 20
-_SLOW = 4.0  # a link is an outlier below a quarter of the fastest of its kind
+_SLOW_FACTOR = 4.0  # a link is an outlier below a quarter of the fastest of its kind
 
 
 @dataclass(frozen=True)
-class Pair:
+class Link:
     """One link: its latency, half a round trip of 8 bytes, and the rate of a large message.
 
     ``exchange_bytes_per_s``: the rate in each direction while both send, where it was measured.
@@ -45,7 +45,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveTime:
     """One operation of all ranks.
 
     ``bytes_per_s`` is bus bandwidth: what each link carries, whatever the number of ranks
@@ -68,22 +68,22 @@ class Links:
     one talks to one of the other, at the same time; 1 where they share one network card.
     """
 
-    pairs: tuple[Pair, ...]
-    collectives: tuple[Collective, ...]
+    pairs: tuple[Link, ...]
+    collectives: tuple[CollectiveTime, ...]
     skipped: int = 0
     lanes: float = 1.0
     order: tuple[int, ...] | None = None
 
 
-def measure(comm: Comm, limit_s: float = 30.0) -> Links:
+def measure_links(comm: Comm, limit_s: float = 30.0) -> Links:
     """Measure the links in at most about ``limit_s``; every rank returns the same. Collective."""
     collectives = measure_collectives(comm)
     return replace(measure_pairs(comm, limit_s), collectives=collectives)
 
 
-def measure_collectives(comm: Comm) -> tuple[Collective, ...]:
+def measure_collectives(comm: Comm) -> tuple[CollectiveTime, ...]:
     """Measure operations of all ranks; every rank returns the same. Collective."""
-    return tuple(_collectives(comm)) if comm.world.size > 1 else ()
+    return tuple(_time_collectives(comm)) if comm.world.size > 1 else ()
 
 
 def measure_pairs(comm: Comm, limit_s: float) -> Links:
@@ -93,7 +93,7 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
     until_s = time.monotonic() + limit_s
     measured, skipped = [], 0
     nodes = [peer.node for peer in comm.roster]
-    for round_ in rounds(nodes):
+    for round_ in pair_rounds(nodes):
         # All or none: a rank that is out of time keeps nobody waiting.
         if comm.max([time.monotonic() > until_s]) != [0]:
             skipped += len(round_)
@@ -102,13 +102,13 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
             if comm.world.rank in pair:
                 figures = _ping_pong(comm, pair)
                 if comm.world.rank == pair[0]:
-                    measured.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
+                    measured.append(Link(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
     everyones = [pair for pairs in comm.gather(measured) for pair in pairs]
     pairs = tuple(sorted(everyones, key=lambda pair: pair.ranks))
-    return Links(pairs, (), skipped, _lanes(comm, pairs))
+    return Links(pairs, (), skipped, _measure_lanes(comm, pairs))
 
 
-def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+def pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yield pairs of ranks that may talk at the same time (pure); ``nodes`` is each rank's.
 
     First the pairs within nodes, at most one of each node at a time, since they share its memory or
@@ -135,20 +135,20 @@ def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def in_words(links: Links) -> str:
+def describe_links(links: Links) -> str:
     """Return the median rate and latency of each kind of link, and what collectives reach."""
     parts = []
     for kind in dict.fromkeys(pair.kind for pair in links.pairs):
         alike = [pair for pair in links.pairs if pair.kind == kind]
-        speed = rate(statistics.median(pair.bytes_per_s for pair in alike))
+        speed = format_rate(statistics.median(pair.bytes_per_s for pair in alike))
         latency_us = 1e6 * statistics.median(pair.latency_s for pair in alike)
         parts.append(f"{kind} {speed}, {latency_us:.0f} us")
     largest = {c.name: c for c in sorted(links.collectives, key=lambda c: c.num_bytes)}
-    parts += [f"{name} {rate(found.bytes_per_s)}" for name, found in largest.items()]
+    parts += [f"{name} {format_rate(found.bytes_per_s)}" for name, found in largest.items()]
     return "; ".join(parts)
 
 
-def outliers(pairs: Sequence[Pair]) -> list[str]:
+def find_outliers(pairs: Sequence[Link]) -> list[str]:
     """Return a line for each link, or for each node all of whose links are, far below the fastest
     of its kind (pure). With one bad node of three, most links are slow.
     """
@@ -156,21 +156,21 @@ def outliers(pairs: Sequence[Pair]) -> list[str]:
     for kind in sorted({pair.kind for pair in pairs}):
         alike = [pair for pair in pairs if pair.kind == kind]
         most = max(pair.bytes_per_s for pair in alike)
-        slow = [pair for pair in alike if pair.bytes_per_s < most / _SLOW]
-        fast = f"others up to {rate(most)}"
+        slow = [pair for pair in alike if pair.bytes_per_s < most / _SLOW_FACTOR]
+        fast = f"others up to {format_rate(most)}"
         for node in sorted({node for pair in slow for node in set(pair.nodes)}):
             its = [pair for pair in alike if node in pair.nodes]
             if kind == "across nodes" and len(its) > 1 and all(pair in slow for pair in its):
                 worst = min(pair.bytes_per_s for pair in its)
-                lines.append(f"all links of node {node}: {rate(worst)}, {fast}")
+                lines.append(f"all links of node {node}: {format_rate(worst)}, {fast}")
                 slow = [pair for pair in slow if node not in pair.nodes]
         for pair in slow:
             ranks = f"ranks {pair.ranks[0]}-{pair.ranks[1]}"
-            lines.append(f"{ranks} ({kind}): {rate(pair.bytes_per_s)}, {fast}")
+            lines.append(f"{ranks} ({kind}): {format_rate(pair.bytes_per_s)}, {fast}")
     return lines
 
 
-def rate(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     """Return such as ``"11.2 GB/s"``."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_per_s >= size:
@@ -178,7 +178,7 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e3:.1f} kB/s"
 
 
-def _lanes(comm: Comm, pairs: Sequence[Pair]) -> float:
+def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
     """Measure ``Links.lanes`` between the first two nodes. Collective."""
     first, second = ([p.rank for p in comm.roster if p.node == node] for node in (0, 1))
     both = list(zip(first, second, strict=False))
@@ -202,14 +202,14 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
     other = pair[1] if first else pair[0]
     bytes_of = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
     small = bytes_of(SMALL_BYTES)
-    _there_and_back(small, other, first, comm)  # NCCL connects at the first message
-    times = [_there_and_back(small, other, first, comm) for _ in range(_PINGS)]
+    _round_trip_s(small, other, first, comm)  # NCCL connects at the first message
+    times = [_round_trip_s(small, other, first, comm) for _ in range(_PINGS)]
     latency_s = statistics.median(times) / 2
     num_bytes, seconds = FIRST_BYTES, 0.0
     while True:
         large = bytes_of(num_bytes)
-        _there_and_back(large, other, first, comm)
-        seconds = min(_there_and_back(large, other, first, comm) for _ in range(2)) / 2
+        _round_trip_s(large, other, first, comm)
+        seconds = min(_round_trip_s(large, other, first, comm) for _ in range(2)) / 2
         is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MAX_BYTES
         # Queues fill for a while before data delays what acknowledges the other direction's.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
@@ -219,21 +219,21 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
             break
         num_bytes *= 4
     large = bytes_of(both)
-    both_s = statistics.mean(_exchange(large, other, comm) for _ in range(2))
+    both_s = statistics.mean(_exchange_s(large, other, comm) for _ in range(2))
     return latency_s, num_bytes / seconds, both / both_s
 
 
-def _there_and_back(data: "torch.Tensor", other: int, first: bool, comm: Comm) -> float:
+def _round_trip_s(data: "torch.Tensor", other: int, first: bool, comm: Comm) -> float:
     import torch.distributed as dist
 
     began_s = time.perf_counter()
     for step in (dist.send, dist.recv) if first else (dist.recv, dist.send):
         step(data, other)
-    _wait(comm)
+    _synchronize(comm)
     return time.perf_counter() - began_s
 
 
-def _exchange(data: "torch.Tensor", other: int, comm: Comm) -> float:
+def _exchange_s(data: "torch.Tensor", other: int, comm: Comm) -> float:
     """Return the seconds in which two ranks send each other ``data`` at the same time."""
     import torch
     import torch.distributed as dist
@@ -242,27 +242,27 @@ def _exchange(data: "torch.Tensor", other: int, comm: Comm) -> float:
     began_s = time.perf_counter()
     for work in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
         work.wait()
-    _wait(comm)
+    _synchronize(comm)
     return time.perf_counter() - began_s
 
 
-def _collectives(comm: Comm) -> Iterator[Collective]:
+def _time_collectives(comm: Comm) -> Iterator[CollectiveTime]:
     """Time each operation with a small message, and with one that is no longer all latency."""
     size = comm.world.size
     for name, share in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 1.0)):
         num_bytes = SMALL_BYTES * size
         while True:
-            seconds = _time_of(name, num_bytes // 4 // size * size, comm)
+            seconds = _time_collective(name, num_bytes // 4 // size * size, comm)
             is_small, is_last = num_bytes < FIRST_BYTES, seconds > _LONG_ENOUGH_S
             if is_small or is_last or num_bytes >= MAX_BYTES:
                 bus = share * (size - 1) / size * num_bytes / seconds
-                yield Collective(name, num_bytes, seconds, bus)
+                yield CollectiveTime(name, num_bytes, seconds, bus)
             if not is_small and (is_last or num_bytes >= MAX_BYTES):
                 break
             num_bytes = FIRST_BYTES if is_small else 4 * num_bytes
 
 
-def _time_of(name: str, num_values: int, comm: Comm) -> float:
+def _time_collective(name: str, num_values: int, comm: Comm) -> float:
     """Return the seconds of one such operation, those of the slowest rank."""
     import torch
     import torch.distributed as dist
@@ -282,12 +282,12 @@ def _time_of(name: str, num_values: int, comm: Comm) -> float:
                 all_gather(whole, part)
             case _:
                 reduce_scatter(part, whole)
-        _wait(comm)
+        _synchronize(comm)
         times.append(time.perf_counter() - began_s)
     return comm.max([statistics.median(times[1:])])[0]
 
 
-def _wait(comm: Comm) -> None:
+def _synchronize(comm: Comm) -> None:
     if comm.device.type == "cuda":
         import torch
 

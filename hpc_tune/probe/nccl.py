@@ -16,17 +16,17 @@ from hpc_tune.probe import fabric
 
 _LIBRARY = re.compile(r"lib[nr]ccl\.so[.0-9]*")
 _PLUGIN = re.compile(r"lib[nr]ccl-net[^/]*\.so[.0-9]*")
-_FABRIC = re.compile(r"libfabric\.so[.0-9]*")
+_LIBFABRIC = re.compile(r"libfabric\.so[.0-9]*")
 _FOLDERS = ("lib64", "usr/lib64", "lib", "usr/lib", "usr/local/lib")
-_CACHED = re.compile(rb"/[^\0]*/(?:lib[nr]ccl-net[^/\0]*|libfabric)\.so[.0-9]*")
-SETTINGS = (
+_CACHE_ENTRY = re.compile(rb"/[^\0]*/(?:lib[nr]ccl-net[^/\0]*|libfabric)\.so[.0-9]*")
+NETWORK_VARIABLES = (
     *("NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"),
-    *fabric.NAMES,
+    *fabric.VARIABLE_NAMES,
 )
 
 
 @dataclass(frozen=True)
-class Nccl:
+class NcclLibrary:
     """The library of one rank.
 
     ``version`` is of what is loaded, ``built`` what torch was compiled with. ``libraries`` are the
@@ -51,43 +51,43 @@ def read_nccl(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
     ask: Callable[[str], str] | None = None,
-) -> Nccl:
+) -> NcclLibrary:
     """Return what is loaded now; the plugin is, once a communicator has been made.
 
     ``root`` is that of the files that are looked at; ``ask`` returns the version of a library.
     """
-    loaded = list(dict.fromkeys(_loaded(root / "proc" / "self" / "maps")))
+    loaded = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
     libraries = tuple(path for path in loaded if _LIBRARY.fullmatch(Path(path).name))
-    found = [*loaded, *_installed(environ, root)]
-    return Nccl(
+    found = [*loaded, *_findable_libraries(environ, root)]
+    return NcclLibrary(
         name="RCCL" if is_rocm else "NCCL",
-        version=((ask or version_of)(libraries[0]) if libraries else "") or built,
+        version=((ask or read_version)(libraries[0]) if libraries else "") or built,
         built=built,
         libraries=libraries,
-        plugin=_first(_PLUGIN, loaded),
-        plugin_file=_first(_wanted(environ.get("NCCL_NET_PLUGIN", "")), found),
-        libfabric=_first(_FABRIC, found),
-        settings={name: environ[name] for name in SETTINGS if environ.get(name)},
+        plugin=_first_match(_PLUGIN, loaded),
+        plugin_file=_first_match(_plugin_pattern(environ.get("NCCL_NET_PLUGIN", "")), found),
+        libfabric=_first_match(_LIBFABRIC, found),
+        settings={name: environ[name] for name in NETWORK_VARIABLES if environ.get(name)},
     )
 
 
-def version_of(library: str) -> str:
+def read_version(library: str) -> str:
     """Return the version that a loaded library itself tells; torch knows that of its headers."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
         return ""
-    return "" if failed else in_words(number.value)
+    return "" if failed else format_version(number.value)
 
 
-def in_words(number: int) -> str:
+def format_version(number: int) -> str:
     """Return NCCL's number as a version: 22705 is 2.27.5; before 2.9, 2804 was 2.8.4 (pure)."""
     major, rest = divmod(number, 10000 if number >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def _wanted(plugin: str) -> re.Pattern[str]:
+def _plugin_pattern(plugin: str) -> re.Pattern[str]:
     """Return the names of the plugin that NCCL looks for: NCCL_NET_PLUGIN is a file, or its end."""
     if plugin in ("", "none"):
         return re.compile(r"lib[nr]ccl-net\.so[.0-9]*")
@@ -95,11 +95,11 @@ def _wanted(plugin: str) -> re.Pattern[str]:
     return re.compile("|".join(rf"{name}|lib[nr]ccl-net-{name}\.so[.0-9]*" for name in names))
 
 
-def _first(pattern: re.Pattern[str], paths: list[str]) -> str:
+def _first_match(pattern: re.Pattern[str], paths: list[str]) -> str:
     return next((path for path in paths if pattern.fullmatch(Path(path).name)), "")
 
 
-def _loaded(maps: Path) -> Iterator[str]:
+def _mapped_files(maps: Path) -> Iterator[str]:
     """Yield the files that are mapped into the process."""
     try:
         text = maps.read_text(encoding="utf-8", errors="replace")
@@ -111,7 +111,7 @@ def _loaded(maps: Path) -> Iterator[str]:
             yield fields[5].removesuffix(" (deleted)")
 
 
-def _installed(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+def _findable_libraries(environ: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yield the plugins and libfabrics that the system's loader would find, in its order."""
     folders = [Path(part) for part in environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     yield from _libraries_in(folders)
@@ -119,7 +119,7 @@ def _installed(environ: Mapping[str, str], root: Path) -> Iterator[str]:
         cache = (root / "etc" / "ld.so.cache").read_bytes()
     except OSError:
         cache = b""
-    yield from (match.decode(errors="replace") for match in _CACHED.findall(cache))
+    yield from (match.decode(errors="replace") for match in _CACHE_ENTRY.findall(cache))
     yield from _libraries_in([root / folder for folder in _FOLDERS])
 
 
@@ -130,5 +130,5 @@ def _libraries_in(folders: list[Path]) -> Iterator[str]:
         except OSError:
             continue
         for name in names:
-            if _PLUGIN.fullmatch(name) or _FABRIC.fullmatch(name):
+            if _PLUGIN.fullmatch(name) or _LIBFABRIC.fullmatch(name):
                 yield str(folder / name)

@@ -1,7 +1,7 @@
 """How fast each rank multiplies matrices while all others do, and whether the results are right.
 
     allocate, warm up -> all ranks begin together -> batches of products until the time is over,
-    each followed by a product whose exact result is known -> Products, of one rank
+    each followed by a product whose exact result is known -> MatmulResult, of one rank
 
 That all GPUs of a node are busy at once is what shows limits of power and cooling. The matrices
 that are timed are random, since GPUs draw less power for regular values. A product is checked in
@@ -19,11 +19,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.errors import first_line
-from hpc_tune.probe.gpu_state import GpuState, reader_of
+from hpc_tune.probe.gpu_state import GpuState, make_state_reader
 from hpc_tune.world import liveness
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import address_of
+from hpc_tune.world.device import pci_address
 from hpc_tune.world.failure import time_limit
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ GPU_S, CPU_S = 2.0, 0.5
 # Of a GPU in bf16: 4 x 128 MiB, and 1.5 ms on an H100.
 _GPU_SIZE, _CPU_SIZE = 8192, 768
 _GPU_EXACT, _CPU_EXACT = 2048, 256
-_BATCH_S, _MOST_IN_BATCH = 0.05, 200
+_BATCH_S, _MAX_IN_BATCH = 0.05, 200
 _WARM_UPS = 3
 _SUM = 5  # of the products along the common side of the exact matrices
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulResult:
     """What one rank multiplied: square matrices of ``size`` in ``dtype``.
 
     ``flops_per_s``: the median of the second half of all products. ``slowest_s`` and ``median_s``:
@@ -71,9 +71,9 @@ class Products:
         return self.num_wrong + self.num_differing > 0
 
 
-def measure_products(
+def measure_matmuls(
     comm: Comm, seconds: float | None = None, multiply: "Multiply | None" = None
-) -> Products | None:
+) -> MatmulResult | None:
     """Multiply for about ``seconds`` on all ranks at a time; 0: not at all. Collective.
 
     Without ``seconds`` that is GPU_S on GPUs and CPU_S on CPUs.
@@ -82,14 +82,14 @@ def measure_products(
         return None
     on_gpu = comm.device.type == "cuda"
     seconds = seconds or (GPU_S if on_gpu else CPU_S)
-    state, model = _of_gpu(comm.device) if on_gpu else (lambda: None, _cpu_model())
-    found, work = Products(model=model), None
+    state, model = _gpu_reader_and_model(comm.device) if on_gpu else (lambda: None, _cpu_model())
+    found, work = MatmulResult(model=model), None
     who = f"rank {comm.world.rank} on {comm.world.hostname}"
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
     # An error of CUDA, too little memory among them, is a finding; the other ranks go on.
     with _one_thread(on_gpu), time_limit("a product of matrices", *limits):
         try:
-            work = Work(comm.device, multiply)
+            work = MatmulWork(comm.device, multiply)
             work.warm_up()
         except RuntimeError as error:
             found = replace(found, error=first_line(error))
@@ -98,7 +98,7 @@ def measure_products(
         return found
     with _one_thread(on_gpu), time_limit("products of matrices", *limits):
         try:
-            return replace(timed(work, seconds, state), model=model)
+            return replace(time_matmuls(work, seconds, state), model=model)
         except RuntimeError as error:
             return replace(found, error=first_line(error))
 
@@ -115,7 +115,7 @@ def _one_thread(on_gpu: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class Work:
+class MatmulWork:
     """The matrices of a device, the products that it is given, and how many were wrong."""
 
     def __init__(self, device: "torch.device", multiply: "Multiply | None" = None) -> None:
@@ -146,7 +146,7 @@ class Work:
         if self._first is not None:
             self._first.copy_(self._out)
         one_s = max(self.seconds_of(marks)[-1], 1e-6)
-        self._in_batch = max(1, min(_MOST_IN_BATCH, round(_BATCH_S / one_s)))
+        self._in_batch = max(1, min(_MAX_IN_BATCH, round(_BATCH_S / one_s)))
         self._wrong.zero_()
 
     def batch(self) -> "list[Mark]":
@@ -167,7 +167,7 @@ class Work:
         """Return the seconds of each product of a batch that is done."""
         return [_between_s(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
 
-    def wrong(self) -> tuple[int, int]:
+    def count_wrong(self) -> tuple[int, int]:
         """Return how many exact products were wrong, and how many repeated ones differed."""
         exact, repeated = self._wrong.tolist()
         return exact, repeated
@@ -190,7 +190,9 @@ class Work:
         return event
 
 
-def timed(work: Work, seconds: float, state: Callable[[], GpuState | None]) -> Products:
+def time_matmuls(
+    work: MatmulWork, seconds: float, state: Callable[[], GpuState | None]
+) -> MatmulResult:
     """Multiply for about ``seconds``; one batch is queued behind that which is waited for."""
     idle = state()
     until_s = time.monotonic() + seconds
@@ -202,10 +204,10 @@ def timed(work: Work, seconds: float, state: Callable[[], GpuState | None]) -> P
     loaded = state()
     work.wait(batches[-1][-1])
     times_s = [one_s for marks in batches for one_s in work.seconds_of(marks)]
-    num_wrong, num_differing = work.wrong()
+    num_wrong, num_differing = work.count_wrong()
     median_s = median(times_s[len(times_s) // 2 :])
-    return Products(
-        dtype=_short(work.dtype),
+    return MatmulResult(
+        dtype=_dtype_name(work.dtype),
         size=work.size,
         flops_per_s=2 * work.size**3 / median_s,
         median_s=median_s,
@@ -244,14 +246,14 @@ def exact_matrices(
     return left, right, product
 
 
-def speed(flops_per_s: float) -> str:
+def format_flops(flops_per_s: float) -> str:
     """Return such as ``"712 TFLOP/s"``."""
     unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
     value = flops_per_s / size
     return f"{value:.{0 if value >= 100 else 1}f} {unit}"
 
 
-def state_in_words(found: Products) -> str:
+def describe_gpu_state(found: MatmulResult) -> str:
     """Return what the GPU told of itself while it multiplied: clock, temperature, power."""
     now, before = found.loaded, found.idle
     if now is None:
@@ -283,24 +285,24 @@ def _dtype_of(device: "torch.device") -> "tuple[torch.dtype, bool]":
     """Return in what a device computes, and whether its products have the same bits each time."""
     import torch
 
-    architecture = architecture_of(device)
+    architecture = find_architecture(device)
     if architecture is None:
         return torch.float32, False
     if architecture.has_bf16:
-        return torch.bfloat16, architecture.repeats_products
+        return torch.bfloat16, architecture.has_deterministic_matmul
     dtype = torch.float16 if architecture.has_fp16 else torch.float32
-    return dtype, architecture.repeats_products
+    return dtype, architecture.has_deterministic_matmul
 
 
-def _short(dtype: "torch.dtype") -> str:
+def _dtype_name(dtype: "torch.dtype") -> str:
     return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."), "fp32")
 
 
-def _of_gpu(device: "torch.device") -> tuple[Callable[[], GpuState | None], str]:
+def _gpu_reader_and_model(device: "torch.device") -> tuple[Callable[[], GpuState | None], str]:
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(device)
-    return reader_of(address_of(gpu)), gpu.name
+    return make_state_reader(pci_address(gpu)), gpu.name
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -18,19 +18,19 @@ from hpc_tune import __version__
 from hpc_tune.probe.kfd import amd_driver, amd_gpus
 from hpc_tune.world.numa import SYS
 
-_ASK_LIMIT_S = 10.0
+_COMMAND_LIMIT_S = 10.0
 PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledOps:
     """DeepSpeed's parts in C++: those compiled at its installation, and what compiles others."""
 
     ops: tuple[str, ...]
     missing_tools: tuple[str, ...]
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -39,12 +39,12 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def for_a_bug_report() -> list[str]:
+def bug_report_lines() -> list[str]:
     """Return a line for each thing that a bug report needs; imports no large library.
 
     The first is ``hpc_tune VERSION``.
     """
-    facts = {"hpc_tune": __version__} | versions()
+    facts = {"hpc_tune": __version__} | package_versions()
     clone = Path(__file__).parents[2]
     if (clone / ".git").exists() and (commit := git_commit(clone)):
         facts["commit"] = commit
@@ -56,7 +56,7 @@ def for_a_bug_report() -> list[str]:
                 capture_output=True,
                 text=True,
                 errors="backslashreplace",
-                timeout=_ASK_LIMIT_S,
+                timeout=_COMMAND_LIMIT_S,
             )
             facts[name] = done.stdout.strip().splitlines()[0]
     with contextlib.suppress(OSError, IndexError):
@@ -88,7 +88,7 @@ def git_commit(folder: Path | None = None) -> str | None:
             capture_output=True,
             text=True,
             errors="backslashreplace",
-            timeout=_ASK_LIMIT_S,
+            timeout=_COMMAND_LIMIT_S,
             cwd=folder,
         )
     except (OSError, subprocess.SubprocessError):
@@ -106,7 +106,7 @@ def mpi_library() -> str:
     return " ".join(first.split())
 
 
-def compiled(for_gpu: bool) -> Compiled | None:
+def find_compiled_ops(for_gpu: bool) -> CompiledOps | None:
     """Return what DeepSpeed has, without importing it; None where it is not installed."""
     try:
         spec = importlib.util.find_spec("deepspeed")
@@ -124,4 +124,4 @@ def compiled(for_gpu: bool) -> Compiled | None:
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
     missing = tuple(tool for tool in tools if shutil.which(tool, path=path) is None)
-    return Compiled(tuple(sorted(name for name, there in ops.items() if there)), missing)
+    return CompiledOps(tuple(sorted(name for name, there in ops.items() if there)), missing)

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.findings import Finding
-from hpc_tune.probe.links import Links, Pair, rate
-from hpc_tune.probe.nccl import Nccl
-from hpc_tune.probe.products import Products, speed, state_in_words
+from hpc_tune.probe.links import Link, Links, format_rate
+from hpc_tune.probe.nccl import NcclLibrary
+from hpc_tune.probe.products import MatmulResult, describe_gpu_state, format_flops
 from hpc_tune.probe.topology import Topology
 from hpc_tune.units import format_bytes
 
@@ -16,7 +16,7 @@ _RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
 _LATENCY_BYTES = 1 << 16  # a smaller message is all latency, and its rate says nothing
 
 
-def as_dict(
+def report_dict(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding]
 ) -> dict[str, object]:
     """Return everything, for JSON."""
@@ -27,7 +27,7 @@ def as_dict(
     }
 
 
-def as_lines(
+def report_lines(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
 ) -> list[str]:
     """Return the report for people."""
@@ -69,7 +69,7 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
     return lines
 
 
-def _library_line(library: Nccl) -> str:
+def _library_line(library: NcclLibrary) -> str:
     """Return which library is loaded, whence, and what it uses between nodes."""
     files = ", ".join(library.libraries) or "inside torch"
     settings = " ".join(f"{name}={value}" for name, value in library.settings.items())
@@ -104,25 +104,25 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
             f"(NUMA {numa}), {_many(rank.threads, 'thread')}"
         )
         if rank.products is not None:
-            lines.append(f"            {_products(rank.products)}")
+            lines.append(f"            {_matmul_text(rank.products)}")
     lines += _topology_lines(first.topology) if first.topology else []
     for folder in first.folders:
         if not folder.error:
-            free, speed = format_bytes(folder.free_bytes), rate(folder.bytes_per_s)
+            free, speed = format_bytes(folder.free_bytes), format_rate(folder.bytes_per_s)
             lines.append(f"  {folder.role} {folder.path}: {free} free, {speed} written")
     return lines
 
 
-def _products(found: Products) -> str:
+def _matmul_text(found: MatmulResult) -> str:
     """Return how fast a rank multiplied matrices, and what its GPU told meanwhile."""
     if found.error:
         return f"cannot multiply matrices: {found.error}"
     ratio = found.slowest_s / found.median_s
-    text = f"{speed(found.flops_per_s)} in {found.dtype}, "
+    text = f"{format_flops(found.flops_per_s)} in {found.dtype}, "
     text += f"the slowest product {ratio:.2f} x the median time"
     if found.is_wrong:
         text += ", WRONG results"
-    told = state_in_words(found)
+    told = describe_gpu_state(found)
     return f"{text}; {told}" if told else text
 
 
@@ -142,21 +142,22 @@ def _topology_lines(topology: Topology) -> list[str]:
 
 def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
     lines = []
-    kinds: dict[str, list[Pair]] = {}
+    kinds: dict[str, list[Link]] = {}
     for pair in links.pairs:
-        kinds.setdefault(_kind(ranks, pair), []).append(pair)
+        kinds.setdefault(_link_kind(ranks, pair), []).append(pair)
     for kind, alike in sorted(kinds.items(), reverse=True):
         latency = statistics.median(pair.latency_s for pair in alike)
         rates = [pair.bytes_per_s for pair in alike]
-        slowest = f" (slowest {rate(min(rates))})" if len(alike) > 1 else ""
+        slowest = f" (slowest {format_rate(min(rates))})" if len(alike) > 1 else ""
         lines.append(
-            f"links     {kind}, {_many(len(alike), 'pair')}: {rate(statistics.median(rates))}"
+            f"links     {kind}, {_many(len(alike), 'pair')}: "
+            f"{format_rate(statistics.median(rates))}"
             f"{slowest}, {latency * 1e6:.0f} us"
         )
     for collective in links.collectives:
         took = f"{collective.seconds * 1e3:.2f} ms"
         if collective.num_bytes > _LATENCY_BYTES:
-            took += f", bus {rate(collective.bytes_per_s)}"
+            took += f", bus {format_rate(collective.bytes_per_s)}"
         size = format_bytes(collective.num_bytes)
         lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
@@ -166,7 +167,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
     return lines
 
 
-def _kind(ranks: Sequence[RankFacts], pair: Pair) -> str:
+def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
     """Return the kind of a link; within a node with the path between its GPUs."""
     here = [rank for rank in ranks if rank.node == pair.nodes[0]]
     if pair.kind != "same node" or here[0].topology is None:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.probe.kfd import amd_driver, amd_gpus
-from hpc_tune.world.numa import SYS, numa_of, pci_path
+from hpc_tune.world.numa import SYS, pci_path, read_numa_node
 
 _CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
-NO_LIBRARY = "nvidia-ml-py is not installed"
+NO_NVML = "nvidia-ml-py is not installed"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class NodeGpu:
     """One GPU as the driver knows it, whether or not a rank may use it.
 
     ``place``: its PCI address. ``nvlinks``: how many of its links to other GPUs are up, which are
@@ -38,7 +38,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Card:
+class NetworkCard:
     """One card of the fast network; ``rate`` and ``state`` are the kernel's words.
 
     ``near`` are the GPUs that share a PCI switch with it, so that GPUDirect is worth it. ``kind``:
@@ -61,9 +61,9 @@ class Topology:
     that are up.
     """
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[NodeGpu, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict)
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NetworkCard, ...] = ()
     driver: str = ""
     driver_cuda: str = ""
     driver_error: str = ""
@@ -73,27 +73,27 @@ class Topology:
 def read_topology(folder: Path = SYS) -> Topology:
     """Return this node's topology; without a driver or nvidia-ml-py its cards alone.
 
-    ``driver_error`` is NO_LIBRARY without the latter.
+    ``driver_error`` is NO_NVML without the latter.
 
     ``folder`` is where the kernel shows its devices.
     """
-    told = _of_amd(folder) or _ask_driver(folder)
+    told = _amd_topology(folder) or _nvidia_topology(folder)
     devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
-    cards = tuple(cards_of(folder, devices))
-    return replace(told, cards=cards, ethernet=_ethernet(folder))
+    cards = tuple(find_cards(folder, devices))
+    return replace(told, cards=cards, ethernet=_ethernet_speeds(folder))
 
 
-def _of_amd(folder: Path) -> Topology | None:
+def _amd_topology(folder: Path) -> Topology | None:
     """Return AMD's GPUs, as the kernel shows them; None where there are none."""
     found = amd_gpus(folder)
     if not found:
         return None
     gpus = tuple(
-        Gpu(
+        NodeGpu(
             uuid=one.uuid,
             name=one.gfx,
             place=one.place,
-            numa=numa_of(folder / "bus" / "pci" / "devices" / one.place),
+            numa=read_numa_node(folder / "bus" / "pci" / "devices" / one.place),
             nvlinks=len(one.linked),
             link="XGMI link",
         )
@@ -116,30 +116,30 @@ def share_a_switch(device: Path, other: Path) -> bool:
     return any(re.fullmatch(r"[0-9a-f]+:[0-9a-f]+:[0-9a-f]+\.[0-9a-f]", part) for part in common)
 
 
-def _ask_driver(folder: Path) -> Topology:
+def _nvidia_topology(folder: Path) -> Topology:
     """Return what NVIDIA's driver tells; what it refuses, for a slice of a GPU say, is left out."""
     try:
         import pynvml as nvml
     except ImportError:
-        return Topology(driver_error=NO_LIBRARY)
+        return Topology(driver_error=NO_NVML)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:  # no driver, or not for this user
         return Topology(driver_error=str(error))
     errors: list[str] = []
-    asked: list[tuple[Any, Gpu]] = []
+    asked: list[tuple[Any, NodeGpu]] = []
     driver, cuda = "", 0
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
-            with _noting(nvml, errors):
+            with _collect_errors(nvml, errors):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                asked.append((handle, _gpu(nvml, handle, folder)))
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
+                asked.append((handle, _read_gpu(nvml, handle, folder)))
+        driver = _to_text(nvml.nvmlSystemGetDriverVersion())
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
     except nvml.NVMLError as error:
         errors.append(str(error))
     paths = {
-        f"{i}-{j}": _path(nvml, asked[i][0], asked[j][0])
+        f"{i}-{j}": _link_path(nvml, asked[i][0], asked[j][0])
         for i in range(len(asked))
         for j in range(i + 1, len(asked))
     }
@@ -155,32 +155,32 @@ def _ask_driver(folder: Path) -> Topology:
 
 
 @contextlib.contextmanager
-def _noting(nvml: Any, errors: list[str]) -> Iterator[None]:
+def _collect_errors(nvml: Any, errors: list[str]) -> Iterator[None]:
     try:
         yield
     except nvml.NVMLError as error:
         errors.append(str(error))
 
 
-def _gpu(nvml: Any, handle: Any, folder: Path) -> Gpu:
+def _read_gpu(nvml: Any, handle: Any, folder: Path) -> NodeGpu:
     # NVML writes a domain of eight digits, the kernel one of four.
-    address = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
-    return Gpu(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-"),  # as torch writes it
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+    address = _to_text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
+    return NodeGpu(
+        uuid=_to_text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-"),  # as torch writes it
+        name=_to_text(nvml.nvmlDeviceGetName(handle)),
         place=address,
-        numa=numa_of(folder / "bus" / "pci" / "devices" / address),
-        nvlinks=sum(_nvlinks(nvml, handle)),
+        numa=read_numa_node(folder / "bus" / "pci" / "devices" / address),
+        nvlinks=sum(_nvlink_states(nvml, handle)),
     )
 
 
-def _nvlinks(nvml: Any, handle: Any) -> Iterator[bool]:
+def _nvlink_states(nvml: Any, handle: Any) -> Iterator[bool]:
     with contextlib.suppress(nvml.NVMLError):  # it has no more
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             yield nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
 
 
-def _path(nvml: Any, gpu: Any, other: Any) -> str:
+def _link_path(nvml: Any, gpu: Any, other: Any) -> str:
     with contextlib.suppress(nvml.NVMLError):
         status = nvml.nvmlDeviceGetP2PStatus(gpu, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if status == nvml.NVML_P2P_STATUS_OK:
@@ -190,26 +190,28 @@ def _path(nvml: Any, gpu: Any, other: Any) -> str:
     return "?"
 
 
-def cards_of(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[Card]:
+def find_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[NetworkCard]:
     """Yield the cards of fast networks; ``gpus`` are the devices that they may be near to."""
     for group in _CARDS:
-        for card in _names_in(folder / "class" / group):
+        for card in _list_folder(folder / "class" / group):
             device = (card / "device").resolve()
             near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
             state, rate = _best_port(card / "ports")
             if group == "cxi":  # the kernel shows the rate at its Ethernet side, hsn0
-                sides = [net.name for net in _names_in(device / "net")]
-                speeds = [_speed(folder, name) for name in sides]
+                sides = [net.name for net in _list_folder(device / "net")]
+                speeds = [_interface_speed(folder, name) for name in sides]
                 rate = f"{max(speeds, default=0) // 1000 or 200} Gb/sec"
-            yield Card(card.name, state, rate, numa_of(device), near, _kind(group, card))
+            yield NetworkCard(
+                card.name, state, rate, read_numa_node(device), near, _card_kind(group, card)
+            )
 
 
-def _kind(group: str, card: Path) -> str:
+def _card_kind(group: str, card: Path) -> str:
     if group == "cxi":
         return "Slingshot"
     if (card / "device" / "driver").resolve().name == "efa":
         return "EFA"
-    layers = [_text_of(port / "link_layer") for port in _names_in(card / "ports")]
+    layers = [_read_text(port / "link_layer") for port in _list_folder(card / "ports")]
     return "RoCE" if "Ethernet" in layers else "InfiniBand"
 
 
@@ -217,39 +219,41 @@ def _best_port(ports: Path) -> tuple[str, str]:
     """Return state and rate of the port that is up, or of the first."""
     found = [
         (
-            _text_of(port / "state").partition(": ")[2],
-            _text_of(port / "rate").partition(" (")[0],
+            _read_text(port / "state").partition(": ")[2],
+            _read_text(port / "rate").partition(" (")[0],
         )
-        for port in _names_in(ports)
+        for port in _list_folder(ports)
     ]
     return next((one for one in found if one[0] == "ACTIVE"), found[0] if found else ("", ""))
 
 
-def _ethernet(folder: Path) -> dict[str, int]:
+def _ethernet_speeds(folder: Path) -> dict[str, int]:
     """Return the Mb/s of each interface that is a device, and up."""
-    names = [net.name for net in _names_in(folder / "class" / "net") if (net / "device").exists()]
-    return {name: speed for name in names if (speed := _speed(folder, name)) > 0}
+    names = [
+        net.name for net in _list_folder(folder / "class" / "net") if (net / "device").exists()
+    ]
+    return {name: speed for name in names if (speed := _interface_speed(folder, name)) > 0}
 
 
-def _speed(folder: Path, interface: str) -> int:
+def _interface_speed(folder: Path, interface: str) -> int:
     with contextlib.suppress(ValueError):
-        return int(_text_of(folder / "class" / "net" / interface / "speed"))
+        return int(_read_text(folder / "class" / "net" / interface / "speed"))
     return 0
 
 
-def _names_in(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text().strip()
     except OSError:
         return ""
 
 
-def _text(value: str | bytes) -> str:
+def _to_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

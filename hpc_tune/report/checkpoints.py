@@ -9,10 +9,12 @@ from pathlib import Path
 
 from hpc_tune.units import format_bytes
 
-FEW_BYTES = 256 << 20  # hashed in a second
+MAX_HASHED_BYTES = 256 << 20  # hashed in a second
 
 
-def checkpoints(run_dir: Path, most_bytes: int = FEW_BYTES) -> list[tuple[str, str, str]]:
+def list_checkpoints(
+    run_dir: Path, most_bytes: int = MAX_HASHED_BYTES
+) -> list[tuple[str, str, str]]:
     """Return (name, size, what was verified) of each checkpoint, the oldest first.
 
     Bytes are hashed while ``most_bytes`` in all are not reached; of the rest only sizes are read.
@@ -30,7 +32,7 @@ def checkpoints(run_dir: Path, most_bytes: int = FEW_BYTES) -> list[tuple[str, s
         left -= total if is_hashed else 0
         damage = [
             name for name, (num, sha) in files.items()
-            if not _is_as_written(folder / name.lstrip("/"), num, sha if is_hashed else None)
+            if not _is_intact(folder / name.lstrip("/"), num, sha if is_hashed else None)
         ]  # fmt: skip
         verified = "every byte verified" if is_hashed else "sizes verified; bytes: inspect --verify"
         if damage:
@@ -39,7 +41,7 @@ def checkpoints(run_dir: Path, most_bytes: int = FEW_BYTES) -> list[tuple[str, s
     return rows
 
 
-def _is_as_written(file: Path, num_bytes: int, sha256: str | None) -> bool:
+def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
     try:
         # A manifest may be anyone's: no devices, nothing outside of its folder.
         if ".." in file.parts or not file.is_file() or file.stat().st_size != num_bytes:

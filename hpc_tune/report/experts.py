@@ -18,7 +18,7 @@ def expert_heatmap(runs: Sequence[Run]) -> Figure | None:
         return None
     line = run.experts[-1]
     widest = max(map(len, line["tokens"]))
-    cells = [_by_mean(row) + [float("nan")] * (widest - len(row)) for row in line["tokens"]]
+    cells = [_divide_by_mean(row) + [float("nan")] * (widest - len(row)) for row in line["tokens"]]
     highest = max(value for row in cells for value in row if value == value)
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
@@ -38,6 +38,6 @@ def expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _by_mean(row: Sequence[float]) -> list[float]:
+def _divide_by_mean(row: Sequence[float]) -> list[float]:
     mean = sum(row) / len(row)
     return [count / mean if mean else 0.0 for count in row]

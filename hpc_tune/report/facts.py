@@ -6,27 +6,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from hpc_tune.config.load import describe_fields
-from hpc_tune.config.section import said
-from hpc_tune.report.read import Row, Run
-from hpc_tune.report.starts import starts
-from hpc_tune.rundir.energy import energy_of
-from hpc_tune.rundir.stragglers import ADVICE, STRAGGLER, beside_median
+from hpc_tune.config.section import format_setting
+from hpc_tune.report.read import Record, Run
+from hpc_tune.report.starts import list_starts
+from hpc_tune.rundir.energy import sum_energy
+from hpc_tune.rundir.stragglers import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
-_MOST_STEPS = 0.8  # of all: a straggler is the slowest rank in more of them
-_MPIRUN = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
+_STRAGGLER_SHARE = 0.8  # of all: a straggler is the slowest rank in more of them
+_MPIRUN_LAUNCHERS = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"
 _NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
-_SUPPOSED = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
-_MEMORY = {
+_HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
+_MEMORY_LABELS = {
     "host": "most host memory of a node, that of others included",
     "device": "most device memory of a rank",
 }
-_MANY_NAMES = 4
+_MAX_NAMES = 4
 Rows = list[tuple[str, str]]
 
 
-def how_it_ended(run: Run) -> str:
+def describe_end(run: Run) -> str:
     """Return why a run ended, with rank, host and exit code where they are known."""
     text, found = run.reason, run.outcome
     if found.get("host") is not None and run.state in ("failed", "stopped"):
@@ -36,17 +36,17 @@ def how_it_ended(run: Run) -> str:
     return text + (f", exit code {code}" if code is not None else "")
 
 
-def what_came_out(run: Run) -> str:
+def describe_result(run: Run) -> str:
     """Return the losses and where the adapter, or else the newest checkpoint, is."""
     parts = []
-    losses = known(run.steps, "loss")
+    losses = known_numbers(run.steps, "loss")
     if losses:
         parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
-    if change := _held_out(run):
+    if change := _describe_held_out(run):
         parts.append(f"held-out loss {change}")
-    if adapter := adapter_of(run):
+    if adapter := find_adapter(run):
         parts.append(f"the adapter is in {adapter}")
-    elif path := next((e.get("path") for e in reversed(run.of_kind("checkpoint"))), None):
+    elif path := next((e.get("path") for e in reversed(run.events_of_kind("checkpoint"))), None):
         parts.append(f"the newest checkpoint is {path}")
     else:
         parts.append("no checkpoint")
@@ -54,7 +54,7 @@ def what_came_out(run: Run) -> str:
     return text[0].upper() + text[1:]
 
 
-def _held_out(run: Run) -> str:
+def _describe_held_out(run: Run) -> str:
     """Return how the held-out loss changed, with the newest one's step if it is not the last."""
     evals = [row for row in run.comparable_evals if row.get("eval_loss") is not None]
     if not evals:
@@ -64,28 +64,28 @@ def _held_out(run: Run) -> str:
     return f"{evals[0]['eval_loss']:.4f} → {evals[-1]['eval_loss']:.4f}{of}"
 
 
-def _and(names: Sequence[str]) -> str:
+def _join_with_and(names: Sequence[str]) -> str:
     shown = [
-        *names[:_MANY_NAMES],
-        *([f"{more} more"] if (more := len(names) - _MANY_NAMES) > 0 else []),
+        *names[:_MAX_NAMES],
+        *([f"{more} more"] if (more := len(names) - _MAX_NAMES) > 0 else []),
     ]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def adapter_of(run: Run) -> str:
+def find_adapter(run: Run) -> str:
     """Return where the adapter of a finished run is, or nothing."""
     folder = run.path / "export" / "adapter"
     return str(folder) if run.state == "done" and folder.is_dir() else ""
 
 
-def command_of(run: Run) -> str:
+def start_command(run: Run) -> str:
     """Return the command that does the newest start again, or nothing."""
     start = run.start
     words = shlex.join(map(str, start.get("command", [])))
     if not words:
         return ""
     launcher, size = start.get("launcher"), int(start.get("size") or 1)
-    if launcher in _MPIRUN:
+    if launcher in _MPIRUN_LAUNCHERS:
         words = f"mpirun -np {size} {words}"
     elif str(launcher).startswith("srun"):
         words = f"srun --ntasks={size} {words}"
@@ -95,19 +95,19 @@ def command_of(run: Run) -> str:
     return f"cd {shlex.quote(folder)} && {words}" if folder else words
 
 
-def next_command(run: Run) -> str:
+def advise_next(run: Run) -> str:
     """Return what to do next with the run, in words."""
     if run.state == "done":
         return f"python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
     if run.state == "failed":
-        resumes = ": it resumes" if run.of_kind("checkpoint") else ""
+        resumes = ": it resumes" if run.events_of_kind("checkpoint") else ""
         return f"mend what is named above, then run the same command{resumes}"
     if run.state == "running":
         return f"python -m hpc_tune watch {shlex.quote(str(run.path))}"
     return "run the same command: it resumes from the newest checkpoint"
 
 
-def facts(run: Run) -> dict[str, str]:
+def main_figures(run: Run) -> dict[str, str]:
     """Return the main figures of a run, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -117,36 +117,36 @@ def facts(run: Run) -> dict[str, str]:
         values["time running"] = format_seconds(whole_s) + more
         if steps:
             values["goodput (steps that count)"] = f"{goodput(run):.0%}"
-    if (energy := energy_of(run.events)) is not None and energy.joules is not None:
+    if (energy := sum_energy(run.events)) is not None and energy.joules is not None:
         values["energy"] = energy.short
-    losses = known(steps, "loss")
+    losses = known_numbers(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
     evals = run.comparable_evals
-    if change := _held_out(run):
+    if change := _describe_held_out(run):
         names = list(evals[-1].get("eval_losses", {}))
-        of = f", the mean of those of {_and(names)}" if len(names) > 1 else ""
+        of = f", the mean of those of {_join_with_and(names)}" if len(names) > 1 else ""
         values[f"held-out loss, first to last{of}"] = change
     for name, kind in (("accuracy", ".1%"), ("margin", ".3g")):
-        if held_out := known(evals, f"eval_preferences.{name}"):
+        if held_out := known_numbers(evals, f"eval_preferences.{name}"):
             values[f"held-out {name}, first to last"] = (
                 f"{held_out[0]:{kind}} → {held_out[-1]:{kind}}"
             )
-    speeds = known(steps[1:] or steps, "tokens_per_s")
+    speeds = known_numbers(steps[1:] or steps, "tokens_per_s")
     if speeds:
         values["tokens per second, median"] = format_count(statistics.median(speeds))
-    if mfu := known(steps[1:] or steps, "mfu"):
+    if mfu := known_numbers(steps[1:] or steps, "mfu"):
         values["MFU, median"] = f"{statistics.median(mfu):.1%}"
-    if seconds := sum(known(steps, "step_s")):
-        values["time in messages"] = f"{sum(known(steps, 'comm_s')) / seconds:.1%}"
+    if seconds := sum(known_numbers(steps, "step_s")):
+        values["time in messages"] = f"{sum(known_numbers(steps, 'comm_s')) / seconds:.1%}"
     for kind in ("host", "device"):
-        if used := known(steps, f"{kind}_bytes"):
-            limits = known(steps, f"{kind}_limit_bytes")
+        if used := known_numbers(steps, f"{kind}_bytes"):
+            limits = known_numbers(steps, f"{kind}_limit_bytes")
             of = f" of {format_bytes(limits[-1])}" if limits else ""
-            values[_MEMORY[kind]] = f"{format_bytes(max(used))}{of}"
-            if own := known(steps, f"{kind}_ranks_bytes"):
+            values[_MEMORY_LABELS[kind]] = f"{format_bytes(max(used))}{of}"
+            if own := known_numbers(steps, f"{kind}_ranks_bytes"):
                 values["of it this run's ranks, most on a node"] = format_bytes(max(own))
-    values["saves"] = str(len(run.of_kind("checkpoint")))
+    values["saves"] = str(len(run.events_of_kind("checkpoint")))
     values["governor's actions"] = str(len(run.actions))
     return values
 
@@ -161,10 +161,10 @@ def running_s(run: Run) -> float:
 
 def goodput(run: Run) -> float:
     """Return the share of the running time of all starts that went into steps that count."""
-    return min(1.0, sum(known(run.steps, "step_s")) / max(running_s(run), 1e-9))
+    return min(1.0, sum(known_numbers(run.steps, "step_s")) / max(running_s(run), 1e-9))
 
 
-def what_ran(run: Run) -> Rows:
+def list_start_facts(run: Run) -> Rows:
     """Return what the newest start logged of itself."""
     start = run.start
     tags = run.settings.get("run.tags")
@@ -177,15 +177,15 @@ def what_ran(run: Run) -> Rows:
         ("batch", start.get("batch")),
         ("learning rate", start.get("rate")),
         ("memory", start.get("memory")),
-        ("slowest rank", straggler(run)),
-        ("energy", energy.words if (energy := energy_of(run.events)) else ""),
+        ("slowest rank", describe_straggler(run)),
+        ("energy", energy.words if (energy := sum_energy(run.events)) else ""),
         ("energy of the jobs", run.jobs_energy.words if run.jobs_energy else ""),
         ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
     ]
     return [(name, str(value)) for name, value in rows if value]
 
 
-def machine(run: Run) -> Rows:
+def list_machine_facts(run: Run) -> Rows:
     """Return software and hardware of the newest start."""
     start, last = run.start, run.steps[-1] if run.steps else {}
     limits = ", ".join(
@@ -212,7 +212,7 @@ def machine(run: Run) -> Rows:
     return [(name, str(value)) for name, value in rows if value]
 
 
-def what_the_data_gave(run: Run) -> Rows:
+def list_data_facts(run: Run) -> Rows:
     """Return the documents, tokens, cuts and padding of the training data."""
     counts = run.start.get("counts", {})
     rows: Rows = []
@@ -228,13 +228,13 @@ def what_the_data_gave(run: Run) -> Rows:
     remarks = [str(remark) for remark in run.start.get("remarks", [])]
     if counts:
         rows.append(("cut, dropped, not learned", "; ".join(remarks) or "nothing"))
-    if tokens := sum(known(run.steps, "tokens")):
-        learned = sum(known(run.steps, "loss_tokens"))
+    if tokens := sum(known_numbers(run.steps, "tokens")):
+        learned = sum(known_numbers(run.steps, "loss_tokens"))
         rows.append(("trained on", f"{tokens:,.0f} tokens, {learned:,.0f} of them learned"))
     return rows
 
 
-def straggler(run: Run) -> str:
+def describe_straggler(run: Run) -> str:
     """Return which rank the others wait for most often, and how much slower it is, or nothing."""
     rows = [row for row in run.steps[1:] if "slowest_rank" in row]
     if not rows or (run.start.get("size") or 1) == 1:
@@ -243,40 +243,42 @@ def straggler(run: Run) -> str:
     text = f"rank {rank} in {times} of {len(rows)} steps"
     works = [row["work_s"] for row in run.ranks if len(row["work_s"]) > max(1, rank)]
     if works:
-        ratio = statistics.median(beside_median(work_s)[rank] for work_s in works)
+        ratio = statistics.median(relative_to_median(work_s)[rank] for work_s in works)
         text += f"; it works {ratio:.2f} x as long as the median rank"
-        if ratio > STRAGGLER and times > _MOST_STEPS * len(rows):
-            text += f", and the others wait for it: {ADVICE}"
+        if ratio > STRAGGLER_FACTOR and times > _STRAGGLER_SHARE * len(rows):
+            text += f", and the others wait for it: {STRAGGLER_ADVICE}"
     return text
 
 
-def where_time_went(run: Run) -> Rows:
+def time_by_kind(run: Run) -> Rows:
     """Return the seconds of the whole run by kind, all starts together."""
     whole_s = running_s(run)
     if not whole_s:
         return []
-    step_s, data_s, comm_s = (sum(known(run.steps, k)) for k in ("step_s", "data_s", "comm_s"))
+    step_s, data_s, comm_s = (
+        sum(known_numbers(run.steps, k)) for k in ("step_s", "data_s", "comm_s")
+    )
     parts = {
         "compute": step_s - data_s - comm_s,
         "messages, waiting for other ranks included": comm_s,
         "data": data_s,
-        "evaluation": sum(known(run.evals, "eval_s")),
-        "waiting for saves": sum(known(run.of_kind("checkpoint"), "blocked_s")),
+        "evaluation": sum(known_numbers(run.evals, "eval_s")),
+        "waiting for saves": sum(known_numbers(run.events_of_kind("checkpoint"), "blocked_s")),
     }
     parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
     rows = [
         (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
         for name, seconds in parts.items()
     ]
-    waited_s = sum(start.waited_s for start in starts(run))
+    waited_s = sum(start.waited_s for start in list_starts(run))
     waits = [("between starts, not in the total", format_seconds(waited_s))] if waited_s else []
     return [*rows, ("total", format_seconds(whole_s)), *waits]
 
 
-def predictions(run: Run) -> list[tuple[str, ...]]:
+def compare_predictions(run: Run) -> list[tuple[str, ...]]:
     """Return (of what, predicted, measured, off by): step time, memory by phase, bytes sent."""
     rows: list[tuple[str, ...]] = []
-    for event in run.of_kind("layout")[-1:]:
+    for event in run.events_of_kind("layout")[-1:]:
         measured, foreseen = event.get("measured_step_s"), event.get("predicted_step_s")
         if measured and foreseen:
             off = f"{measured / foreseen - 1:+.0%}"
@@ -285,7 +287,7 @@ def predictions(run: Run) -> list[tuple[str, ...]]:
         off = f"{measured / foreseen - 1:+.1%}" if foreseen else ""
         shown = [format_bytes(n) for n in (foreseen, measured)]
         rows.append((f"sent per step by rank 0: {kind}", *shown, off))
-    for event in run.of_kind("memory")[-1:]:
+    for event in run.events_of_kind("memory")[-1:]:
         for phase, row in event.get("phases", {}).items():
             if not (had := row.get("rank_bytes")):
                 continue
@@ -312,11 +314,11 @@ def sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
 def changed_settings(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (setting, its value, its default) of the settings that are not at their defaults."""
     for name, _, default, _ in describe_fields():
-        if name in run.settings and name not in _SUPPOSED and run.settings[name] != default:
-            yield name, said(run.settings[name]), said(default)
+        if name in run.settings and name not in _HIDDEN_SETTINGS and run.settings[name] != default:
+            yield name, format_setting(run.settings[name]), format_setting(default)
 
 
-def event_text(event: Row) -> str:
+def event_text(event: Record) -> str:
     """Return an event's text."""
     match event.get("kind"):
         case "checkpoint":
@@ -329,7 +331,7 @@ def event_text(event: Row) -> str:
         case "stop":
             return str(event.get("reason"))
         case "energy":
-            told = energy_of([event])
+            told = sum_energy([event])
             return told.words if told else ""
         case "mixture":
             return f"from here on: {event.get('changes')}"
@@ -339,6 +341,6 @@ def event_text(event: Row) -> str:
             return str(event.get("message", ""))
 
 
-def known(rows: Iterable[Row], key: str) -> list[float]:
+def known_numbers(rows: Iterable[Record], key: str) -> list[float]:
     """Return the numbers that rows have under a key."""
     return [row[key] for row in rows if isinstance(row.get(key), int | float)]

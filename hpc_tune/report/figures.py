@@ -7,24 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from matplotlib.figure import Figure
 
 from hpc_tune.report.experts import expert_heatmap
-from hpc_tune.report.heatmap import heatmap
+from hpc_tune.report.heatmap import draw_heatmap
 from hpc_tune.report.plots import PLOTS, Draw
 from hpc_tune.report.preferences import PREFERENCE_PLOTS
 from hpc_tune.report.read import Run
-from hpc_tune.report.timeline import timeline
+from hpc_tune.report.timeline import draw_timeline
 
 FIGURES: tuple[tuple[str, str, Draw], ...] = (
-    ("timeline", "All starts on one axis of time", timeline),
+    ("timeline", "All starts on one axis of time", draw_timeline),
     *PLOTS[:2],
     *PREFERENCE_PLOTS,
     *PLOTS[2:],
-    ("rank-steps", "Own work of each rank: dark ranks are the slow ones", heatmap),
+    ("rank-steps", "Own work of each rank: dark ranks are the slow ones", draw_heatmap),
     ("experts", "Tokens of each expert: white is even, blue has few", expert_heatmap),
 )
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
-def all_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
+def draw_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
     """Yield (file name, what it shows, figure) for what the runs have."""
     for name, caption, draw in FIGURES:
         figure = draw(runs)
@@ -32,7 +32,7 @@ def all_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
             yield name, caption, figure
 
 
-def as_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
+def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
     """Return (name, caption, element of a page) of figures; each letter is drawn once for all."""
     known: set[str] = set()
 
@@ -42,13 +42,13 @@ def as_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, 
         return glyph[0] if is_new else ""
 
     return [
-        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', once, _as_svg(name, figure),
+        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', once, _render_svg(name, figure),
                                flags=re.DOTALL))
         for name, caption, figure in figures
     ]  # fmt: skip
 
 
-def _as_svg(name: str, figure: Figure) -> str:
+def _render_svg(name: str, figure: Figure) -> str:
     """Return a figure as an element of a page; ``name`` keeps its ids apart from others'."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata=_NO_METADATA)

@@ -6,16 +6,16 @@ from matplotlib import colormaps
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 
-from hpc_tune.report.plots import SIZE, whole_numbers
-from hpc_tune.report.read import Row, Run
-from hpc_tune.rundir.stragglers import beside_median
+from hpc_tune.report.plots import SIZE, integer_ticks
+from hpc_tune.report.read import Record, Run
+from hpc_tune.rundir.stragglers import relative_to_median
 
 _ROWS, _COLUMNS, _COLORS = 128, 200, 12
 _MIN_TOP = 1.2  # of the scale: ranks that differ by less look alike
 _TOP = 3.0
 
 
-def heatmap(runs: Sequence[Run]) -> Figure | None:
+def draw_heatmap(runs: Sequence[Run]) -> Figure | None:
     """Draw one run's own work of each rank, by that of the median rank at the same step."""
     [run, *others] = runs
     if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
@@ -23,7 +23,7 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
     num_ranks = max(len(row["work_s"]) for row in run.ranks)
     group = -(-num_ranks // _ROWS)
     lines = sorted(run.ranks, key=lambda line: line["step"])
-    cells = _cells(lines, num_ranks, group)
+    cells = _make_cells(lines, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
     first, last = lines[0]["step"], lines[-1]["step"]
     figure = Figure(figsize=SIZE, layout="constrained")
@@ -32,7 +32,7 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
         list(zip(*cells, strict=True)),
         aspect="auto",
         interpolation="none",
-        cmap=_colors(),
+        cmap=_make_colormap(),
         vmin=1.0,
         vmax=min(_TOP, max(_MIN_TOP, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
@@ -40,16 +40,16 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("rank" if group == 1 else f"rank (the slowest of each {group})")
-    axes.xaxis.set_major_locator(whole_numbers())
-    axes.yaxis.set_major_locator(whole_numbers())
+    axes.xaxis.set_major_locator(integer_ticks())
+    axes.yaxis.set_major_locator(integer_ticks())
     return figure
 
 
-def _colors() -> Colormap:
+def _make_colormap() -> Colormap:
     return colormaps["YlOrRd"].resampled(_COLORS)
 
 
-def _cells(lines: Sequence[Row], num_ranks: int, group: int) -> list[list[float]]:
+def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
     """Return columns of steps, each with the slowest of every ``group`` ranks; nan: none."""
     first, last = lines[0]["step"], lines[-1]["step"]
     num_columns = min(_COLUMNS, len(lines))
@@ -58,7 +58,7 @@ def _cells(lines: Sequence[Row], num_ranks: int, group: int) -> list[list[float]
     for line in lines:
         share = (line["step"] - first) / (last - first + 1)
         place = min(num_columns - 1, int(share * num_columns))
-        values = beside_median(line["work_s"])
+        values = relative_to_median(line["work_s"])
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
         rows += [nothing] * (num_rows - len(rows))
         before = columns[place]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_energy, tells_energy
+from hpc_tune.cluster.schedulers import ask_energy, counts_energy
 from hpc_tune.units import format_energy
 
 _MOST_STARTS = 1000  # the newest ones; a command line has an end
@@ -20,16 +20,16 @@ Ask = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
 
 
 @dataclass(frozen=True)
-class EnergyOfJobs:
+class JobsEnergy:
     """What a scheduler said: ``joules`` of all jobs that it has counted, None if of none."""
 
     joules: float | None
     words: str
 
 
-def energy_of_jobs(
+def find_jobs_energy(
     events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_energy
-) -> EnergyOfJobs | None:
+) -> JobsEnergy | None:
     """Return the energy of the jobs that a run had; None where their scheduler tells of none.
 
     ``asks``: whether to ask for it, which may take many seconds.
@@ -37,38 +37,38 @@ def energy_of_jobs(
     starts: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         scheduler = str(event.get("scheduler"))
-        if event.get("kind") == "start" and event.get("job") and tells_energy(scheduler):
+        if event.get("kind") == "start" and event.get("job") and counts_energy(scheduler):
             starts.setdefault(scheduler, []).append((str(event["job"]), event["time"]))
     if not starts:
         return None
     if not asks:
-        return EnergyOfJobs(None, _NOT_ASKED.format(" and ".join(starts)))
-    parts = [_summed(ask(name, jobs[-_MOST_STARTS:]), name) for name, jobs in starts.items()]
+        return JobsEnergy(None, _NOT_ASKED.format(" and ".join(starts)))
+    parts = [_sum_energies(ask(name, jobs[-_MOST_STARTS:]), name) for name, jobs in starts.items()]
     known = [part.joules for part in parts if part.joules is not None]
     words = "; ".join(part.words for part in parts)
-    return EnergyOfJobs(sum(known) if known else None, words)
+    return JobsEnergy(sum(known) if known else None, words)
 
 
-def _summed(told: Sequence[JobEnergy], scheduler: str) -> EnergyOfJobs:
+def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
     known = [one for one in told if one.joules is not None]
     reasons: dict[str, list[str]] = {}
     for one in told:
         if one.joules is None:
             reasons.setdefault(one.why, []).append(one.job)
-    notes = [f"not known: {_jobs(jobs)} ({why})" for why, jobs in reasons.items()]
+    notes = [f"not known: {_job_names(jobs)} ({why})" for why, jobs in reasons.items()]
     if not known:
-        return EnergyOfJobs(None, "; ".join(notes))
+        return JobsEnergy(None, "; ".join(notes))
     joules = sum(one.joules or 0.0 for one in known)
     text = (
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
-        f"{_jobs([one.job for one in known])}, from begin to end, other jobs there included"
+        f"{_job_names([one.job for one in known])}, from begin to end, other jobs there included"
     )
     if any(one.of_steps for one in known):
         text += "; it is the sum of steps, of which several can count one node"
-    return EnergyOfJobs(joules, "; ".join([text, *notes]))
+    return JobsEnergy(joules, "; ".join([text, *notes]))
 
 
-def _jobs(jobs: Sequence[str]) -> str:
+def _job_names(jobs: Sequence[str]) -> str:
     names = list(dict.fromkeys(jobs))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"job{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"

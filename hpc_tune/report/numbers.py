@@ -6,23 +6,24 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_tune.report.facts import goodput, running_s, sent_bytes
-from hpc_tune.report.plots import points
+from hpc_tune.report.plots import curve_points
 from hpc_tune.report.read import Run
-from hpc_tune.report.starts import starts
-from hpc_tune.rundir.energy import energy_of
+from hpc_tune.report.starts import list_starts
+from hpc_tune.rundir.energy import sum_energy
 
 _CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
     *("host_bytes", "host_ranks_bytes", "device_bytes", "most_work_s", "least_work_s"),
 )
 _DIGITS, _POINTS = 5, 150
-_HELD_OUT = "eval_preferences."
+_HELD_OUT_PREFIX = "eval_preferences."
 _MEASURES = frozenset(
-    _HELD_OUT + name for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
+    _HELD_OUT_PREFIX + name
+    for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
 )
 
 
-def numbers(runs: Sequence[Run]) -> str:
+def render_json(runs: Sequence[Run]) -> str:
     """Return JSON that may stand in a page: it holds no ``<``."""
     text = json.dumps({"runs": [_numbers(run) for run in runs]}, default=str)
     without_nan = json.loads(text, parse_constant=str)
@@ -31,7 +32,7 @@ def numbers(runs: Sequence[Run]) -> str:
 
 
 def _numbers(run: Run) -> dict[str, Any]:
-    curves = {name: points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
+    curves = {name: curve_points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
     return {
         "name": run.name,
         "state": run.state,
@@ -41,26 +42,29 @@ def _numbers(run: Run) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "running_s": round(running_s(run), 3),
         "goodput": round(goodput(run), 4),
-        "energy": asdict(energy) if (energy := energy_of(run.events)) else None,
+        "energy": asdict(energy) if (energy := sum_energy(run.events)) else None,
         "energy_of_jobs": asdict(run.jobs_energy) if run.jobs_energy else None,
-        "starts": [asdict(start) for start in starts(run)],
+        "starts": [asdict(start) for start in list_starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
         "evaluations_by_source": [
             {"step": row["step"], **row["eval_losses"]} for row in run.evals if "eval_losses" in row
         ],
         "preferences": [
-            {name.removeprefix(_HELD_OUT): v for name, v in row.items() if name in _MEASURES}
+            {name.removeprefix(_HELD_OUT_PREFIX): v for name, v in row.items() if name in _MEASURES}
             | {"step": row["step"]}
             for row in run.evals
             if _MEASURES & row.keys()
         ],
         "curves": {
-            name: {"step": list(map(round, steps)), name: [_short(value) for value in values]}
+            name: {
+                "step": list(map(round, steps)),
+                name: [_round_digits(value) for value in values],
+            }
             for name, (steps, values) in curves.items()
             if steps
         },
         "memory_by_phase": next(
-            (event["phases"] for event in reversed(run.of_kind("memory"))), None
+            (event["phases"] for event in reversed(run.events_of_kind("memory"))), None
         ),
         "sent_bytes_per_step": {
             kind: {"predicted": round(foreseen), "measured": round(measured)}
@@ -71,5 +75,5 @@ def _numbers(run: Run) -> dict[str, Any]:
     }
 
 
-def _short(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")

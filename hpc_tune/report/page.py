@@ -8,27 +8,27 @@ from typing import Any
 import yaml
 
 from hpc_tune import __version__
-from hpc_tune.report.checkpoints import checkpoints
+from hpc_tune.report.checkpoints import list_checkpoints
 from hpc_tune.report.facts import (
-    adapter_of,
+    advise_next,
     changed_settings,
-    command_of,
+    compare_predictions,
+    describe_end,
+    describe_result,
     event_text,
-    facts,
-    how_it_ended,
-    known,
-    machine,
-    next_command,
-    predictions,
-    what_came_out,
-    what_ran,
-    what_the_data_gave,
-    where_time_went,
+    find_adapter,
+    known_numbers,
+    list_data_facts,
+    list_machine_facts,
+    list_start_facts,
+    main_figures,
+    start_command,
+    time_by_kind,
 )
-from hpc_tune.report.numbers import numbers
-from hpc_tune.report.read import Run, differences
-from hpc_tune.report.sources import SOURCE_HEADS, sources
-from hpc_tune.report.starts import START_HEADS, start_rows, starts_in_words
+from hpc_tune.report.numbers import render_json
+from hpc_tune.report.read import Run, find_differences
+from hpc_tune.report.sources import SOURCE_HEADS, source_rows
+from hpc_tune.report.starts import START_HEADS, describe_starts, start_rows
 from hpc_tune.rundir import displacement
 from hpc_tune.units import format_bytes
 
@@ -61,13 +61,13 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 """
 
 
-def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
+def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
     shown = [_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
         parts = [*_heading_of_many(runs), _grid(shown)]
-        parts += [_folded(run) for run in runs]
+        parts += [_render_folded(run) for run in runs]
     else:
         [run] = runs
         has_gap = len(shown) % 2 == 1  # beside the last figure
@@ -81,7 +81,7 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
         + "\n".join(parts)
         + f"<footer>hpc_tune {__version__}, {when}. All figures as JSON: the script element "
         'of id "figures" at the end of this file.</footer></main>'
-        f'<script type="application/json" id="figures">{numbers(runs)}</script></body></html>\n'
+        f'<script type="application/json" id="figures">{render_json(runs)}</script></body></html>\n'
     )
 
 
@@ -90,7 +90,7 @@ def _grid(cards: Iterable[str]) -> str:
     return f'<div class="plots">{body}</div>' if body else ""
 
 
-def _folded(run: Run) -> str:
+def _render_folded(run: Run) -> str:
     """Return the details of one run of several, to be opened."""
     cards = "".join([_time_card(run), *_details(run)])
     name = _text(f"{run.name}: where the time went, starts, data, settings and what happened")
@@ -101,15 +101,15 @@ def _details(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
     all_starts = start_rows(run)
-    left = _left_out(len(all_starts), _SHOWN_STARTS)
+    left = _remark_left_out(len(all_starts), _SHOWN_STARTS)
     for name, body in (
         (f"Starts{left}", _table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
-        ("Predicted and measured", _table(heads, predictions(run), "")),
-        ("What ran", _table(None, what_ran(run), "")),
-        ("What the data gave", _table(None, what_the_data_gave(run), "")),
-        ("Sources", _table(SOURCE_HEADS, sources(run), "")),
-        ("Software and hardware", _table(None, machine(run), "")),
-        ("Checkpoints", _table(("checkpoint", "size", "now"), checkpoints(run.path), "")),
+        ("Predicted and measured", _table(heads, compare_predictions(run), "")),
+        ("What ran", _table(None, list_start_facts(run), "")),
+        ("What the data gave", _table(None, list_data_facts(run), "")),
+        ("Sources", _table(SOURCE_HEADS, source_rows(run), "")),
+        ("Software and hardware", _table(None, list_machine_facts(run), "")),
+        ("Checkpoints", _table(("checkpoint", "size", "now"), list_checkpoints(run.path), "")),
     ):
         if body:
             yield _card(name, body)
@@ -121,7 +121,7 @@ def _details(run: Run) -> Iterator[str]:
 
 
 def _time_card(run: Run) -> str:
-    return _card("Where the time went", _table(None, where_time_went(run), "nothing is known"))
+    return _card("Where the time went", _table(None, time_by_kind(run), "nothing is known"))
 
 
 def _all_settings(run: Run) -> str:
@@ -134,22 +134,24 @@ def _heading(run: Run) -> str:
     told = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
     rows = [
-        ("How it ended" if is_over else "Now", how_it_ended(run)),
-        ("What came out" if is_over else "So far", what_came_out(run)),
+        ("How it ended" if is_over else "Now", describe_end(run)),
+        ("What came out" if is_over else "So far", describe_result(run)),
     ]
-    if said := starts_in_words(run):
+    if said := describe_starts(run):
         rows.append(("Starts", said))
-    rows += [(key, _shown(key, value)) for key, value in run.outcome.items() if key not in told]
-    rows.append(("Next", next_command(run)))
-    if command := command_of(run):
+    rows += [
+        (key, _format_setting(key, value)) for key, value in run.outcome.items() if key not in told
+    ]
+    rows.append(("Next", advise_next(run)))
+    if command := start_command(run):
         rows.append(("To repeat it", command))
-    chosen = known(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := displacement.warning(displacement.longest(chosen)):
+    chosen = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
+    if warning := displacement.displacement_warning(displacement.longest_streak(chosen)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"
-        for name, value in facts(run).items()
+        for name, value in main_figures(run).items()
     )
     return (
         f'<section class="card{warn}"><h1>{_text(run.name)} '
@@ -164,13 +166,13 @@ def _heading_of_many(runs: Sequence[Run]) -> Iterator[str]:
     names = ["", *(run.name for run in runs)]
     yield _card(
         f"{len(runs)} runs: settings that differ",
-        _table(names, ((name, *values) for name, values in differences(runs)), "none differs"),
+        _table(names, ((name, *values) for name, values in find_differences(runs)), "none differs"),
     )
-    all_facts = [facts(run) for run in runs]
+    all_facts = [main_figures(run) for run in runs]
     fact_names = dict.fromkeys(name for values in all_facts for name in values)
-    rows = [("how it ended", *(f"{run.state}: {how_it_ended(run)}" for run in runs))]
+    rows = [("how it ended", *(f"{run.state}: {describe_end(run)}" for run in runs))]
     rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
-    rows += [("adapter", *map(adapter_of, runs))]
+    rows += [("adapter", *map(find_adapter, runs))]
     yield _card("What came out", _table(names, rows, ""))
 
 
@@ -185,12 +187,12 @@ def _events(run: Run) -> str:
         )
         for event in kept[-_SHOWN_EVENTS:]
     ]
-    left = _left_out(len(kept), _SHOWN_EVENTS)
+    left = _remark_left_out(len(kept), _SHOWN_EVENTS)
     table = _table(("time", "step", "kind", "what"), rows, "nothing but steps")
     return _card(f"What happened{left}", table)
 
 
-def _left_out(num: int, shown: int) -> str:
+def _remark_left_out(num: int, shown: int) -> str:
     return f" (the last {shown} of {num})" if num > shown else ""
 
 
@@ -230,7 +232,7 @@ def _tree(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _shown(key: str, value: Any) -> str:
+def _format_setting(key: str, value: Any) -> str:
     return format_bytes(value) if key in ("need", "had") and isinstance(value, int) else str(value)
 
 

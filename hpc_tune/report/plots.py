@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from hpc_tune.report.read import Row, Run
+from hpc_tune.report.read import Record, Run
 from hpc_tune.units import format_count
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -19,7 +19,7 @@ POINTS, _MARKS = 300, 120
 DOTS = 40  # more of them on a line are no help
 STEP = "optimizer step"
 SIZE = (7.2, 3.6)  # inches
-_LEGEND = 8.5  # points
+_LEGEND_SIZE = 8.5  # points
 Points = tuple[list[float], list[float]]
 Draw = Callable[[Sequence[Run]], Figure | None]
 
@@ -31,25 +31,25 @@ def loss_label(runs: Sequence[Run]) -> str:
 
 
 def _loss(runs: Sequence[Run]) -> Figure | None:
-    figure, axes = _new(STEP, loss_label(runs))
-    for run, color in colored(runs):
-        steps, losses = points(run.steps, "step", "loss")
-        axes.plot(steps, losses, color=color, lw=1.3, label=label_of(runs, run, "training"))
+    figure, axes = _new_figure(STEP, loss_label(runs))
+    for run, color in with_colors(runs):
+        steps, losses = curve_points(run.steps, "step", "loss")
+        axes.plot(steps, losses, color=color, lw=1.3, label=make_label(runs, run, "training"))
         if run.evals:
-            evals = points(run.evals, "step", "eval_loss")
-            held_out = label_of(runs, run, "held-out")
+            evals = curve_points(run.evals, "step", "eval_loss")
+            held_out = make_label(runs, run, "held-out")
             marker = "o" if len(run.evals) <= DOTS else None
             axes.plot(*evals, color=color, lw=1, ls="--", marker=marker, ms=4, label=held_out)
-    return finished(figure, axes)
+    return finish_figure(figure, axes)
 
 
 def _held_out(runs: Sequence[Run]) -> Figure | None:
     """Draw each held-out source's own loss: their mean may fall while one of them rises."""
-    figure, axes = _new(STEP, loss_label(runs))
+    figure, axes = _new_figure(STEP, loss_label(runs))
     lines = [
         (run, name, [(row["step"], own[name]) for row in run.evals
                      if name in (own := row.get("eval_losses", {}))])
-        for run, _ in colored(runs)
+        for run, _ in with_colors(runs)
         for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
     ]  # fmt: skip
     if len({name for _, name, _ in lines}) < 2:
@@ -57,21 +57,23 @@ def _held_out(runs: Sequence[Run]) -> Figure | None:
     for number, (run, name, losses) in enumerate(lines):
         rows = [{"step": step, "loss": loss} for step, loss in losses]
         marker = "o" if len(rows) <= DOTS else None
-        axes.plot(*points(rows, "step", "loss"), color=COLORS[number % len(COLORS)], lw=1.2,
+        axes.plot(*curve_points(rows, "step", "loss"), color=COLORS[number % len(COLORS)], lw=1.2,
                   ls=("-", "--", ":", "-.")[number // len(COLORS) % 4], marker=marker, ms=4,
-                  label=label_of(runs, run, short(name)))  # fmt: skip
-    return finished(figure, axes)
+                  label=make_label(runs, run, shorten(name)))  # fmt: skip
+    return finish_figure(figure, axes)
 
 
 def _rate(runs: Sequence[Run]) -> Figure | None:
     figure, (above, below) = two_axes(STEP)
     above.set_ylabel("learning rate")
     below.set_ylabel("gradient norm")
-    for run, color in colored(runs):
-        above.plot(*points(run.steps, "step", "lr"), color=color, label=label_of(runs, run, ""))
-        below.plot(*points(run.steps, "step", "grad_norm"), color=color, lw=1)
+    for run, color in with_colors(runs):
+        above.plot(
+            *curve_points(run.steps, "step", "lr"), color=color, label=make_label(runs, run, "")
+        )
+        below.plot(*curve_points(run.steps, "step", "grad_norm"), color=color, lw=1)
     above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    return finished(figure, above, below)
+    return finish_figure(figure, above, below)
 
 
 def _speed(runs: Sequence[Run]) -> Figure | None:
@@ -80,27 +82,29 @@ def _speed(runs: Sequence[Run]) -> Figure | None:
         figure, (above, below) = two_axes(STEP)
         below.set_ylabel("MFU (% of peak)")
     else:
-        figure, above = _new(STEP, "")
+        figure, above = _new_figure(STEP, "")
         below = above
     above.set_ylabel("tokens per second")
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    for run, color in colored(runs):
-        label = label_of(runs, run, "")
-        above.plot(*points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
+    for run, color in with_colors(runs):
+        label = make_label(runs, run, "")
+        above.plot(
+            *curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label
+        )
         if has_mfu:
-            shares = points(run.steps, "step", "mfu", lambda share: 100 * share)
+            shares = curve_points(run.steps, "step", "mfu", lambda share: 100 * share)
             below.plot(*shares, color=color, lw=1.2)
     for axes in {above, below}:
         _begin_at_zero(axes)
-    return finished(figure, above, *([below] if has_mfu else []))
+    return finish_figure(figure, above, *([below] if has_mfu else []))
 
 
-def _parts(runs: Sequence[Run]) -> Figure | None:
+def _step_parts(runs: Sequence[Run]) -> Figure | None:
     """Stack what a step's time went into; of several runs the means side by side."""
     names = ("compute", "messages", "data", "waiting for saves")
     if len(runs) == 1:
-        figure, axes = _new(STEP, "seconds per step")
-        rows = _means_of(_shares(runs[0]))
+        figure, axes = _new_figure(STEP, "seconds per step")
+        rows = _bin_means(_shares(runs[0]))
         if len(rows) < 2:
             return None
         steps = [row["step"] for row in rows]
@@ -108,9 +112,9 @@ def _parts(runs: Sequence[Run]) -> Figure | None:
             steps, [[row[n] for row in rows] for n in names], labels=names, colors=COLORS, alpha=0.8
         )
         axes.set_xlim(steps[0], steps[-1])
-        axes.set_ylim(0, _top([sum(row[name] for name in names) for row in rows]))
-        return finished(figure, axes)
-    figure, axes = _new("mean seconds per step", "")
+        axes.set_ylim(0, _axis_top([sum(row[name] for name in names) for row in rows]))
+        return finish_figure(figure, axes)
+    figure, axes = _new_figure("mean seconds per step", "")
     means = [_mean(_shares(run)) for run in runs if run.steps]
     if not means:
         return None
@@ -119,10 +123,10 @@ def _parts(runs: Sequence[Run]) -> Figure | None:
         values = [mean[name] for mean in means]
         axes.barh(range(len(means)), values, left=left, color=color, label=name, alpha=0.8)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    labels = [short(run.name) for run in runs if run.steps]
+    labels = [shorten(run.name) for run in runs if run.steps]
     axes.set_yticks(range(len(means)), labels)
     axes.invert_yaxis()
-    return finished(figure, axes)
+    return finish_figure(figure, axes)
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
@@ -134,43 +138,43 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
     ]
     if not kinds:
         return None
-    unit, factor = time_unit(max(elapsed(run, run.steps[-1]) for run in runs if run.steps))
+    unit, factor = time_unit(max(elapsed_s(run, run.steps[-1]) for run in runs if run.steps))
     again = any(len(run.segments) > 1 for run in runs)
     time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
     all_axes: Sequence[Axes]
     figure, all_axes = two_axes(time_label)
     if len(kinds) == 1:
-        figure, only = _new(time_label, "")
+        figure, only = _new_figure(time_label, "")
         all_axes = (only,)
     for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
-        for run, color in colored(runs):
-            rows = _worst_kept(run.steps, used)
-            at = [elapsed(run, row) / factor for row in rows]
+        for run, color in with_colors(runs):
+            rows = _keep_worst(run.steps, used)
+            at = [elapsed_s(run, row) / factor for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
-                      label=label_of(runs, run, "used"))  # fmt: skip
+                      label=make_label(runs, run, "used"))  # fmt: skip
             if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
                 own = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
                 axes.plot(at, own, color=COLORS[5], lw=1.4, label="of it this run's ranks")
             limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
                       if row.get(limit)]  # fmt: skip
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
-                      lw=1.4, label=label_of(runs, run, "limit"))  # fmt: skip
+                      lw=1.4, label=make_label(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
-            _mark(axes, runs[0], factor)
+            _mark_events(axes, runs[0], factor)
         _begin_at_zero(axes)
-    return finished(figure, *all_axes)
+    return finish_figure(figure, *all_axes)
 
 
-def _mark(axes: Axes, run: Run, factor: float) -> None:
+def _mark_events(axes: Axes, run: Run, factor: float) -> None:
     """Mark saves, the governor's actions, and starts after the first on a time axis."""
     # Saves can be many: a tick each at the bottom.
     for kind, color, height, label in (
         ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
-        happened = run.actions if kind == "governor" else run.of_kind(kind)
-        places = some([at_s / factor for at_s in run.seconds_of(happened)])
+        happened = run.actions if kind == "governor" else run.events_of_kind(kind)
+        places = thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
         if places:  # one line with gaps: as many lines would be half of the page
             at = [x for place in places for x in (place, place, place)]
             heights = [0.0, height, float("nan")] * len(places)
@@ -182,28 +186,28 @@ def _mark(axes: Axes, run: Run, factor: float) -> None:
 
 
 def _ranks(runs: Sequence[Run]) -> Figure | None:
-    figure, axes = _new(STEP, "seconds of a rank's own work")
-    shown = [(run, color) for run, color in colored(runs) if (run.start.get("size") or 1) > 1]
+    figure, axes = _new_figure(STEP, "seconds of a rank's own work")
+    shown = [(run, color) for run, color in with_colors(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
-        steps, most = points(rows, "step", "most_work_s")
-        _, least = points(rows, "step", "least_work_s")
+        steps, most = curve_points(rows, "step", "most_work_s")
+        _, least = curve_points(rows, "step", "least_work_s")
         axes.fill_between(steps, least, most, color=color, alpha=0.3)
-        axes.plot(steps, most, color=color, lw=1.2, label=label_of(runs, run, "slowest rank"))
+        axes.plot(steps, most, color=color, lw=1.2, label=make_label(runs, run, "slowest rank"))
         axes.plot(steps, least, color=color, lw=0.8, ls="--",
-                  label=label_of(runs, run, "fastest rank"))  # fmt: skip
+                  label=make_label(runs, run, "fastest rank"))  # fmt: skip
     _begin_at_zero(axes)
-    return finished(figure, axes)
+    return finish_figure(figure, axes)
 
 
-def _foreseen(runs: Sequence[Run]) -> Figure | None:
+def _predictions(runs: Sequence[Run]) -> Figure | None:
     """Draw each phase's predicted and measured memory of the fullest rank."""
-    memory = [event for run in runs[:1] for event in run.of_kind("memory")]
+    memory = [event for run in runs[:1] for event in run.events_of_kind("memory")]
     phases = memory[-1].get("phases", {}) if memory else {}
     phases = {name: row for name, row in phases.items() if row.get("rank_bytes")}
     if len(runs) > 1 or not phases:
         return None
-    figure, axes = _new("GiB on the fullest rank", "")
+    figure, axes = _new_figure("GiB on the fullest rank", "")
     has_plan = any(row.get("planned") for row in phases.values())
     rows = range(len(phases))
     measured = [row["rank_bytes"] / 2**30 for row in phases.values()]
@@ -214,24 +218,24 @@ def _foreseen(runs: Sequence[Run]) -> Figure | None:
         axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
     axes.set_yticks(rows, list(phases))
     axes.invert_yaxis()
-    return finished(figure, axes)
+    return finish_figure(figure, axes)
 
 
 PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ("loss", "Loss", _loss),
     ("held-out", "Held-out loss of each source", _held_out),
     ("memory", "Memory against its limits", _memory),
-    ("step-time", "Where a step's time went, on rank 0", _parts),
+    ("step-time", "Where a step's time went, on rank 0", _step_parts),
     ("speed", "Speed", _speed),
     ("rate", "Learning rate and gradient norm", _rate),
     ("ranks", "The ranks' own work: slowest and fastest", _ranks),
-    ("foreseen", "Memory by phase", _foreseen),
+    ("foreseen", "Memory by phase", _predictions),
 )
 
 
 def _shares(run: Run) -> list[dict[str, float]]:
     """Return what each step's time went into, and how long training waited for its save."""
-    saves = run.of_kind("checkpoint")
+    saves = run.events_of_kind("checkpoint")
     blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
     shares = []
     for row in run.steps:
@@ -252,13 +256,13 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _means_of(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
     width = max(1, -(-len(rows) // POINTS))
     return [_mean(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
-def _worst_kept(rows: Sequence[Row], key: str) -> list[Row]:
+def _keep_worst(rows: Sequence[Record], key: str) -> list[Record]:
     """Return a few hundred rows, each the one of the largest value of those around it."""
     known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
     width = max(1, len(known) // POINTS)
@@ -267,8 +271,8 @@ def _worst_kept(rows: Sequence[Row], key: str) -> list[Row]:
     ]
 
 
-def points(
-    rows: Sequence[Row],
+def curve_points(
+    rows: Sequence[Record],
     x: str,
     y: str,
     scale: Callable[[float], float] = float,
@@ -284,7 +288,7 @@ def points(
     )
 
 
-def some(places: Sequence[float]) -> list[float]:
+def thin_ticks(places: Sequence[float]) -> list[float]:
     """Return marks of an axis, thinned out where they could not be told apart."""
     return list(places[:: -(-len(places) // _MARKS) or 1])
 
@@ -299,36 +303,36 @@ def _begin_at_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
-def _top(values: Sequence[float]) -> float:
+def _axis_top(values: Sequence[float]) -> float:
     """Return where an axis of seconds ends: a first step that compiles must not hide the rest."""
     usual = sorted(values)[int(0.95 * (len(values) - 1))]
     return min(max(values), 2.5 * usual) * 1.05 or 1.0
 
 
-def elapsed(run: Run, row: Row) -> float:
+def elapsed_s(run: Run, row: Record) -> float:
     """Return the seconds that a run had been running when a row was written."""
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
-def colored(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def with_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
     numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
     return ((run, color) for run, color in numbered if run.steps or run.evals)
 
 
-def label_of(runs: Sequence[Run], run: Run, what: str) -> str:
+def make_label(runs: Sequence[Run], run: Run, what: str) -> str:
     """Return what a line is called: of which run it is, if there are several, and what it shows."""
     if len(runs) == 1:
         return what
-    return f"{short(run.name)}: {what}" if what else short(run.name)
+    return f"{shorten(run.name)}: {what}" if what else shorten(run.name)
 
 
-def short(name: str) -> str:
+def shorten(name: str) -> str:
     """Return a name with its middle cut out where it is long."""
     return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
 
 
-def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def _new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
@@ -344,7 +348,7 @@ def two_axes(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
     return figure, (above, below)
 
 
-def finished(figure: Figure, *all_axes: Any) -> Figure | None:
+def finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
     """Give the axes what all have; None where nothing was drawn."""
     if not any(_has_data(axes) for axes in all_axes):
         return None
@@ -352,22 +356,22 @@ def finished(figure: Figure, *all_axes: Any) -> Figure | None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if all_axes[-1].get_xlabel() == STEP:
-            axes.xaxis.set_major_locator(whole_numbers())
+            axes.xaxis.set_major_locator(integer_ticks())
         for line in axes.lines:
             if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
                 line.set_marker("o" if line.get_linestyle() == "-" else "x")
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
         # A letter is a little over half as wide as high; the line before it takes four.
-        column = _LEGEND * (0.6 * max(map(len, labels)) + 4) / 72
+        column = _LEGEND_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
-            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND,
+            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_SIZE,
             ncols=max(1, min(4, len(labels), int(SIZE[0] / column))),
         )  # fmt: skip
     return figure
 
 
-def whole_numbers() -> MaxNLocator:
+def integer_ticks() -> MaxNLocator:
     """Return where an axis of steps or ranks has its ticks, also if there is only one."""
     return MaxNLocator(integer=True, nbins=8, min_n_ticks=1)
 

@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_tune.config.section import flat, said
+from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.errors import ConfigError
-from hpc_tune.log import say_unreadable
-from hpc_tune.report.job_energy import EnergyOfJobs
+from hpc_tune.log import warn_unreadable
+from hpc_tune.report.job_energy import JobsEnergy
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
-from hpc_tune.world.liveness import ALIVE_S
+from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
-Row = Mapping[str, Any]
-_HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
+Record = Mapping[str, Any]
+_MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
 _PART_BYTES = 1 << 22
 _NUMBERS = frozenset(
     ("time", "step", "rank", "size", "num_nodes", "total_steps", "bytes", "save_s", "blocked_s")
     + ("predicted_step_s", "measured_step_s", "began_s", "total_j", "tokens")
 )
-_PARTS: dict[str, type] = {  # all else is text
+_NESTED_TYPES: dict[str, type] = {  # all else is text
     **{"command": list, "remarks": list, "mixture": list, "missing": list},
     **{"versions": dict, "phases": dict, "hosts": dict, "counts": dict, "joules": dict},
     "has_others": bool,
@@ -43,7 +43,7 @@ _METRICS = (
     *("device_bytes", "device_limit_bytes"),
     *("eval_loss", "eval_tokens", "eval_s"),
 )
-_BY_KIND = ("sent_bytes", "expected_bytes", "source_tokens", "eval_losses")
+_KEYED_FIELDS = ("sent_bytes", "expected_bytes", "source_tokens", "eval_losses")
 _PREFERENCES = tuple(
     (part, name, f"{part}.{name}")
     for part in ("preferences", "eval_preferences")
@@ -74,17 +74,17 @@ class Run:
     path: Path
     name: str
     settings: Mapping[str, Any]
-    steps: Sequence[Row]
-    evals: Sequence[Row]
-    ranks: Sequence[Row]
-    events: Sequence[Row]
-    outcome: Row
+    steps: Sequence[Record]
+    evals: Sequence[Record]
+    ranks: Sequence[Record]
+    events: Sequence[Record]
+    outcome: Record
     beats: Sequence[heartbeat.Heartbeat]
     segments: Sequence[Segment]
     silent_s: float
     has_died: bool = False
-    experts: Sequence[Row] = ()
-    jobs_energy: EnergyOfJobs | None = None
+    experts: Sequence[Record] = ()
+    jobs_energy: JobsEnergy | None = None
 
     @property
     def state(self) -> State:
@@ -93,7 +93,7 @@ class Run:
             status = str(self.outcome.get("status"))
             return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
-        limit_s = ALIVE_S + (0 if self.beats else 3 * longest_s)
+        limit_s = HEARTBEAT_DEAD_S + (0 if self.beats else 3 * longest_s)
         if self.silent_s < limit_s and not self.has_died:
             return "running"
         return "died" if self.beats else "unknown"
@@ -104,27 +104,27 @@ class Run:
         match self.state:
             case "running":
                 doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
-                return doing + heartbeat.silence(self.silent_s)
+                return doing + heartbeat.describe_silence(self.silent_s)
             case "died":
-                return heartbeat.last_seen(self.beats)
+                return heartbeat.describe_last_seen(self.beats)
             case "unknown":
                 return "it left no outcome.json and no heartbeat"
             case _:
                 return str(self.outcome.get("reason", ""))
 
-    def of_kind(self, kind: str) -> list[Row]:
+    def events_of_kind(self, kind: str) -> list[Record]:
         """Return the events of a kind."""
         return [event for event in self.events if event.get("kind") == kind]
 
     @property
-    def actions(self) -> list[Row]:
+    def actions(self) -> list[Record]:
         """What the governor did; its other events say only how full memory is."""
-        return [event for event in self.of_kind("governor") if "action" in event]
+        return [event for event in self.events_of_kind("governor") if "action" in event]
 
     @property
-    def start(self) -> Row:
+    def start(self) -> Record:
         """The newest start event."""
-        return next(reversed(self.of_kind("start")), {})
+        return next(reversed(self.events_of_kind("start")), {})
 
     @property
     def total_steps(self) -> int | None:
@@ -133,9 +133,9 @@ class Run:
         return total if isinstance(total, int) else None
 
     @property
-    def comparable_evals(self) -> Sequence[Row]:
+    def comparable_evals(self) -> Sequence[Record]:
         """The evaluations over the held-out data of the newest: those before are over others."""
-        if not (changes := self.of_kind("held_out")):
+        if not (changes := self.events_of_kind("held_out")):
             return self.evals
         at_s, step = changes[-1]["time"], changes[-1].get("step", float("inf"))
         return [r for r in self.evals if r.get("time", 0.0) > at_s or r["step"] > step]
@@ -152,7 +152,7 @@ class Run:
         """Return the number of the newest start at a time, the first is 0; -1 before it."""
         return bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
 
-    def seconds_of(self, events: Iterable[Row]) -> list[float]:
+    def seconds_of(self, events: Iterable[Record]) -> list[float]:
         """Return how long the run had been running at events; not of those between its starts,
         which are of a start that was refused.
         """
@@ -164,15 +164,15 @@ class Run:
         ]
 
 
-class Lines:
+class JsonLines:
     """A growing file of JSON objects. ``read`` reads new lines, and all of a replaced file."""
 
-    def __init__(self, path: Path, clean: Callable[[Row], Row] = dict) -> None:
+    def __init__(self, path: Path, clean: Callable[[Record], Record] = dict) -> None:
         """Read ``path``; ``clean`` returns the fields of an object that can be used."""
-        self._path, self._clean, self._rows = path, clean, list[Row]()
+        self._path, self._clean, self._rows = path, clean, list[Record]()
         self._offset, self._rest, self._file = 0, b"", 0
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[Record]:
         """Return the objects of all whole lines; other lines are skipped."""
         try:
             with self._path.open("rb") as file:
@@ -186,7 +186,7 @@ class Lines:
                     *whole, self._rest = (self._rest + new).split(b"\n")
                     self._keep(whole)
         except OSError as error:
-            say_unreadable(self._path, error)
+            warn_unreadable(self._path, error)
         return self._rows
 
     def _keep(self, lines: Iterable[bytes]) -> None:
@@ -206,16 +206,16 @@ def read_run(path: Path) -> Run:
         ConfigError: if there is none.
     """
     path = find_run(path)
-    return assemble(path, *(lines.read() for lines in lines_of(path)))
+    return make_run(path, *(lines.read() for lines in open_logs(path)))
 
 
-def lines_of(path: Path) -> tuple[Lines, ...]:
+def open_logs(path: Path) -> tuple[JsonLines, ...]:
     """Return metrics.jsonl, events.jsonl, ranks.jsonl, experts.jsonl of the run at ``path``."""
     return (
-        Lines(path / METRICS, _metrics),
-        Lines(path / EVENTS, _event),
-        Lines(path / RANKS, _ranks),
-        Lines(path / EXPERTS, _experts),
+        JsonLines(path / METRICS, _clean_metrics),
+        JsonLines(path / EVENTS, _clean_event),
+        JsonLines(path / RANKS, _clean_ranks),
+        JsonLines(path / EXPERTS, _clean_experts),
     )
 
 
@@ -228,26 +228,26 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = f"a folder without {nearby.SETTINGS}" if path.is_dir() else "no folder"
+        what = f"a folder without {nearby.RESOLVED_CONFIG}" if path.is_dir() else "no folder"
         raise ConfigError(
             f"{path} is {what}; expected the run directory (run.dir) of a training run"
-            f"{nearby.hint(path)}"
+            f"{nearby.similar_runs_hint(path)}"
         )
     return path
 
 
-def assemble(
+def make_run(
     path: Path,
-    lines: Sequence[Row],
-    events: Sequence[Row],
-    ranks: Sequence[Row],
-    experts: Sequence[Row],
+    lines: Sequence[Record],
+    events: Sequence[Record],
+    ranks: Sequence[Record],
+    experts: Sequence[Record],
 ) -> Run:
-    """Return the run at ``path`` from what ``lines_of`` read."""
+    """Return the run at ``path`` from what ``open_logs`` read."""
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
-    settings = _settings(path / nearby.SETTINGS)
+    settings = _read_settings(path / nearby.RESOLVED_CONFIG)
     return Run(
         path=path,
         name=str(settings.get("run.name") or path.absolute().name),
@@ -258,43 +258,43 @@ def assemble(
         events=events,
         outcome=outcome.read(path) or {},
         beats=(beats := heartbeat.read(path)),
-        segments=_segments([*events, *evals], steps),
+        segments=_find_segments([*events, *evals], steps),
         silent_s=_silent_s(path, beats),
-        has_died=owner.has_died(path),
+        has_died=owner.has_owner_died(path),
         experts=[row for row in experts if row],
     )
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def find_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return (setting, its value in each run) where runs differ, except run.dir and run.name."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differing = []
     for name in names:
-        values = [said(run.settings.get(name)) for run in runs]
+        values = [format_setting(run.settings.get(name)) for run in runs]
         if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
             differing.append((name, values))
     return differing
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (nearby.SETTINGS, METRICS))
+    return any((path / name).is_file() for name in (nearby.RESOLVED_CONFIG, METRICS))
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < _HUGE
+    return type(value) in (int, float) and abs(value) < _MAX_NUMBER
 
 
-def _numbers(row: Row) -> Row:
+def _keep_numbers(row: Record) -> Record:
     """Return the fields of a row that hold numbers."""
-    return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _LAST_TIME)}
+    return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _MAX_TIME_S)}
 
 
-def _metrics(row: Row) -> Row:
+def _clean_metrics(row: Record) -> Record:
     """Return the numbers of a row, those of preferences by dotted names, and bytes by kind."""
     kept: dict[str, Any] = {name: row[name] for name in _METRICS if _is_number(row.get(name))}
-    if not 0 <= kept.get("time", 0.0) < _LAST_TIME:
+    if not 0 <= kept.get("time", 0.0) < _MAX_TIME_S:
         del kept["time"]
-    for name in _BY_KIND:
+    for name in _KEYED_FIELDS:
         if isinstance(by_kind := row.get(name), dict):
             kept[name] = {sys.intern(k): v for k, v in by_kind.items() if _is_number(v)}
     for part, name, key in _PREFERENCES:
@@ -303,14 +303,14 @@ def _metrics(row: Row) -> Row:
     return kept
 
 
-def _ranks(row: Row) -> Row:
+def _clean_ranks(row: Record) -> Record:
     """Return the step of a row and the seconds of its ranks; none where one is no number."""
     work_s = row.get("work_s")
     is_good = isinstance(work_s, list) and all(map(_is_number, work_s))
-    return {**_numbers(row), "work_s": work_s if is_good else []}
+    return {**_keep_numbers(row), "work_s": work_s if is_good else []}
 
 
-def _experts(row: Row) -> Row:
+def _clean_experts(row: Record) -> Record:
     """Return a table of tokens, each layer's of its experts; nothing where one is no number."""
     tokens, layers = row.get("tokens"), row.get("layers")
     if not isinstance(tokens, list) or not isinstance(layers, list):
@@ -318,37 +318,41 @@ def _experts(row: Row) -> Row:
     rows = [counts if isinstance(counts, list) else [] for counts in tokens]
     numbers = [row.get("step"), row.get("since"), *layers, *(n for counts in rows for n in counts)]
     is_good = all(map(_is_number, numbers)) and rows and all(rows) and len(rows) == len(layers)
-    return {**_numbers(row), "layers": layers, "tokens": rows} if is_good else {}
+    return {**_keep_numbers(row), "layers": layers, "tokens": rows} if is_good else {}
 
 
-def _event(event: Row) -> Row:
+def _clean_event(event: Record) -> Record:
     """Return the fields of an event that have the right type."""
-    numbers = _numbers(event)
+    numbers = _keep_numbers(event)
     kept: dict[str, Any] = {k: numbers[k] for k in _NUMBERS & numbers.keys()}
     for name, value in event.items():
-        if isinstance(value, _PARTS.get(name, str)) and name not in _NUMBERS:
+        if isinstance(value, _NESTED_TYPES.get(name, str)) and name not in _NUMBERS:
             kept[name] = value
     if "counts" in kept:
-        kept["counts"] = _numbers(kept["counts"])
+        kept["counts"] = _keep_numbers(kept["counts"])
     if "mixture" in kept:
         kept["mixture"] = [
-            {**_numbers(source), "name": str(source.get("name")), "asked": str(source.get("asked"))}
+            {
+                **_keep_numbers(source),
+                "name": str(source.get("name")),
+                "asked": str(source.get("asked")),
+            }
             for source in kept["mixture"]
             if isinstance(source, dict)
         ]
     phases = kept.get("phases", {})
-    kept["phases"] = {k: _numbers(v) for k, v in phases.items() if isinstance(v, dict)}
+    kept["phases"] = {k: _keep_numbers(v) for k, v in phases.items() if isinstance(v, dict)}
     return kept
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        say_unreadable(path, error)
+        warn_unreadable(path, error)
         return {}
     sections = tree if isinstance(tree, dict) else {}
-    return flat({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
+    return flatten({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
 
 
 def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
@@ -360,7 +364,7 @@ def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
     return time.time() - max(signs, default=0.0)
 
 
-def _segments(others: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
+def _find_segments(others: Sequence[Record], steps: Sequence[Record]) -> list[Segment]:
     """Return the segments of the run, one per start; each ends with its last sign of life.
 
     ``others`` are events and evaluations. What a start wrote that was refused before its own first

@@ -14,7 +14,7 @@ SOURCE_HEADS = (
 )
 
 
-def sources(run: Run) -> Iterator[tuple[str, ...]]:
+def source_rows(run: Run) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table: of each source of the mixture, then of other held-out ones."""
     told = {source["name"]: source for source in run.start.get("mixture", [])}
     learned = dict.fromkeys(told, 0.0)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpc_tune.report.read import Row, Run
+from hpc_tune.report.read import Record, Run
 from hpc_tune.units import format_seconds
 
 START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", "ran", "ended")
@@ -29,13 +29,13 @@ class Start:
     left_out: tuple[str, ...] = ()
 
 
-def starts(run: Run) -> list[Start]:
+def list_starts(run: Run) -> list[Start]:
     """Return the starts of a run, the first one first."""
     found, segments = [], run.segments
-    steps = _by_segment(run, run.steps)
-    events = _by_segment(run, run.of_kind("start"))
-    stops = _by_segment(run, run.of_kind("stop"))
-    left_out = _by_segment(run, run.of_kind("left_out"))
+    steps = _group_by_segment(run, run.steps)
+    events = _group_by_segment(run, run.events_of_kind("start"))
+    stops = _group_by_segment(run, run.events_of_kind("stop"))
+    left_out = _group_by_segment(run, run.events_of_kind("left_out"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
         # Not of a start that failed before it wrote its own first event.
@@ -59,9 +59,9 @@ def starts(run: Run) -> list[Start]:
     return found
 
 
-def _by_segment(run: Run, rows: Iterable[Row]) -> list[list[Row]]:
+def _group_by_segment(run: Run, rows: Iterable[Record]) -> list[list[Record]]:
     """Return the rows that were written in each segment."""
-    found: list[list[Row]] = [[] for _ in run.segments]
+    found: list[list[Record]] = [[] for _ in run.segments]
     for row in rows:
         if (place := run.place_of(row.get("time", -1.0))) >= 0:
             found[place].append(row)
@@ -83,25 +83,25 @@ def start_rows(run: Run) -> list[tuple[str, ...]]:
                 [start.ended, *(f"node {node} is left out from then on" for node in start.left_out)]
             ),
         )
-        for start in starts(run)
+        for start in list_starts(run)
     ]
 
 
-def came_to_nothing(run: Run) -> list[Row]:
+def list_refused_starts(run: Run) -> list[Record]:
     """Return how the starts ended that ended before they told of themselves: refused ones."""
     segments = run.segments
     return [
         stop
-        for stop in run.of_kind("stop")
+        for stop in run.events_of_kind("stop")
         if (place := run.place_of(stop["time"])) < 0
         or stop.get("began_s", 0.0) > segments[place].begin_s
     ]
 
 
-def starts_in_words(run: Run) -> str:
+def describe_starts(run: Run) -> str:
     """Return how many starts there were and which nodes were lost; nothing of a single good one."""
-    all_starts, failed = starts(run), came_to_nothing(run)
-    lost = [str(event.get("node")) for event in run.of_kind("left_out")]
+    all_starts, failed = list_starts(run), list_refused_starts(run)
+    lost = [str(event.get("node")) for event in run.events_of_kind("left_out")]
     if len(all_starts) < 2 and not failed and not lost:
         return ""
     parts = [f"{len(all_starts)} start{'s' * (len(all_starts) != 1)}"]

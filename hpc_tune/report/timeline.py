@@ -12,41 +12,41 @@ from hpc_tune.report.plots import (
     POINTS,
     RED,
     SIZE,
-    elapsed,
-    finished,
+    curve_points,
+    elapsed_s,
+    finish_figure,
     loss_label,
-    points,
-    some,
+    thin_ticks,
     time_unit,
 )
-from hpc_tune.report.read import Row, Run
-from hpc_tune.report.starts import starts
+from hpc_tune.report.read import Record, Run
+from hpc_tune.report.starts import list_starts
 from hpc_tune.units import format_seconds
 
 _LETTER = 0.0125  # of the axis, of a label of a start
 _TEXT = 8  # points
 
 
-def timeline(runs: Sequence[Run]) -> Figure | None:
+def draw_timeline(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of one run over its running time, with starts, saves and actions below."""
     [run, *others] = runs
     if others or not run.segments or len(run.steps) < 2:
         return None
-    unit, factor = time_unit(max(elapsed(run, row) for row in run.steps[-1:]))
+    unit, factor = time_unit(max(elapsed_s(run, row) for row in run.steps[-1:]))
     figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _losses(above, run, factor)
+    _draw_losses(above, run, factor)
     above.set_ylabel(loss_label(runs))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
     below.set_xlabel(f"{unit} of running{waits}")
-    _bands(above, below, run, factor)
-    _lanes(below, run, factor)
-    return finished(figure, above, below)
+    _draw_bands(above, below, run, factor)
+    _draw_lanes(below, run, factor)
+    return finish_figure(figure, above, below)
 
 
-def _losses(axes: Axes, run: Run, factor: float) -> None:
+def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
     """Draw the losses: of training a line for each start, since the steps between are lost."""
-    by_start: dict[int, list[Row]] = {}
+    by_start: dict[int, list[Record]] = {}
     for row in run.steps:
         if "time" in row:
             by_start.setdefault(run.place_of(row["time"]), []).append(row)
@@ -54,19 +54,19 @@ def _losses(axes: Axes, run: Run, factor: float) -> None:
     at: list[float] = []
     losses: list[float] = []
     for rows in by_start.values():
-        placed = [{"at": elapsed(run, row) / factor, "loss": row.get("loss")} for row in rows]
-        own_at, own_losses = points(placed, "at", "loss", most=most)
+        placed = [{"at": elapsed_s(run, row) / factor, "loss": row.get("loss")} for row in rows]
+        own_at, own_losses = curve_points(placed, "at", "loss", most=most)
         at += [*own_at, float("nan")]
         losses += [*own_losses, float("nan")]
     axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
-    evals = [{**row, "at": at_s / factor} for row, at_s in _evaluated(run)]
+    evals = [{**row, "at": at_s / factor} for row, at_s in _timed_evaluations(run)]
     if evals:
         marker = "o" if len(evals) <= DOTS else None
-        axes.plot(*points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
+        axes.plot(*curve_points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
                   marker=marker, ms=4, label="held-out loss", clip_on=False)  # fmt: skip
 
 
-def _evaluated(run: Run) -> Iterator[tuple[Row, float]]:
+def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
     """Yield evaluations and when they were done; in runs of older versions, when their step was."""
     ends = {row["step"]: row["time"] for row in run.steps if "time" in row}
     for row in run.steps[:1]:  # step 0 is evaluated before the first step begins
@@ -76,9 +76,9 @@ def _evaluated(run: Run) -> Iterator[tuple[Row, float]]:
             yield row, run.elapsed_s(at_s)
 
 
-def _bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
+def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
     """Draw each start as a bar with its ranks and layout, where they have room."""
-    all_starts = starts(run)
+    all_starts = list_starts(run)
     whole = (all_starts[-1].before_s + all_starts[-1].seconds) / factor or 1.0
     for start in all_starts:
         begin, width = start.before_s / factor, start.seconds / factor
@@ -98,7 +98,7 @@ def _bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
                           label=label if start.number == 2 else None)  # fmt: skip
 
 
-def _lanes(axes: Axes, run: Run, factor: float) -> None:
+def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
     """Mark saves, actions of the governor, warnings and stops, each on its own line."""
     names = ["starts"]
     for kind, name, marker, color in (
@@ -107,8 +107,8 @@ def _lanes(axes: Axes, run: Run, factor: float) -> None:
         ("warning", "warnings", "x", COLORS[4]),
         ("stop", "stops", "s", COLORS[6]),
     ):
-        happened = run.actions if kind == "governor" else run.of_kind(kind)
-        places = some([at_s / factor for at_s in run.seconds_of(happened)])
+        happened = run.actions if kind == "governor" else run.events_of_kind(kind)
+        places = thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip

@@ -16,13 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_tune.report.facts import event_text, goodput, known, straggler
-from hpc_tune.report.read import Row, Run, assemble, find_run, lines_of
+from hpc_tune.report.facts import describe_straggler, event_text, goodput, known_numbers
+from hpc_tune.report.read import Record, Run, find_run, make_run, open_logs
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDE, _EVENTS, _RECENT = 48, 6, 20
-_SILENT = ("memory", "start", "layout")  # events without a text of their own
+_WIDTH, _MAX_EVENTS, _MAX_RECENT = 48, 6, 20
+_HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text of their own
 _COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
@@ -33,10 +33,10 @@ def watch(path: Path, every_s: float, once: bool) -> None:
         ConfigError: if there is no run directory at ``path``.
     """
     path, console = find_run(path), Console()
-    lines = lines_of(path)
+    lines = open_logs(path)
 
     def read() -> Run:
-        return assemble(path, *(file.read() for file in lines))
+        return make_run(path, *(file.read() for file in lines))
 
     run = read()
     if once or not console.is_terminal:
@@ -64,7 +64,7 @@ def _progress(run: Run) -> RenderableType:
     step = int(run.steps[-1]["step"])
     total = max(run.total_steps or step, step)
     # A save or an evaluation now and then is part of what the rest will take.
-    usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_RECENT:])
+    usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_MAX_RECENT:])
     left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
     line = Table.grid(padding=(0, 2))
     line.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), left)
@@ -82,7 +82,7 @@ def _figures(run: Run) -> RenderableType:
         for name in evals[-1].get("eval_losses", {}):
             own = [row["eval_losses"][name] for row in evals if name in row.get("eval_losses", {})]
             table.add_row(f"  {name}", f"{own[-1]:.4f}", sparkline(own))
-    if held_out := known(evals, "eval_preferences.accuracy"):
+    if held_out := known_numbers(evals, "eval_preferences.accuracy"):
         table.add_row("held-out accuracy", f"{held_out[-1]:.1%}", sparkline(held_out))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
     if speeds:
@@ -107,14 +107,14 @@ def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
     if len(run.segments) > 1:
         share = f"goodput {goodput(run):.0%} of all their time"
         yield "starts", Text(str(len(run.segments))), Text(share)
-    for event in run.of_kind("checkpoint")[-1:]:
+    for event in run.events_of_kind("checkpoint")[-1:]:
         ago = f"{format_seconds(max(0.0, time.time() - event['time']))} ago"
         step = "" if event.get("step") is None else f"step {int(event['step'])}"
         yield "newest save", Text(step), Text(ago if run.state == "running" else "")
     if actions := run.actions:
         count = f"{len(actions)} action{'s' if len(actions) > 1 else ''}"
         yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
-    if told := straggler(run):
+    if told := describe_straggler(run):
         who, _, how_often = told.partition(" in ")
         yield "slowest rank", Text(who), Text(f"in {how_often}")
 
@@ -122,7 +122,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
 _SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
 
 
-def _memory(row: Row, kind: str) -> list[RenderableType]:
+def _memory(row: Record, kind: str) -> list[RenderableType]:
     used, limit = row[f"{kind}_bytes"], row.get(f"{kind}_limit_bytes")
     if not limit:
         return [f"{kind} memory", format_bytes(used)]
@@ -137,8 +137,8 @@ def _memory(row: Row, kind: str) -> list[RenderableType]:
 
 def _events(run: Run) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
-    told = [event for event in run.events if event.get("kind") not in _SILENT]
-    for event in told[-_EVENTS:]:
+    told = [event for event in run.events if event.get("kind") not in _HIDDEN_EVENTS]
+    for event in told[-_MAX_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         step = "" if event.get("step") is None else f"step {event['step']}"
         table.add_row(when, step, str(event.get("kind", "")), Text(event_text(event)))
@@ -147,7 +147,7 @@ def _events(run: Run) -> list[RenderableType]:
 
 def sparkline(values: list[Any]) -> str:
     """Return a line of blocks, each the mean of its part of ``values``."""
-    width = -(-len(values) // _WIDE)
+    width = -(-len(values) // _WIDTH)
     means = [statistics.fmean(values[i : i + width]) for i in range(0, len(values), width)]
     low, high = min(means), max(means)
     steps = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError
-from hpc_tune.report.figures import all_figures, as_svgs
-from hpc_tune.report.job_energy import energy_of_jobs
-from hpc_tune.report.page import page
+from hpc_tune.report.figures import draw_figures, render_svgs
+from hpc_tune.report.job_energy import find_jobs_energy
+from hpc_tune.report.page import render_page
 from hpc_tune.report.read import read_run
 
-FILE, FOLDER = "report.html", "report"
+REPORT_FILE, REPORT_FOLDER = "report.html", "report"
 _DPI = 144
 
 
@@ -28,17 +28,17 @@ def write_report(
         ConfigError: if a path is no run directory, or the report cannot be written.
     """
     read = (read_run(path) for path in paths)
-    runs = [replace(run, jobs_energy=energy_of_jobs(run.events, asks)) for run in read]
-    out = out or ((runs[0].path if len(runs) == 1 else Path()) / FILE)
-    figures = list(all_figures(runs))
+    runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks)) for run in read]
+    out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
+    figures = list(draw_figures(runs))
     try:
-        folder = out.parent / (FOLDER if out.name == FILE else out.stem)
+        folder = out.parent / (REPORT_FOLDER if out.name == REPORT_FILE else out.stem)
         if png:
             folder.mkdir(parents=True, exist_ok=True)
             for name, _, figure in figures:
                 figure.savefig(folder / f"{name}.png", dpi=_DPI)
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(out, page(runs, as_svgs(figures)))
+        write_file(out, render_page(runs, render_svgs(figures)))
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror or error}; name another file with --out"

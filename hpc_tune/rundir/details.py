@@ -3,14 +3,14 @@
 import time
 from pathlib import Path
 
-FOLDER = "failures"
+FAILURES_FOLDER = "failures"
 
 
-def keep(text: str, run_dir: Path | None, rank: int) -> Path | None:
+def append_details(text: str, run_dir: Path | None, rank: int) -> Path | None:
     """Append ``text`` to the file of a rank; return it, None where it cannot be written."""
     if run_dir is None or not run_dir.is_dir():
         return None
-    path = run_dir / FOLDER / f"rank-{rank}.txt"
+    path = run_dir / FAILURES_FOLDER / f"rank-{rank}.txt"
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         path.parent.mkdir(exist_ok=True)

@@ -11,14 +11,14 @@ MIN_FALLS = 3
 Streak = tuple[float, ...]
 
 
-def with_next(streak: Streak, log_prob: float) -> Streak:
+def extend_streak(streak: Streak, log_prob: float) -> Streak:
     """Return the newest evaluations, each with a lower log-probability than the one before."""
     if not math.isfinite(log_prob):
         return ()
     return (*streak, log_prob) if streak and log_prob < streak[-1] else (log_prob,)
 
 
-def warning(streak: Streak) -> str | None:
+def displacement_warning(streak: Streak) -> str | None:
     """Return what to say of evaluations that fall; nothing of fewer than ``MIN_FALLS``."""
     falls = len(streak) - 1
     if falls < MIN_FALLS:
@@ -31,11 +31,11 @@ def warning(streak: Streak) -> str | None:
     )
 
 
-def longest(log_probs: Sequence[float]) -> Streak:
+def longest_streak(log_probs: Sequence[float]) -> Streak:
     """Return the longest streak of all evaluations of a run, the newest of equal ones."""
     best: Streak = ()
     streak: Streak = ()
     for log_prob in log_probs:
-        streak = with_next(streak, log_prob)
+        streak = extend_streak(streak, log_prob)
         best = streak if len(streak) >= len(best) else best
     return best

@@ -13,14 +13,14 @@ from typing import Any
 from hpc_tune.rundir.json_lines import EVENTS
 from hpc_tune.units import format_energy
 
-KIND = "energy"
+ENERGY_EVENT = "energy"
 WHOLE_NODES = "whole nodes"
-_TOLD_NOTHING = "not of {} of {} starts, which were killed, have failed, or are not over"
-_OTHERS = "other jobs on these nodes, if any, included"
+_UNKNOWN_STARTS = "not of {} of {} starts, which were killed, have failed, or are not over"
+_OTHER_JOBS_NOTE = "other jobs on these nodes, if any, included"
 
 
 @dataclass(frozen=True)
-class Energy:
+class RunEnergy:
     """What some starts of a run took, as far as counters told: ``joules`` in all and ``parts`` of
     it, for ``tokens``.
 
@@ -55,15 +55,15 @@ class Energy:
     def words(self) -> str:
         """All of it: what was counted, what was not, and for how many starts."""
         notes = [f"not known: {what}" for what in self.missing]
-        notes += [_OTHERS] if self.has_others and self.joules is not None else []
-        notes += [_TOLD_NOTHING.format(self.untold, self.starts)] if self.untold else []
+        notes += [_OTHER_JOBS_NOTE] if self.has_others and self.joules is not None else []
+        notes += [_UNKNOWN_STARTS.format(self.untold, self.starts)] if self.untold else []
         if self.joules is None:
             return "; ".join(notes) or self.short
         of = f"{self.starts - self.untold} starts: " if self.starts - self.untold > 1 else ""
         return "; ".join([of + self.short, *notes])
 
 
-def energy_of(events: Iterable[Mapping[str, Any]]) -> Energy | None:
+def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
     """Return what the starts of a run took together; None where none has told of it.
 
     What has another type than it should is as if it were not there.
@@ -74,7 +74,7 @@ def energy_of(events: Iterable[Mapping[str, Any]]) -> Energy | None:
     for event in events:
         if event.get("kind") == "start":
             starts, untold, is_open = starts + 1, untold + is_open, True
-        elif event.get("kind") == KIND:
+        elif event.get("kind") == ENERGY_EVENT:
             told.append(event)
             is_open = False
     if not told:
@@ -93,7 +93,7 @@ def energy_of(events: Iterable[Mapping[str, Any]]) -> Energy | None:
         if isinstance(event.get("missing"), list)
         for what in event["missing"]
     )
-    return Energy(
+    return RunEnergy(
         joules=sum(event["total_j"] for event in known) if known else None,
         parts=parts,
         tokens=sum(int(e["tokens"]) for e in known if _is_number(e.get("tokens"))),
@@ -105,7 +105,7 @@ def energy_of(events: Iterable[Mapping[str, Any]]) -> Energy | None:
     )
 
 
-def read(run_dir: Path) -> Energy | None:
+def read(run_dir: Path) -> RunEnergy | None:
     """Return what the starts of the run in ``run_dir`` took; None where none has told of it."""
     events: list[dict[str, Any]] = []
     try:
@@ -119,7 +119,7 @@ def read(run_dir: Path) -> Energy | None:
             continue
         if isinstance(event, dict):
             events.append(event)
-    return energy_of(events)
+    return sum_energy(events)
 
 
 def _is_number(value: Any) -> bool:

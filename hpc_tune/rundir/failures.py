@@ -14,12 +14,12 @@ from hpc_tune.errors import EXIT_USER, GoneError, LostHostError, StalledError
 from hpc_tune.rundir.json_lines import EVENTS, STARTS
 
 # The error of outcome.json; "": the start left none.
-_OF_NODES = ("", *(kind.__name__ for kind in (GoneError, LostHostError, StalledError)))
-Row = Mapping[str, Any]
+_NODE_ERRORS = ("", *(kind.__name__ for kind in (GoneError, LostHostError, StalledError)))
+JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class History:
+class StartHistory:
     """What the starts of a run before its newest have left: ``failures`` in ``running_s`` seconds,
     and for how many each save let training wait, the newest last.
     """
@@ -29,30 +29,30 @@ class History:
     waits_s: tuple[float, ...] = ()
 
 
-def read(run_dir: Path) -> History:
+def read(run_dir: Path) -> StartHistory:
     """Return what the starts before the newest have left in ``run_dir``; nothing without any.
 
     Failures are those of starts.jsonl, which supervise writes; without it the starts that were
     killed, which have left no event of their end.
     """
-    events = _before_the_newest(list(_rows(run_dir / EVENTS)))
+    events = _drop_newest_start(list(_read_rows(run_dir / EVENTS)))
     if (run_dir / STARTS).exists():
-        failures = sum(map(is_failure, _rows(run_dir / STARTS)))
+        failures = sum(map(is_failure, _read_rows(run_dir / STARTS)))
     else:
         failures = _num_killed(events)
     waits = (event.get("blocked_s") for event in events if event.get("kind") == "checkpoint")
     waits_s = tuple(float(wait) for wait in waits if isinstance(wait, int | float))
-    return History(failures, _running_s(events), waits_s)
+    return StartHistory(failures, _running_s(events), waits_s)
 
 
-def is_failure(start: Row) -> bool:
+def is_failure(start: JsonRow) -> bool:
     """Whether a line of starts.jsonl counts (pure)."""
     if start.get("status") != "failed" or start.get("asked") or start.get("exit_code") == EXIT_USER:
         return False
-    return start.get("lost_nodes") is True or start.get("error", "") in _OF_NODES
+    return start.get("lost_nodes") is True or start.get("error", "") in _NODE_ERRORS
 
 
-def _num_killed(events: Sequence[Row]) -> int:
+def _num_killed(events: Sequence[JsonRow]) -> int:
     """Return how many starts have left no stop."""
     killed, is_open = 0, False
     for event in events:
@@ -63,12 +63,12 @@ def _num_killed(events: Sequence[Row]) -> int:
     return killed + is_open
 
 
-def _before_the_newest(events: Sequence[Row]) -> Sequence[Row]:
+def _drop_newest_start(events: Sequence[JsonRow]) -> Sequence[JsonRow]:
     starts = [place for place, event in enumerate(events) if event.get("kind") == "start"]
     return events[: starts[-1]] if starts else events
 
 
-def _running_s(events: Iterable[Row]) -> float:
+def _running_s(events: Iterable[JsonRow]) -> float:
     """Return the seconds of all starts: until its stop, or its last save where it was killed.
 
     A stop that began after the start is that of another, which was refused.
@@ -86,7 +86,7 @@ def _running_s(events: Iterable[Row]) -> float:
     return total_s + max(0.0, end_s - begin_s)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _read_rows(path: Path) -> Iterator[JsonRow]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:

@@ -14,13 +14,13 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from hpc_tune.atomic_file import write_file
-from hpc_tune.log import say_unreadable
+from hpc_tune.log import warn_unreadable
 from hpc_tune.memory.host import HostLimit, oom_kills
-from hpc_tune.memory.policy import HOST, Level
+from hpc_tune.memory.policy import HOST_LIMITS, Level
 from hpc_tune.units import format_bytes
-from hpc_tune.world.liveness import QUIET_S
+from hpc_tune.world.liveness import HEARTBEAT_LATE_S
 
-FOLDER = "memory"
+HEARTBEAT_FOLDER = "memory"
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class HeartbeatFile:
             self._path.unlink(missing_ok=True)
 
 
-def path_of(run_dir: Path, node: int) -> Path:
+def heartbeat_path(run_dir: Path, node: int) -> Path:
     """Return the file of a node."""
-    return run_dir / FOLDER / f"node-{node}.json"
+    return run_dir / HEARTBEAT_FOLDER / f"node-{node}.json"
 
 
 def write(heartbeat: Heartbeat, path: Path) -> None:
@@ -87,11 +87,11 @@ def write(heartbeat: Heartbeat, path: Path) -> None:
 def read(run_dir: Path) -> list[Heartbeat]:
     """Return the heartbeats of the last run's nodes, the fullest first."""
     heartbeats = []
-    for file in sorted((run_dir / FOLDER).glob("node-*.json")):
+    for file in sorted((run_dir / HEARTBEAT_FOLDER).glob("node-*.json")):
         try:
             heartbeat = _HEARTBEAT.validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
-            say_unreadable(file, error)
+            warn_unreadable(file, error)
             continue
         heartbeats += [heartbeat] if heartbeat.limit > 0 else []
     return sorted(heartbeats, key=lambda beat: -beat.used / beat.limit)
@@ -100,17 +100,17 @@ def read(run_dir: Path) -> list[Heartbeat]:
 def clear(run_dir: Path) -> None:
     """Remove all heartbeats, and what is left of one that was being written when its rank died."""
     for pattern in ("node-*.json", ".node-*.tmp"):
-        for file in (run_dir / FOLDER).glob(pattern):
+        for file in (run_dir / HEARTBEAT_FOLDER).glob(pattern):
             file.unlink(missing_ok=True)
 
 
-def was_memory(last: Sequence[Heartbeat]) -> bool:
+def died_of_memory(last: Sequence[Heartbeat]) -> bool:
     """Tell whether a run that left no outcome ended for memory, as far as one can know."""
-    near = HOST.begins_at[Level.TIGHT]
-    return any(_kills_since(beat) > 0 or beat.used >= near * beat.limit for beat in last)
+    near = HOST_LIMITS.begins_at[Level.TIGHT]
+    return any(_count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last)
 
 
-def last_seen(last: Sequence[Heartbeat]) -> str:
+def describe_last_seen(last: Sequence[Heartbeat]) -> str:
     """Return, for a person, how a run without an outcome was last seen."""
     fullest = last[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
@@ -119,20 +119,20 @@ def last_seen(last: Sequence[Heartbeat]) -> str:
         f"{fullest.phase}: {format_bytes(fullest.used)} of {format_bytes(fullest.limit)} host "
         f"memory in use ({fullest.used / fullest.limit:.0%} of {fullest.limit_source})"
     )
-    kills = max(map(_kills_since, last))
+    kills = max(map(_count_new_kills, last))
     if kills:
         text += f"; since it began the kernel killed {kills} of that group's processes for memory"
-    elif was_memory(last):
+    elif died_of_memory(last):
         text += "; probably by the kernel, for memory"
     return text
 
 
-def silence(silent_s: float) -> str:
+def describe_silence(silent_s: float) -> str:
     """Return a clause on a run that lives and has given no sign of that for a while, or nothing."""
-    return f", no sign of life for {silent_s:.0f} s" if silent_s > QUIET_S else ""
+    return f", no sign of life for {silent_s:.0f} s" if silent_s > HEARTBEAT_LATE_S else ""
 
 
-def _kills_since(heartbeat: Heartbeat) -> int:
+def _count_new_kills(heartbeat: Heartbeat) -> int:
     """Return how often the kernel killed since the run began; 0 where its group is gone."""
     if heartbeat.cgroup is None or not Path(heartbeat.cgroup).is_dir():
         return 0

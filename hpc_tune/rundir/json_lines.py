@@ -16,7 +16,7 @@ EXPERTS = "experts.jsonl"
 STARTS = "starts.jsonl"  # written by supervise
 
 
-class WholeAppends:
+class AtomicAppender:
     """A file to which each piece of bytes is appended whole or not at all.
 
     One that the file system refuses is lost, with one warning: a log must not end a run.
@@ -63,10 +63,10 @@ class JsonLines:
         Raises:
             OSError: if it cannot be opened.
         """
-        self._file: WholeAppends | None = None
+        self._file: AtomicAppender | None = None
         if path is not None:
             _end_torn_line(path)
-            self._file = WholeAppends(path)
+            self._file = AtomicAppender(path)
 
     def write(self, **fields: Any) -> None:
         """Append one object of JSON types; NaN and infinities are written as null."""

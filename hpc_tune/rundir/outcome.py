@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
-from hpc_tune.log import log, say_unreadable
+from hpc_tune.log import log, warn_unreadable
 from hpc_tune.world.stop import STOP_FILE
 
-FILE = "outcome.json"
+OUTCOME_FILE = "outcome.json"
 # Room for the outcome of a run that ends since its disk is full.
-RESERVE = ".outcome.reserve"
+RESERVE_FILE = ".outcome.reserve"
 _RESERVED_BYTES = 1 << 14
 
 
@@ -32,7 +32,7 @@ class Outcome:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def has_time(self) -> bool:
+    def has_time_left(self) -> bool:
         """Whether the run may do something more that takes seconds: nobody is about to kill it."""
         return self.status == "done" or self.reason == "STOP file"
 
@@ -61,11 +61,11 @@ def write(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
     fields |= fields.pop("facts") | ({} if start is None else {"start": start})
     text = json.dumps(fields, indent=1) + "\n"
     try:
-        write_file(run_dir / FILE, text)
+        write_file(run_dir / OUTCOME_FILE, text)
     except OSError:
-        (run_dir / RESERVE).unlink(missing_ok=True)
-        write_file(run_dir / FILE, text)
-    (run_dir / RESERVE).unlink(missing_ok=True)
+        (run_dir / RESERVE_FILE).unlink(missing_ok=True)
+        write_file(run_dir / OUTCOME_FILE, text)
+    (run_dir / RESERVE_FILE).unlink(missing_ok=True)
 
 
 def _remove_stop_file(file: Path) -> None:
@@ -82,21 +82,21 @@ def begin(run_dir: Path) -> None:
     Raises:
         OSError: if the file system refuses.
     """
-    (run_dir / RESERVE).write_bytes(bytes(_RESERVED_BYTES))
-    (run_dir / FILE).unlink(missing_ok=True)
+    (run_dir / RESERVE_FILE).write_bytes(bytes(_RESERVED_BYTES))
+    (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """Return outcome.json, or None where there is none that can be read."""
     try:
-        fields = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        fields = json.loads((run_dir / OUTCOME_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        say_unreadable(run_dir / FILE, error)
+        warn_unreadable(run_dir / OUTCOME_FILE, error)
         return None
     return fields if isinstance(fields, dict) else None
 
 
-def of_start(run_dir: Path, start: str | None, since_s: float) -> dict[str, Any] | None:
+def read_for_start(run_dir: Path, start: str | None, since_s: float) -> dict[str, Any] | None:
     """Return the outcome that a rank has written already for this start, if one has.
 
     A start whose ranks have not met has no nonce, ``start``: then one that is as new as ``since_s``
@@ -108,6 +108,6 @@ def of_start(run_dir: Path, start: str | None, since_s: float) -> dict[str, Any]
     if start is not None:
         return told if told.get("start") == start else None
     try:
-        return told if (run_dir / FILE).stat().st_mtime >= since_s else None
+        return told if (run_dir / OUTCOME_FILE).stat().st_mtime >= since_s else None
     except OSError:
         return None

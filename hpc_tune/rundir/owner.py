@@ -1,7 +1,7 @@
 """A run directory belongs to one job at a time: ``live.json`` in it names the job.
 
     another's file -> it is touched, or its process is there?             -> refused
-                   -> its process is gone, or silent for SILENT_S?        -> taken over
+                   -> its process is gone, or silent for LOCK_STALE_S?        -> taken over
     one's own      -> touched by a thread of rank 0 while the run lives   -> removed at its end
 
 Hosts' clocks may differ: ages are between two times that the same file system has given.
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.atomic_file import write_file
-from hpc_tune.cluster.schedulers import job_of
+from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.world import liveness
-from hpc_tune.world.processes import started_s
-from hpc_tune.world.stop import process_start
+from hpc_tune.world.processes import seconds_from_boot
+from hpc_tune.world.stop import process_start_s
 
-FILE = "live.json"
+LIVE_FILE = "live.json"
 _UNKNOWN = -1  # a file system that does not answer says nothing of a folder
-Lost = Callable[[HpcTuneError], None]
+EndRun = Callable[[HpcTuneError], None]
 
 
 class InUseError(ConfigError):
@@ -72,26 +72,26 @@ class Owner:
         return f"{job} on host {self.host}, pid {self.pid}, since {since}"
 
 
-def this_process(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
+def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
     """Return this process as the owner of ``run_dir``."""
-    job = job_of(environ)
+    job = find_job(environ)
     return Owner(
         nonce,
         socket.gethostname(),
         os.getpid(),
-        _start_of(os.getpid()) or "",
-        _place(),
+        _process_start(os.getpid()) or "",
+        _pid_scope(),
         str(run_dir.resolve()),
         "" if job is None else job.id,
         "0" if job is None else job.restart_count,
-        process_start(),
+        process_start_s(),
     )
 
 
-def is_known_to_be(owner: Owner, me: Owner) -> bool | None:
+def is_owner_alive(owner: Owner, me: Owner) -> bool | None:
     """Tell whether the job of ``owner`` lives, None where this process cannot know."""
     if owner.place == me.place:
-        if _start_of(owner.pid) != owner.start:
+        if _process_start(owner.pid) != owner.start:
             return False
         return True if owner.folder == me.folder else None  # or the mark came with a copy
     if owner.job and owner.job == me.job and owner.restart != me.restart:
@@ -106,12 +106,12 @@ class RunLock:
         self,
         run_dir: Path,
         me: Owner,
-        lost: Lost,
-        touch_every_s: float = liveness.TOUCH_EVERY_S,
-        silent_s: float = liveness.SILENT_S,
+        lost: EndRun,
+        touch_every_s: float = liveness.LOCK_TOUCH_EVERY_S,
+        silent_s: float = liveness.LOCK_STALE_S,
     ) -> None:
         """``lost`` is called from a thread if another job takes ``run_dir`` over."""
-        self._path, self._me, self._lost = run_dir / FILE, me, lost
+        self._path, self._me, self._end_run = run_dir / LIVE_FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._watcher = liveness.Watcher("live-mark", touch_every_s, self._look)
         self._folder: int | None = None
@@ -124,11 +124,11 @@ class RunLock:
         """
         first_s: float | None = None
         while not self._create():
-            seen = _look(self._path)
+            seen = _read_owner(self._path)
             if seen is None:
                 continue
             owner, touched_s, age_s = seen
-            lives = None if owner is None else is_known_to_be(owner, self._me)
+            lives = None if owner is None else is_owner_alive(owner, self._me)
             if lives or (first_s is not None and touched_s != first_s):
                 raise InUseError(
                     f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
@@ -149,13 +149,13 @@ class RunLock:
             time.sleep(min(liveness.LOCK_LOOK_EVERY_S, self._touch_every_s))
         self._watcher.start()
 
-    def is_anothers(self) -> bool:
+    def is_taken_over(self) -> bool:
         """Tell whether another job has taken the folder over."""
-        return nonce_in(self._path) not in (None, self._me.nonce)
+        return read_nonce(self._path) not in (None, self._me.nonce)
 
-    def know_folder(self) -> None:
+    def remember_folder(self) -> None:
         """Remember, on any rank, which folder it is that has the name of the run directory."""
-        self._folder = _inode_of(self._path.parent)
+        self._folder = _folder_inode(self._path.parent)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return why something failed: that the run directory was moved, or ``error`` itself."""
@@ -163,7 +163,7 @@ class RunLock:
         return MovedError(self._path.parent) if moved else error
 
     def _has_moved(self) -> bool:
-        return self._folder is not None and _inode_of(self._path.parent) not in (
+        return self._folder is not None and _folder_inode(self._path.parent) not in (
             self._folder,
             _UNKNOWN,
         )
@@ -179,7 +179,7 @@ class RunLock:
         try:
             file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
-            return nonce_in(self._path) == self._me.nonce
+            return read_nonce(self._path) == self._me.nonce
         try:
             with file:
                 json.dump(asdict(self._me), file)
@@ -196,11 +196,11 @@ class RunLock:
     def _look(self) -> bool:
         watcher, settle_s = self._watcher, liveness.LOCK_SETTLE_S
         if self._has_moved() and not watcher.wait(settle_s) and self._has_moved():
-            self._lost(MovedError(self._path.parent))
+            self._end_run(MovedError(self._path.parent))
             return True
-        if self.is_anothers() and not watcher.is_over:
-            owner = (_look(self._path) or (None,))[0]
-            self._lost(
+        if self.is_taken_over() and not watcher.is_over:
+            owner = (_read_owner(self._path) or (None,))[0]
+            self._end_run(
                 InUseError(
                     f"run.dir={self._path.parent} was taken over by {owner or 'another job'}, "
                     f"which had seen no sign of this one for {self._silent_s:.0f} s"
@@ -212,7 +212,7 @@ class RunLock:
         return False
 
 
-def owner_of(run_dir: Path) -> Owner | None:
+def find_owner(run_dir: Path) -> Owner | None:
     """Return the job whose mark is in ``run_dir`` and was touched in the last minutes."""
     with contextlib.suppress(OSError):
         return _recent_owner(run_dir)
@@ -227,20 +227,20 @@ def is_free(run_dir: Path) -> bool:
 
 
 def _recent_owner(run_dir: Path) -> Owner | None:
-    owner, _, age_s = _look(run_dir / FILE) or (None, 0.0, 0.0)
-    return owner if age_s <= liveness.SILENT_S else None
+    owner, _, age_s = _read_owner(run_dir / LIVE_FILE) or (None, 0.0, 0.0)
+    return owner if age_s <= liveness.LOCK_STALE_S else None
 
 
-def has_died(run_dir: Path) -> bool:
+def has_owner_died(run_dir: Path) -> bool:
     """Whether the job that has marked ``run_dir`` is known to be gone: it ran on this host."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        owner = Owner(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
-        return is_known_to_be(owner, this_process("", run_dir)) is False
+        owner = Owner(**json.loads((run_dir / LIVE_FILE).read_text(encoding="utf-8")))
+        return is_owner_alive(owner, make_owner("", run_dir)) is False
     return False
 
 
-def require_shared(
-    run_dir: Path, nonce: str, host: str, limit_s: float = liveness.SHOWS_WITHIN_S
+def require_shared_dir(
+    run_dir: Path, nonce: str, host: str, limit_s: float = liveness.LOCK_VISIBLE_WITHIN_S
 ) -> None:
     """Refuse a run directory in which this host does not see the mark that ``host`` has made.
 
@@ -250,7 +250,7 @@ def require_shared(
         ConfigError: if it does not show in time.
     """
     until_s = time.monotonic() + limit_s
-    while nonce_in(run_dir / FILE) != nonce:
+    while read_nonce(run_dir / LIVE_FILE) != nonce:
         if time.monotonic() > until_s:
             raise ConfigError(
                 f"run.dir={run_dir} on {socket.gethostname()} is not the folder of that name on "
@@ -261,12 +261,12 @@ def require_shared(
 
 def release(run_dir: Path, nonce: str) -> None:
     """Remove the mark of the start with this nonce; any rank may, when all end."""
-    if nonce_in(run_dir / FILE) == nonce:
+    if read_nonce(run_dir / LIVE_FILE) == nonce:
         with contextlib.suppress(OSError):
-            (run_dir / FILE).unlink()
+            (run_dir / LIVE_FILE).unlink()
 
 
-def nonce_in(path: Path) -> str | None:
+def read_nonce(path: Path) -> str | None:
     """Return whose file it is, None where nobody can tell."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["nonce"])
@@ -274,7 +274,7 @@ def nonce_in(path: Path) -> str | None:
         return None
 
 
-def _look(path: Path) -> tuple[Owner | None, float, float] | None:
+def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
     """Return who the file names, when it was touched last, and how long ago that is.
 
     None where there is none any more.
@@ -293,7 +293,7 @@ def _look(path: Path) -> tuple[Owner | None, float, float] | None:
         return None, touched_s, now_s - touched_s
 
 
-def _inode_of(folder: Path) -> int | None:
+def _folder_inode(folder: Path) -> int | None:
     """Return what stays when a folder is renamed; None where there is none, or ``_UNKNOWN``."""
     try:
         return folder.stat().st_ino
@@ -303,13 +303,13 @@ def _inode_of(folder: Path) -> int | None:
         return _UNKNOWN
 
 
-def _start_of(pid: int) -> str | None:
+def _process_start(pid: int) -> str | None:
     """Return when a process started, in the kernel's ticks; None if it is gone."""
-    after_boot_s = started_s(pid)
+    after_boot_s = seconds_from_boot(pid)
     return None if after_boot_s is None else f"{after_boot_s * os.sysconf('SC_CLK_TCK'):.0f}"
 
 
-def _place() -> str:
+def _pid_scope() -> str:
     """Name what a pid belongs to: this boot of this machine, and the namespace of a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

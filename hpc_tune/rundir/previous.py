@@ -8,7 +8,7 @@ from hpc_tune.rundir import heartbeat, outcome
 
 
 @dataclass(frozen=True)
-class Previous:
+class PreviousRun:
     """What the last run left: its governor's actions, the memory whose want ended it, if any, and,
     if it left no outcome, how it died.
     """
@@ -18,15 +18,17 @@ class Previous:
     death: str | None = None
 
 
-def read(run_dir: Path) -> Previous:
+def read(run_dir: Path) -> PreviousRun:
     """Return what the last run in ``run_dir`` left; nothing where there was none."""
     ended, last = outcome.read(run_dir), heartbeat.read(run_dir)
     if ended is not None:
         actions = tuple(map(str, ended.get("governor", ())))
         if ended.get("status") != "stopped" or "need" not in ended:
-            return Previous(actions)
-        return Previous(actions, "device" if ended.get("memory") == "device" else "host")
+            return PreviousRun(actions)
+        return PreviousRun(actions, "device" if ended.get("memory") == "device" else "host")
     if last:
-        death = f"the last run in {run_dir} did not end by itself; {heartbeat.last_seen(last)}"
-        return Previous(short_of="host" if heartbeat.was_memory(last) else None, death=death)
-    return Previous()
+        death = (
+            f"the last run in {run_dir} did not end by itself; {heartbeat.describe_last_seen(last)}"
+        )
+        return PreviousRun(short_of="host" if heartbeat.died_of_memory(last) else None, death=death)
+    return PreviousRun()

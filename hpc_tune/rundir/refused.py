@@ -12,12 +12,12 @@ from pathlib import Path
 from hpc_tune.rundir import nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS
 
-PREPARED = "data"
+PREPARED_FOLDER = "data"
 # What tells of the start, and what the start that ends removes itself.
-_LEFT = {outcome.FILE, outcome.RESERVE, EVENTS, owner.FILE}
+_KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS, owner.LIVE_FILE}
 
 
-def names_in(run_dir: Path) -> frozenset[str] | None:
+def list_names(run_dir: Path) -> frozenset[str] | None:
     """Return what is in a run directory: nothing where there is none; None if it cannot be read."""
     try:
         return frozenset(entry.name for entry in run_dir.iterdir())
@@ -27,19 +27,22 @@ def names_in(run_dir: Path) -> frozenset[str] | None:
         return None
 
 
-def take_back(run_dir: Path, before: frozenset[str]) -> list[str]:
+def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
     """Remove what is in ``run_dir`` and was not ``before``; return the names of what stays of it.
 
     Those are prepared data, and what the file system does not let go.
     """
-    prepared = names_in(run_dir / PREPARED)
+    prepared = list_names(run_dir / PREPARED_FOLDER)
     is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
-    kept = {PREPARED} if is_prepared else set()  # else there are parts of files alone
-    for name in {*((names_in(run_dir) or frozenset()) - before - _LEFT - kept), nearby.STARTING}:
+    kept = {PREPARED_FOLDER} if is_prepared else set()  # else there are parts of files alone
+    for name in {
+        *((list_names(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
+        nearby.STARTING_CONFIG,
+    }:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return sorted((names_in(run_dir) or frozenset()) - before - _LEFT)
+    return sorted((list_names(run_dir) or frozenset()) - before - _KEPT_NAMES)

@@ -3,19 +3,26 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_tune.rights import may_read, may_write, missing_right
+from hpc_tune.rights import may_read, may_write, missing_permission
 from hpc_tune.rundir import details, heartbeat, outcome
 from hpc_tune.rundir.owner import InUseError
 
-_APPENDED = ("logs", details.FOLDER)
-_CHANGED = (*_APPENDED, heartbeat.FOLDER, "checkpoints", "export", "tensorboard", "collectives")
+_APPENDED = ("logs", details.FAILURES_FOLDER)
+_CHANGED = (
+    *_APPENDED,
+    heartbeat.HEARTBEAT_FOLDER,
+    "checkpoints",
+    "export",
+    "tensorboard",
+    "collectives",
+)
 
 
 class AnothersError(InUseError):
     """The run directory is of another user, and nothing of this start's belongs into it."""
 
 
-def require_rights(run_dir: Path) -> None:
+def require_permissions(run_dir: Path) -> None:
     """Check that this user may read and write what any start does in ``run_dir``.
 
     So it is found before anything is changed there, and for the files of all ranks.
@@ -23,20 +30,20 @@ def require_rights(run_dir: Path) -> None:
     Raises:
         AnothersError: if not, with whose files these are, and how others get the right.
     """
-    kept = [path for path in _written(run_dir) if path.exists() and not may_write(path)]
-    kept += [path for path in _read(run_dir) if path.exists() and not may_read(path)]
+    kept = [path for path in _written_paths(run_dir) if path.exists() and not may_write(path)]
+    kept += [path for path in _read_paths(run_dir) if path.exists() and not may_read(path)]
     if not kept:
         return
     more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
     raise AnothersError(
         f"run.dir={run_dir} is a run that this user may not go on with: {kept[0]}{more} cannot be "
-        f"opened. {missing_right(kept[0], run_dir)}"
+        f"opened. {missing_permission(kept[0], run_dir)}"
     )
 
 
-def _written(run_dir: Path) -> Iterator[Path]:
+def _written_paths(run_dir: Path) -> Iterator[Path]:
     yield run_dir
-    yield run_dir / outcome.RESERVE
+    yield run_dir / outcome.RESERVE_FILE
     yield from sorted(run_dir.glob("*.jsonl"))
     for name in _CHANGED:
         yield run_dir / name
@@ -45,7 +52,7 @@ def _written(run_dir: Path) -> Iterator[Path]:
     yield from sorted((run_dir / "checkpoints").glob("step-*"))  # old ones are removed
 
 
-def _read(run_dir: Path) -> Iterator[Path]:
+def _read_paths(run_dir: Path) -> Iterator[Path]:
     yield from sorted(run_dir.glob("checkpoints/step-*/manifest.json"))
     yield from sorted(run_dir.glob("builtin-tiny/*"))
     yield from sorted(run_dir.glob("data/*.h5"))

@@ -5,12 +5,12 @@ that tells of it: the profile, the report's figures and words, and watch.
 import statistics
 from collections.abc import Sequence
 
-STRAGGLER = 1.1  # x the median rank's work
-ADVICE = "look at its clocks, its memory and what else runs there"
+STRAGGLER_FACTOR = 1.1  # x the median rank's work
+STRAGGLER_ADVICE = "look at its clocks, its memory and what else runs there"
 _LEAST_S = 1e-4  # as finely as work is recorded
 
 
-def beside_median(work_s: Sequence[float]) -> list[float]:
+def relative_to_median(work_s: Sequence[float]) -> list[float]:
     """Return how many times as long as the median rank each rank works."""
     usual_s = max(statistics.median(work_s), _LEAST_S)
     return [own_s / usual_s for own_s in work_s]

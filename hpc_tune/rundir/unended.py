@@ -14,12 +14,12 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import EXIT_FAILED
 from hpc_tune.rundir import outcome, owner, previous
 
-FILE = "start.json"
+START_FILE = "start.json"
 _UNKNOWN = "its job was killed, or lost its first node; nothing tells more"
 
 
 @dataclass(frozen=True)
-class Unended:
+class UnfinishedStart:
     """What was known when a start began: fields of its line in starts.jsonl, and its time."""
 
     fields: dict[str, Any]
@@ -30,33 +30,33 @@ def begin(run_dir: Path, **fields: Any) -> None:
     """Note a start. What cannot be written is not there for the next one."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_file(run_dir / FILE, json.dumps(fields))
+        write_file(run_dir / START_FILE, json.dumps(fields))
 
 
 def end(run_dir: Path) -> None:
     """Remove the note."""
     with contextlib.suppress(OSError):
-        (run_dir / FILE).unlink()
+        (run_dir / START_FILE).unlink()
 
 
-def read(run_dir: Path) -> Unended | None:
+def read(run_dir: Path) -> UnfinishedStart | None:
     """Return the start that supervise has not seen end, if there is one."""
     try:
-        fields = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
-        began_s = (run_dir / FILE).stat().st_mtime
+        fields = json.loads((run_dir / START_FILE).read_text(encoding="utf-8"))
+        began_s = (run_dir / START_FILE).stat().st_mtime
     except (OSError, ValueError):
         return None
-    return Unended(fields, began_s) if isinstance(fields, dict) else None
+    return UnfinishedStart(fields, began_s) if isinstance(fields, dict) else None
 
 
 def has_ended(run_dir: Path) -> bool:
     """Whether no run can be at work in the folder any more."""
-    return owner.is_free(run_dir) or owner.has_died(run_dir)
+    return owner.is_free(run_dir) or owner.has_owner_died(run_dir)
 
 
-def how_it_ended(run_dir: Path, start: Unended) -> tuple[str, str, int]:
+def find_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
     """Return the status, the reason and the exit code of a start, as far as it has left them."""
     told = outcome.read(run_dir)
-    if told is not None and (run_dir / outcome.FILE).stat().st_mtime >= start.began_s:
+    if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
         return str(told["status"]), str(told["reason"]), int(told["exit_code"])
     return "failed", previous.read(run_dir).death or _UNKNOWN, EXIT_FAILED

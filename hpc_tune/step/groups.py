@@ -2,14 +2,14 @@
 
 from hpc_tune.step.layout import Layout
 
-_OF_ALL = (
+_COMMON_AXES = (
     ("tensor",),
     ("replicate", "shard"),
     ("replicate", "shard", "tensor"),
     ("expert",),
     ("replicate", "expert_shard"),
 )
-_OF_FSDP = (("shard",), ("replicate",), ("expert_shard",))
+_FSDP_AXES = (("shard",), ("replicate",), ("expert_shard",))
 
 
 def num_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
@@ -18,7 +18,7 @@ def num_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
     Without those of two neighbours in a pipeline. ``ties_ends``: its first and last stage train one
     weight, the embedding and the head.
     """
-    axes = (*_OF_ALL, *(_OF_FSDP if uses_fsdp else ()))
+    axes = (*_COMMON_AXES, *(_FSDP_AXES if uses_fsdp else ()))
     ranks = {layout.group_of(0, *names) for names in axes} | {tuple(range(layout.size))}
     if ties_ends:
         first, *_ = stages = layout.group_of(0, "pipeline")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 _OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
-_OF_SHARDS = ("expert_shard", "expert")
+_SHARD_AXES = ("expert_shard", "expert")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Layout:
         for axis in _OUTERMOST_FIRST:
             size = getattr(self, axis)
             stride //= size
-            if axis in axes or (axis in _OF_SHARDS and "shard" in axes):
+            if axis in axes or (axis in _SHARD_AXES and "shard" in axes):
                 own = rank // stride % size
                 ranks = [r + (i - own) * stride for r in ranks for i in range(size)]
         return tuple(ranks)

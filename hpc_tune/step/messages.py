@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpc_tune.config.parallel import AXES
-from hpc_tune.model.experts import chosen_experts, num_experts
+from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.step.plan import Micro, StepPlan
-from hpc_tune.step.rings import Kind, sent_bytes
-from hpc_tune.step.slices import Sums
+from hpc_tune.step.plan import MicroTokens, StepPlan
+from hpc_tune.step.rings import CollectiveKind, sent_bytes
+from hpc_tune.step.slices import BlockAllReduces
 
-ENDS = ("ends of the pipeline",)
+FIRST_AND_LAST_STAGE = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
 FORWARD_SUMS, BACKWARD_SUMS = 2, 2
 
@@ -24,11 +24,12 @@ FORWARD_SUMS, BACKWARD_SUMS = 2, 2
 class Message:
     """A collective over ``axes`` of ``ranks`` ranks in all, ``times`` in a step, or what is sent.
 
-    ``axes`` may be ``ENDS`` too: the first and the last rank of a pipeline. ``num_bytes`` of one:
-    what is summed or scattered, what all have after a gathering, or is sent to a neighbour.
+    ``axes`` may be ``FIRST_AND_LAST_STAGE`` too: the first and the last rank of a pipeline.
+    ``num_bytes`` of one: what is summed or scattered, what all have after a gathering, or is sent
+    to a neighbour.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     ranks: int
     num_bytes: int
@@ -41,7 +42,7 @@ class Message:
 
 
 def expected_bytes(
-    plan: StepPlan, micros: Sequence[Micro], recomputes: bool = False, place: int = 0
+    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by kind of collective.
 
@@ -58,29 +59,31 @@ def expected_bytes(
 
 
 def step_messages(
-    plan: StepPlan, micros: Sequence[Micro], recomputes: bool = False, place: int = 0
+    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of a rank in a step; see ``expected_bytes``."""
-    layout, computed = plan.layout, plan.computed(micros)
+    layout, computed = plan.layout, plan.executed_micros(micros)
     if plan.parallel.zero_stage is not None:
-        yield _over(plan, "all_reduce", AXES, 4 * plan.num_router_sums)
+        yield _collective(plan, "all_reduce", AXES, 4 * plan.num_router_sums)
         yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
         return
     # Of the loss, and of what routers did, in fp32.
-    yield _over(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
+    yield _collective(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
     if plan.spreads_gradients:
-        yield _over(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
-    yield from gathered_weights(plan, len(computed), place)
-    yield from summed_gradients(plan, len(computed), place)
+        yield _collective(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
+    yield from weight_messages(plan, len(computed), place)
+    yield from gradient_messages(plan, len(computed), place)
     yield from tensor_messages(plan, computed, recomputes, place)
     yield from expert_messages(plan, computed, recomputes, place)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (place in (0, layout.pipeline - 1))
-        yield Message("send", ("pipeline",), 2, plan.values(computed) * plan.wire_itemsize, hops)
+        yield Message(
+            "send", ("pipeline",), 2, plan.values(computed) * plan.activation_itemsize, hops
+        )
 
 
-def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
+def weight_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
     """Yield the gatherings of weights that are sharded (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
@@ -88,7 +91,7 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     backward pass needs; a frozen one is gathered in all but the step's last backward pass, for the
     next forward pass, of which the first stage of a pipeline has none any more at its end.
     """
-    for weights in filter(plan.is_sharded, plan.held_by(place)):
+    for weights in filter(plan.is_sharded, plan.rank_weights(place)):
         match plan.parallel.reshard:
             case "step":
                 times = 1
@@ -102,10 +105,10 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
                 times = num_micro + (is_in_vain and num_micro > 1)
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
         num_bytes = plan.padded(weights, num_bytes)
-        yield _over(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
+        yield _collective(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
 
-def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
+def gradient_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
     """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
@@ -115,32 +118,36 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     first and last stage add up what they hold both, the embedding that is the head too.
     """
     layout, parallel = plan.layout, plan.parallel
-    held, whole = plan.held_by(place), Counter[tuple[str, ...]]()
+    held, whole = plan.rank_weights(place), Counter[tuple[str, ...]]()
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
-            axes = plan.reducing_axes(weights.role == "partial", plan.deals(weights.kind))
+            axes = plan.reducing_axes(
+                weights.role == "partial", plan.is_expert_parallel(weights.kind)
+            )
             whole[axes] += weights.num_bytes
     for axes, num_bytes in whole.items():
-        yield _over(plan, "all_reduce", axes, num_bytes)
+        yield _collective(plan, "all_reduce", axes, num_bytes)
     if not plan.size.is_full:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
         num_bytes = plan.padded(weights, itemsize * weights.num_values)
-        shards = plan.shards_of(weights)
-        yield _over(plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes)
-        yield _over(plan, "all_reduce", ("replicate",), num_bytes // shards)
+        shards = plan.num_shards(weights)
+        yield _collective(
+            plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes
+        )
+        yield _collective(plan, "all_reduce", ("replicate",), num_bytes // shards)
         if weights.role == "partial":
             own_bytes = plan.padded(weights, weights.num_bytes) // shards
-            yield _over(plan, "all_reduce", ("tensor",), own_bytes)
+            yield _collective(plan, "all_reduce", ("tensor",), own_bytes)
     if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
         embedding = sum(plan.padded(w, w.num_bytes) for w in held if w.part == "embedding")
-        yield Message("all_reduce", ENDS, 2, embedding // layout.shard)
+        yield Message("all_reduce", FIRST_AND_LAST_STAGE, 2, embedding // layout.shard)
 
 
 def tensor_messages(
-    plan: StepPlan, computed: Sequence[Micro], recomputes: bool = False, place: int = 0
+    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
@@ -152,12 +159,14 @@ def tensor_messages(
     has it: the gradient of the tokens with loss, and three numbers of each in fp32, again where
     their logits are computed again. And what a plan gathers.
     """
-    model, over = plan.model, partial(_over, plan, "all_reduce", ("tensor",))
-    values, wire = plan.values(computed), plan.wire_itemsize
-    blocks, is_first = plan.blocks_of(place), place == 0
+    model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
+    values, wire = plan.values(computed), plan.activation_itemsize
+    blocks, is_first = plan.rank_blocks(place), place == 0
     num_blocks = len(blocks)
     recomputes = recomputes or plan.parallel.recompute != "none"
-    of_all = plan.size.sums or [Sums(FORWARD_SUMS, BACKWARD_SUMS)] * plan.size.blocks(model)
+    of_all = plan.size.sums or [BlockAllReduces(FORWARD_SUMS, BACKWARD_SUMS)] * plan.size.blocks(
+        model
+    )
     sums = [of_all[block] for block in blocks]
     forward = sum(of_block.forward for of_block in sums)
     routed = sum(of_block.routed for of_block in sums)
@@ -165,13 +174,13 @@ def tensor_messages(
     others = forward - routed
     others += max(0, forward - num_blocks) if recomputes else 0
     backward = sum(of_block.backward for of_block in sums)
-    backward -= sums[0].of_input and is_first and not plan.size.trains_first
+    backward -= sums[0].of_input and is_first and not plan.size.trains_block_input
     yield over(values * plan.itemsize, others)
     yield over(values * wire, routed + backward)
     if inner := sum(of_block.inner_features for of_block in sums):
         yield over(values // model.hidden_size * inner * wire)
     if routed:  # and what routers get back for each expert of a token, in fp32
-        yield over(values // model.hidden_size * chosen_experts(model) * 4, routed)
+        yield over(values // model.hidden_size * num_chosen_experts(model) * 4, routed)
     if is_first:
         itemsize = plan.itemsize if plan.gathers_cast else wire
         yield over(values * itemsize)
@@ -186,11 +195,11 @@ def tensor_messages(
     tokens = values // model.hidden_size
     gathered = tokens * plan.itemsize * features * num_blocks // plan.size.blocks(model)
     if gathered:
-        yield _over(plan, "all_gather", ("tensor",), gathered)
+        yield _collective(plan, "all_gather", ("tensor",), gathered)
 
 
 def expert_messages(
-    plan: StepPlan, computed: Sequence[Micro], recomputes: bool = False, place: int = 0
+    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of tokens to experts that are dealt over ranks, and back.
 
@@ -201,10 +210,13 @@ def expert_messages(
     """
     if plan.layout.expert == 1:
         return
-    over, mixtures = partial(_over, plan, "all_to_all", ("expert",)), plan.mixtures_of(place)
+    over, mixtures = (
+        partial(_collective, plan, "all_to_all", ("expert",)),
+        plan.num_mixture_blocks(place),
+    )
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
-    rows = plan.values(computed) * chosen_experts(plan.model)
-    yield over(rows * plan.wire_itemsize, 2 * mixtures * (forward + 1))
+    rows = plan.values(computed) * num_chosen_experts(plan.model)
+    yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
     yield over(8 * num_experts(plan.model), mixtures * len(computed))
 
 
@@ -215,9 +227,13 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     and both send the updated weights around. Stage 3 gathers all weights forward and backward;
     gradients are reduce-scattered per micro-batch.
     """
-    size, over = plan.size, partial(_over, plan)
+    size, over = plan.size, partial(_collective, plan)
     if stage == 3:
-        weights = size.frozen_bytes + size.trained_ends if size.frozen_bytes else size.trained_bytes
+        weights = (
+            size.frozen_bytes + size.trained_outside_bytes
+            if size.frozen_bytes
+            else size.trained_bytes
+        )
         yield over("all_gather", AXES, weights, 2 * num_micro)
         yield over("reduce_scatter", AXES, size.trained_bytes, num_micro)
         return
@@ -225,7 +241,7 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     yield over("all_gather", AXES, size.trained_bytes)
 
 
-def _over(
-    plan: StepPlan, kind: Kind, axes: tuple[str, ...], num_bytes: int, times: int = 1
+def _collective(
+    plan: StepPlan, kind: CollectiveKind, axes: tuple[str, ...], num_bytes: int, times: int = 1
 ) -> Message:
     return Message(kind, axes, plan.layout.size_of(axes), num_bytes, times)

@@ -14,17 +14,17 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, chosen_share
+from hpc_tune.model.experts import ROUTED, chosen_expert_share
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, Weights, measure
+from hpc_tune.step.size import ModelSize, WeightGroup, measure
 from hpc_tune.step.slices import SLICES
 from hpc_tune.step.stages import stage_blocks
 
 # Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
 # a link to be busy, and a model's last piece has nothing to hide behind.
-SUMMED_BYTES = 4 << 20
+GRADIENT_PIECE_BYTES = 4 << 20
 # Of a micro-batch: its tokens with padding, and those with loss.
-Micro = tuple[int, int]
+MicroTokens = tuple[int, int]
 
 
 def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
@@ -81,9 +81,9 @@ class StepPlan:
         return self.uses_fsdp and self.casts_weights
 
     @property
-    def wire_itemsize(self) -> int:
+    def activation_itemsize(self) -> int:
         """Bytes of a value between two blocks: as weights are stored, where all are trained."""
-        return self.size.wire(self.itemsize)
+        return self.size.activation_itemsize(self.itemsize)
 
     @property
     def only_replicates(self) -> bool:
@@ -91,14 +91,14 @@ class StepPlan:
         return self.layout.replicate == self.layout.size and not self.uses_fsdp
 
     @property
-    def sums_beside_backward(self) -> bool:
+    def overlaps_gradient_sums(self) -> bool:
         """Whether gradients are added up beside the last backward pass: it sends nothing else."""
         return self.only_replicates
 
     @property
     def num_gradient_pieces(self) -> int:
         """About how many pieces gradients are then added up in."""
-        return math.ceil(self.size.trained_bytes / SUMMED_BYTES)
+        return math.ceil(self.size.trained_bytes / GRADIENT_PIECE_BYTES)
 
     @property
     def spreads_gradients(self) -> bool:
@@ -122,7 +122,7 @@ class StepPlan:
         """
         return -num_micro % self.layout.pipeline if self.parallel.stages_per_rank > 1 else 0
 
-    def computed(self, micros: Sequence[Micro]) -> list[Micro]:
+    def executed_micros(self, micros: Sequence[MicroTokens]) -> list[MicroTokens]:
         """Return what a rank computes of its micro-batches, and the rows of one token it adds."""
         kept = [micro for micro in micros if micro[1] or not self.skips_empty()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
@@ -135,13 +135,13 @@ class StepPlan:
         """
         return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
 
-    def deals(self, kind: str) -> bool:
+    def is_expert_parallel(self, kind: str) -> bool:
         """Whether weights of a kind are experts that are dealt over ranks of the shard axis."""
         return self.layout.expert > 1 and kind == ROUTED
 
     def shard_axis(self, kind: str) -> str:
         """Return over which axis weights of a kind are sharded: dealt experts by a part of it."""
-        return "expert_shard" if self.deals(kind) else "shard"
+        return "expert_shard" if self.is_expert_parallel(kind) else "shard"
 
     def reducing_axes(self, is_partial: bool, is_dealt: bool = False) -> tuple[str, ...]:
         """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
@@ -152,7 +152,7 @@ class StepPlan:
             return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")
 
-    def values(self, computed: Sequence[Micro]) -> int:
+    def values(self, computed: Sequence[MicroTokens]) -> int:
         """Return the values between two blocks: tokens with padding x hidden."""
         return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
 
@@ -169,23 +169,23 @@ class StepPlan:
             return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
         routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
-        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_share(self.model))
+        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_expert_share(self.model))
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
         return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
-    def blocks_of(self, place: int) -> list[int]:
+    def rank_blocks(self, place: int) -> list[int]:
         """Return the decoder blocks of a rank at ``place`` on the pipeline axis."""
         return [block for stage in self.stages[place :: self.layout.pipeline] for block in stage]
 
-    def mixtures_of(self, place: int) -> int:
+    def num_mixture_blocks(self, place: int) -> int:
         """Return how many of a rank's decoder blocks have routed experts."""
         routed = [weights for weights in self.size.weights if weights.kind == ROUTED]
         return sum(
             any(not w.by_block or w.by_block[block] for w in routed)
-            for block in self.blocks_of(place)
+            for block in self.rank_blocks(place)
         )
 
-    def held_by(self, place: int) -> list[Weights]:
+    def rank_weights(self, place: int) -> list[WeightGroup]:
         """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
 
         ``place``: its own on the pipeline axis. The first has the embedding, the last the head.
@@ -199,18 +199,20 @@ class StepPlan:
                 continue
             part = weights.num_values
             if weights.part == "blocks":
-                part = weights.in_blocks(self.blocks_of(place), num_blocks)
+                part = weights.num_values_in(self.rank_blocks(place), num_blocks)
             dealt = layout.expert if weights.kind == ROUTED else 1
             ways = dealt * (layout.tensor if weights.role in SLICES else 1)
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
-            shape = weights.of_rows(dealt * (layout.tensor if weights.role == "slice" else 1))
+            shape = weights.row_shard_shape(
+                dealt * (layout.tensor if weights.role == "slice" else 1)
+            )
             cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
             held.append(cut)
         return held
 
-    def is_sharded(self, weights: Weights) -> bool:
+    def is_sharded(self, weights: WeightGroup) -> bool:
         """Whether FSDP2 shards these."""
-        if self.deals(weights.kind) and not self.shards_experts:
+        if self.is_expert_parallel(weights.kind) and not self.shards_experts:
             return False
         return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
 
@@ -222,25 +224,27 @@ class StepPlan:
         """
         return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
 
-    def shards_of(self, weights: Weights) -> int:
+    def num_shards(self, weights: WeightGroup) -> int:
         """Return over how many ranks these are sharded."""
         if not self.is_sharded(weights):
             return 1
         return self.layout.size_of([self.shard_axis(weights.kind)])
 
-    def padded(self, weights: Weights, num: int) -> int:
+    def padded(self, weights: WeightGroup, num: int) -> int:
         """Return ``num`` values or bytes of a rank's weights with what FSDP2 pads shards with."""
-        return weights.padded(num, self.shards_of(weights), along_any=self.deals(weights.kind))
+        return weights.padded(
+            num, self.num_shards(weights), along_any=self.is_expert_parallel(weights.kind)
+        )
 
-    def units_of(self, place: int) -> int:
+    def num_fsdp_units(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
-        experts = self.mixtures_of(place) if self.shards_experts else 0
-        return -(-len(self.blocks_of(place)) // self.parallel.blocks_per_unit) + 1 + experts
+        experts = self.num_mixture_blocks(place) if self.shards_experts else 0
+        return -(-len(self.rank_blocks(place)) // self.parallel.blocks_per_unit) + 1 + experts
 
-    def updated_by(self, place: int) -> int:
+    def num_updated_values(self, place: int) -> int:
         """Return how many values a rank's optimizer updates."""
         return sum(
-            self.padded(weights, weights.num_values) // self.shards_of(weights)
-            for weights in self.held_by(place)
+            self.padded(weights, weights.num_values) // self.num_shards(weights)
+            for weights in self.rank_weights(place)
             if weights.is_trained
         )

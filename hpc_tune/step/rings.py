@@ -8,10 +8,12 @@ it sends a g-th to each of the others.
 
 from typing import Literal
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send", "all_to_all"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "reduce", "send", "all_to_all"
+]
 
 
-def ring_steps(kind: Kind, ranks: int) -> int:
+def ring_steps(kind: CollectiveKind, ranks: int) -> int:
     """Return how often a rank sends the ``ranks``-th part of a message."""
     match kind:
         case "all_reduce":
@@ -22,7 +24,7 @@ def ring_steps(kind: Kind, ranks: int) -> int:
             return ranks if ranks > 1 else 0
 
 
-def sent_bytes(kind: Kind, ranks: int, num_bytes: int) -> int:
+def sent_bytes(kind: CollectiveKind, ranks: int, num_bytes: int) -> int:
     """Return the bytes that a rank sends.
 
     ``num_bytes`` is the whole message: what is summed or scattered, what all have after a

@@ -7,31 +7,43 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.config_json import common_value
-from hpc_tune.model.experts import ROUTED, chosen_experts, chosen_share, has_experts, kinds_of
-from hpc_tune.model.kernels import windows_of
+from hpc_tune.model.experts import (
+    ROUTED,
+    chosen_expert_share,
+    group_parameters,
+    has_experts,
+    num_chosen_experts,
+)
+from hpc_tune.model.kernels import layer_windows
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.packed_base import Packed, packed_weights, scale_bytes
+from hpc_tune.model.packed_base import PackedLayer, find_packed_weights, scale_bytes
 from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of
+from hpc_tune.step.slices import (
+    BlockAllReduces,
+    TensorRole,
+    count_all_reduces,
+    find_roles,
+    gathered_features,
+)
 
-Part = Literal["blocks", "embedding", "end"]
-MOMENTS = 2  # of each trained value, which AdamW keeps
+ModelPart = Literal["blocks", "embedding", "end"]
+NUM_MOMENTS = 2  # of each trained value, which AdamW keeps
 # Of a trained value, of one dtype: itself, its gradient and the moments; all of that but gradients.
-STATE_COPIES, SAVED_COPIES = 2 + MOMENTS, 1 + MOMENTS
+STATE_COPIES, SAVED_COPIES = 2 + NUM_MOMENTS, 1 + NUM_MOMENTS
 # With optim.name=adamw_8bit: values that share an fp32 scale, and how many a parameter must have.
-BLOCK_8BIT, _LEAST_IN_8_BITS = 256, 4096
+BLOCK_8BIT, _MIN_8BIT_VALUES = 256, 4096
 
 
 def is_in_8_bits(num_values: int) -> bool:
     """Return whether optim.name=adamw_8bit quantises the moments of a parameter of this size."""
-    return num_values >= _LEAST_IN_8_BITS
+    return num_values >= _MIN_8BIT_VALUES
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightGroup:
     """All of a model's parameters that every layout treats alike, added up.
 
     ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
@@ -42,8 +54,8 @@ class Weights:
     ``shape``: of each, empty for what no layout shards; of packed codes the first length alone.
     """
 
-    part: Part
-    role: Role | Literal["whole"]
+    part: ModelPart
+    role: TensorRole | Literal["whole"]
     is_trained: bool
     is_vector: bool
     num_values: int = 0
@@ -64,11 +76,11 @@ class Weights:
         rows = self.shape[0]
         return num * (-(-rows // shards) * shards) // rows
 
-    def of_rows(self, ways: int) -> tuple[int, ...]:
+    def row_shard_shape(self, ways: int) -> tuple[int, ...]:
         """Return the shape of each where its rows are cut ``ways`` times."""
         return (self.shape[0] // ways, *self.shape[1:]) if self.shape else ()
 
-    def in_blocks(self, blocks: Sequence[int], num_blocks: int) -> int:
+    def num_values_in(self, blocks: Sequence[int], num_blocks: int) -> int:
         """Return the values in some of the ``num_blocks`` decoder blocks."""
         if not self.by_block:
             return self.num_values * len(blocks) // num_blocks
@@ -91,9 +103,9 @@ class ModelSize:
     frozen_bytes: int
     trained_bytes: int
     scale_bytes: int = 0
-    weights: tuple[Weights, ...] = ()
+    weights: tuple[WeightGroup, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
-    sums: tuple[Sums, ...] = ()
+    sums: tuple[BlockAllReduces, ...] = ()
     spared_bytes: int = 0
     num_blocks: int = 0
 
@@ -113,13 +125,13 @@ class ModelSize:
         return any(w.is_trained and w.num_values for w in self.weights if w.part == "embedding")
 
     @property
-    def trains_first(self) -> bool:
+    def trains_block_input(self) -> bool:
         """Whether something in front of the first block's products is trained."""
         blocks = [w for w in self.weights if w.part == "blocks" and w.is_vector]
         return self.trains_embedding or any(w.is_trained for w in blocks)
 
     @property
-    def trained_ends(self) -> int:
+    def trained_outside_bytes(self) -> int:
         """Bytes of the trained matrices that are in no decoder block."""
         ends = (w for w in self.weights if w.is_trained and w.part != "blocks")
         return sum(w.num_bytes for w in ends if not w.is_vector)
@@ -133,7 +145,7 @@ class ModelSize:
         """Return the number of decoder blocks of a transformers config's model."""
         return self.num_blocks or int(model.num_hidden_layers)
 
-    def wire(self, itemsize: int) -> int:
+    def activation_itemsize(self, itemsize: int) -> int:
         """Return the bytes of a value between blocks: as weights are stored, where all are trained.
 
         ``itemsize``: of a value in matrix products.
@@ -148,7 +160,7 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    packed = {module.get_parameter(name): layer for name, layer in packed_weights(module)}
+    packed = {module.get_parameter(name): layer for name, layer in find_packed_weights(module)}
     model = module if isinstance(module, LossModel) else None
     return ModelSize(
         sum(p.numel() for p in frozen)
@@ -157,11 +169,11 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         sum(p.numel() * p.element_size() for p in frozen),
         sum(p.numel() * p.element_size() for p in trained),
         sum(map(scale_bytes, packed.values())),
-        () if model is None else _weights_of(model, packed),
+        () if model is None else _group_weights(model, packed),
         (0, 0) if model is None else gathered_features(model),
-        () if model is None else sums_of(model),
+        () if model is None else count_all_reduces(model),
         sum(_spared_bytes(p) for p in trained) if is_8bit else 0,
-        0 if model is None else len(block_list(model)),
+        0 if model is None else len(find_blocks(model)),
     )
 
 
@@ -171,18 +183,20 @@ def _spared_bytes(parameter: nn.Parameter) -> int:
     if not is_in_8_bits(num_values):
         return 0
     in_8_bits = num_values + 4 * (num_values // BLOCK_8BIT)
-    return MOMENTS * (num_values * parameter.element_size() - in_8_bits)
+    return NUM_MOMENTS * (num_values * parameter.element_size() - in_8_bits)
 
 
-def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tuple[Weights, ...]:
-    roles, blocks = roles_of(module), _blocks_of(module)
+def _group_weights(
+    module: LossModel, packed: Mapping[nn.Parameter, PackedLayer]
+) -> tuple[WeightGroup, ...]:
+    roles, blocks = find_roles(module), _block_numbers(module)
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
-    kinds, trained = kinds_of(module), {p for p in module.parameters() if p.requires_grad}
+    kinds, trained = group_parameters(module), {p for p in module.parameters() if p.requires_grad}
     adapters = trained if len(trained) < len(list(module.parameters())) else set()
-    groups: dict[Weights, list[nn.Parameter]] = {}
+    groups: dict[WeightGroup, list[nn.Parameter]] = {}
     for name, p in module.named_parameters():
-        part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
-        alike = Weights(
+        part: ModelPart = "blocks" if p in blocks else "embedding" if p in embedding else "end"
+        alike = WeightGroup(
             part,
             roles.get(p, "whole"),
             p.requires_grad,
@@ -204,9 +218,9 @@ def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tup
     return tuple(held)
 
 
-def _blocks_of(module: LossModel) -> dict[nn.Parameter, int]:
+def _block_numbers(module: LossModel) -> dict[nn.Parameter, int]:
     """Return the number of the decoder block that each parameter in one is in."""
-    return {p: block for block, part in enumerate(block_list(module)) for p in part.parameters()}
+    return {p: block for block, part in enumerate(find_blocks(module)) for p in part.parameters()}
 
 
 def static_bytes(size: ModelSize, layout: Layout) -> int:
@@ -221,12 +235,12 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     if not size.is_full:
         routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED)
         state -= STATE_COPIES * (routed - routed // layout.expert)
-        frozen = _padded(size.frozen_bytes, size, layout) // (layout.shard * cut)
+        frozen = _padded_bytes(size.frozen_bytes, size, layout) // (layout.shard * cut)
         return frozen + (size.scale_bytes + state) // cut
-    return _padded(state, size, layout) // (layout.shard * cut)
+    return _padded_bytes(state, size, layout) // (layout.shard * cut)
 
 
-def _padded(num_bytes: int, size: ModelSize, layout: Layout) -> int:
+def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     """Return the bytes of all shards, which take as much more as the sharded weights with padding.
 
     Their lengths are taken before the tensor axis cuts them.
@@ -236,7 +250,7 @@ def _padded(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     padded = 0
     for weights in sharded:
         if weights.kind == ROUTED and layout.expert > 1:
-            dealt = replace(weights, shape=weights.of_rows(layout.expert))
+            dealt = replace(weights, shape=weights.row_shard_shape(layout.expert))
             padded += dealt.padded(weights.num_bytes, layout.expert_shard, along_any=True)
         else:
             padded += weights.padded(weights.num_bytes, layout.shard)
@@ -254,13 +268,13 @@ def activation_bound(model: Any, tokens: int) -> int:
     hidden: int = model.hidden_size
     of_token = 68 * hidden
     if has_experts(model):
-        of_token += 4 * (3 * hidden + 4 * _inner_of_experts(model)) * chosen_experts(model)
+        of_token += 4 * (3 * hidden + 4 * _expert_inner_size(model)) * num_chosen_experts(model)
     kept: int = of_token * tokens * model.num_hidden_layers
     logits: int = 8 * tokens * model.vocab_size
     return kept + logits
 
 
-def _inner_of_experts(model: Any) -> int:
+def _expert_inner_size(model: Any) -> int:
     names = ("moe_intermediate_size", "intermediate_size")
     inner = next((value for n in names if (value := common_value(model, n))), 0)
     return int(max(inner) if isinstance(inner, list) else inner)
@@ -287,7 +301,7 @@ def weight_flops(size: ModelSize, model: Any) -> float:
     is_whole = size.is_full or sum(w.num_values for w in of_input) >= embedding > 0
     routed = [w for w in size.weights if w.kind == ROUTED]
     idle = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in routed)
-    idle *= 1 - chosen_share(model)
+    idle *= 1 - chosen_expert_share(model)
     return weights - (6.0 if is_whole else 4.0) * embedding - idle
 
 
@@ -298,7 +312,7 @@ def attention_flops(model: Any, lengths: Sequence[int]) -> float:
     sliding window of W tokens leaves out the triangle of those further away, (length - W)^2.
     """
     scores = 0
-    for window, num_layers in Counter(windows_of(model)).items():
+    for window, num_layers in Counter(layer_windows(model)).items():
         further = (max(0, length - (window or length)) for length in lengths)
         scores += num_layers * (sum(n * n for n in lengths) - sum(n * n for n in further))
     return 6.0 * model.hidden_size * scores

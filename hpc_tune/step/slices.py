@@ -15,24 +15,24 @@ from hpc_tune.model.config_json import common_value
 from hpc_tune.model.loss import LossModel, decoder_of
 
 # "slice": of the first dimension, "inner slice": of another one.
-Role = Literal["slice", "inner slice", "partial"]
+TensorRole = Literal["slice", "inner slice", "partial"]
 SLICES = ("slice", "inner slice")
 EXPERTS = "moe_tp_experts"  # the style of a module with stacks of experts
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
 }
-_INNER = (
+_INNER_SIZES = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
     *("linear_num_key_heads", "linear_num_value_heads"),  # of linear attention
 )
-_BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see plan_of
-_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
-_ALIGNED = 4  # inner features of an expert in a slice: products of experts want 16 bytes
+_PARTIAL_BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see read_tp_plan
+_BLOCK_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
+_ALIGNED_FEATURES = 4  # inner features of an expert in a slice: products of experts want 16 bytes
 
 
 @dataclass(frozen=True)
-class Stacked:
+class ExpertStack:
     """A stack of experts: its name in its module ``owner``, and the (A, B) of each adapter."""
 
     name: str
@@ -52,7 +52,7 @@ class Stacked:
             yield (b, a, 0) if dim == outputs else (a, b, 1)
 
 
-def plan_of(config: Any) -> dict[str, str]:
+def read_tp_plan(config: Any) -> dict[str, str]:
     """Return the model's own plan, with what it leaves out between columnwise and rowwise layers.
 
     Norms of each head (GLM-4.5, Qwen3-VL-MoE) and activations that learn (Apertus) see a part of
@@ -66,12 +66,12 @@ def plan_of(config: Any) -> dict[str, str]:
         del plan["embed_tokens"]
     for path, style in list(plan.items()):
         parent, _, name = path.rpartition(".")
-        if style == "colwise" and name in _BETWEEN:
-            plan.setdefault(f"{parent}.{_BETWEEN[name]}", "replicated_with_grad_allreduce")
+        if style == "colwise" and name in _PARTIAL_BETWEEN:
+            plan.setdefault(f"{parent}.{_PARTIAL_BETWEEN[name]}", "replicated_with_grad_allreduce")
     return plan
 
 
-def is_fed_by_gathered(path: str, style: str) -> bool:
+def has_gathered_input(path: str, style: str) -> bool:
     """Return whether a layer's input is made of outputs that were gathered in the same module.
 
     So is that of linear attention's last layer (Qwen3-Next): what lies between is computed whole on
@@ -82,7 +82,7 @@ def is_fed_by_gathered(path: str, style: str) -> bool:
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
     """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
-    plan = plan_of(config)
+    plan = read_tp_plan(config)
     if not plan or not set(plan.values()) <= _STYLES:
         return [
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
@@ -98,12 +98,14 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     features = getattr(config, "intermediate_size", None)  # or those of each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
-    for name in _INNER:
+    for name in _INNER_SIZES:
         if isinstance(width := getattr(config, name, None), int) and width:
             counts[name] = width
     if EXPERTS in plan.values():
         width = counts.get("moe_intermediate_size", counts["intermediate features"])
-        counts[f"times {_ALIGNED} inner features of an expert"] = width // _ALIGNED
+        counts[f"times {_ALIGNED_FEATURES} inner features of an expert"] = (
+            width // _ALIGNED_FEATURES
+        )
     splits_attention = any("attn" in name or "attention" in name for name in plan)
     if splits_attention and "colwise" in plan.values():
         counts |= {"attention heads": heads, "key-value heads": kv_heads}
@@ -120,17 +122,17 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     ]
 
 
-def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[Stacked, int, int]]:
+def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, int, int]]:
     """Return the stacks of an experts' module, the dimension of each that is cut, and its parts.
 
     A rank has a share of each expert's inner features. Gate and up lie one after the other in one
     stack, whose two parts are cut each by itself.
     """
-    plan, cuts = plan_of(config), []
-    stacks = stacked_in(layer)
-    is_turned = any(style_of(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
+    plan, cuts = read_tp_plan(config), []
+    stacks = find_expert_stacks(layer)
+    is_turned = any(find_style(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
     for stack in stacks:
-        style = style_of(f"{path}.{stack.name}", plan) or ""
+        style = find_style(f"{path}.{stack.name}", plan) or ""
         if style.startswith("packed"):
             cuts.append((stack, 2 if is_turned else 1, 2))
         else:
@@ -138,18 +140,18 @@ def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[Stacked, int, i
     return cuts
 
 
-def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
+def find_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
     """Return what ``slice_model`` would leave a rank of each parameter that it changes.
 
     A slice, or all of it with a gradient that is a partial sum.
     """
-    roles: dict[nn.Parameter, Role] = {}
+    roles: dict[nn.Parameter, TensorRole] = {}
     head = module.causal_lm().get_output_embeddings()
-    for path, layer, style in [*_styled(module), ("", head, "colwise")]:
+    for path, layer, style in [*_planned_layers(module), ("", head, "colwise")]:
         if style == EXPERTS:
             roles |= _roles_of_experts(layer, module.config, path)
             continue
-        base, adapters = parts_of(layer)
+        base, adapters = split_adapters(layer)
         if style == "replicated_with_grad_allreduce":
             roles |= {parameter: "partial" for parameter in layer.parameters()}
             continue
@@ -165,8 +167,8 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
     return roles | {embedding.weight: "slice"}
 
 
-def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, Role]:
-    roles: dict[nn.Parameter, Role] = {}
+def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, TensorRole]:
+    roles: dict[nn.Parameter, TensorRole] = {}
     for stack, dim, _ in stack_cuts(layer, config, path):
         roles[stack.parameter] = "inner slice"
         for sliced, whole, cut in stack.cut_adapters(dim):
@@ -176,7 +178,7 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
 
 
 @dataclass(frozen=True)
-class Sums:
+class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
     ``forward``: of products; ``backward``: of their inputs' gradients, the first of them that of
@@ -191,64 +193,64 @@ class Sums:
     inner_features: int = 0
 
 
-def sums_of(module: LossModel) -> tuple[Sums, ...]:
+def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
     """Return the sums of ``slice_model`` in each block: one for each product that is split by its
     inputs, and one for the input of all that are split by their outputs and share it.
     """
     blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
-    for path, layer, style in _styled(module):
-        if (number := _NUMBER.search(path)) is not None:
+    for path, layer, style in _planned_layers(module):
+        if (number := _BLOCK_NUMBER.search(path)) is not None:
             blocks[int(number[1])].append((path, layer, style))
-    return tuple(map(_sums_in, blocks))
+    return tuple(map(_count_in_block, blocks))
 
 
-def _sums_in(styled: list[tuple[str, Any, str]]) -> Sums:
+def _count_in_block(styled: list[tuple[str, Any, str]]) -> BlockAllReduces:
     experts = sum(style == EXPERTS for _, _, style in styled)
     forward = sum(style.startswith("rowwise") for _, _, style in styled)
-    inner = [layer for path, layer, style in styled if is_fed_by_gathered(path, style)]
+    inner = [layer for path, layer, style in styled if has_gathered_input(path, style)]
     columns = (path for path, _, style in styled if style.startswith("colwise"))
     sharing = {path.rpartition(".")[0] for path in columns}
     of_input = not styled or any("attn" in path or "attention" in path for path in sharing)
-    features = sum(parts_of(layer)[0].in_features for layer in inner)
-    return Sums(forward + experts, len(sharing) + experts, experts, of_input, features)
+    features = sum(split_adapters(layer)[0].in_features for layer in inner)
+    return BlockAllReduces(forward + experts, len(sharing) + experts, experts, of_input, features)
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:
     """Return the features of a token that the axis gathers in all blocks, forward and backward."""
-    layers = [(parts_of(layer)[0], style) for _, layer, style in _styled(module)]
+    layers = [(split_adapters(layer)[0], style) for _, layer, style in _planned_layers(module)]
     return (
         sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
         sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
     )
 
 
-def _styled(module: LossModel) -> Iterator[tuple[str, Any, str]]:
+def _planned_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
     """Yield the layers that the model's plan names: paths and styles; none without a plan."""
-    plan = plan_of(module.config)
+    plan = read_tp_plan(module.config)
     if not set(plan.values()) <= _STYLES:
         return
     for name, layer in decoder_of(module.causal_lm()).named_modules():
-        if (style := style_of(name, plan)) is not None:
+        if (style := find_style(name, plan)) is not None:
             yield name, layer, style
 
 
-def style_of(name: str, plan: dict[str, str]) -> str | None:
+def find_style(name: str, plan: dict[str, str]) -> str | None:
     """Return the plan's style of a module; ``*`` is the number of a block."""
     return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
-def parts_of(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+def split_adapters(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Return a base layer and the (A, B) of each adapter around it."""
     if not hasattr(layer, "base_layer"):
         return layer, []
     return layer.base_layer, [(layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A]
 
 
-def stacked_in(layer: Any) -> list[Stacked]:
+def find_expert_stacks(layer: Any) -> list[ExpertStack]:
     """Return the stacks of an experts' module, which adapters may be wrapped around one by one."""
     adapters: dict[str, list[tuple[Any, Any]]] = {}
     while hasattr(layer, "base_layer"):
         adapters[layer.parameter_name] = [(layer.lora_A[n], layer.lora_B[n]) for n in layer.lora_A]
         layer = layer.base_layer
     own = [name for name, p in layer.named_parameters(recurse=False) if p.dim() == 3]
-    return [Stacked(name, layer, adapters.get(name, [])) for name in own]
+    return [ExpertStack(name, layer, adapters.get(name, [])) for name in own]

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hpc_tune.step.layout import Layout
 
-Kind = Literal["forward", "backward"]
-KINDS: tuple[Kind, ...] = ("forward", "backward")
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
@@ -82,7 +82,7 @@ def stage_blocks(
 class Pass:
     """One micro-batch forward or backward through the ``chunk``-th stage of a rank."""
 
-    kind: Kind
+    kind: Direction
     chunk: int
     micro: int
 
@@ -94,7 +94,7 @@ def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
     """
     total = num_micro * chunks
 
-    def number(k: int, kind: Kind) -> Pass:
+    def number(k: int, kind: Direction) -> Pass:
         if chunks == 1:
             return Pass(kind, 0, k)
         chunk = k // ranks % chunks

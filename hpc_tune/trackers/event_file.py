@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.rundir.json_lines import WholeAppends
+from hpc_tune.rundir.json_lines import AtomicAppender
 
 
 class EventFile:
@@ -27,7 +27,7 @@ class EventFile:
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = WholeAppends(folder / name)
+        self._file = AtomicAppender(folder / name)
         self._append(Event(file_version="brain.Event:2"))
         if start_step:
             begun = SessionLog(status=SessionLog.START)

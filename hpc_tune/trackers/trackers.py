@@ -24,17 +24,17 @@ from typing import Any, Protocol
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError
-from hpc_tune.lazy_imports import is_installed
+from hpc_tune.lazy_imports import is_importable
 from hpc_tune.log import log
 from hpc_tune.trackers.event_file import EventFile
 
 PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not name another
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
-_LIMIT_S = 60.0  # for W&B to begin, and at the end to send what is left
+_TIMEOUT_S = 60.0  # for W&B to begin, and at the end to send what is left
 _MLFLOW_PARAMS = 50  # of one call; servers take up to 100
-_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ of a URL
+_URL_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ of a URL
 _MLFLOW_VALUE = 5000  # characters of a parameter or tag
 
 
@@ -49,7 +49,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What a tracker records of a run besides its figures; ``settings`` is the whole dumped
     configuration, ``start_step`` the one that the run resumes from.
     """
@@ -63,12 +63,12 @@ class Facts:
     start_step: int
 
 
-def trackers_of(run: RunSettings) -> list[str]:
+def list_trackers(run: RunSettings) -> list[str]:
     """Return the names of the trackers that are asked for, each once.
 
     run.tensorboard is on by default, and so asks for what is installed alone.
     """
-    by_default = ["tensorboard"] if run.tensorboard and is_installed("tensorboard") else []
+    by_default = ["tensorboard"] if run.tensorboard and is_importable("tensorboard") else []
     return list(dict.fromkeys([*by_default, *run.trackers]))
 
 
@@ -80,14 +80,14 @@ def require_trackers(run: RunSettings) -> None:
     Raises:
         ConfigError: if one is not installed, or WANDB_MODE is not a mode.
     """
-    names = trackers_of(run)
+    names = list_trackers(run)
     if run.tensorboard and "tensorboard" not in names:
         log.warning(
             "tensorboard is not installed, so no figures are written for it; python -m pip install "
             "tensorboard, or set run.tensorboard=false"
         )
     for name in names:
-        if not is_installed(name):
+        if not is_importable(name):
             package = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}.get(name, name)
             raise ConfigError(
                 f"run.trackers has {name}, which is not installed; python -m pip install "
@@ -101,10 +101,10 @@ def require_trackers(run: RunSettings) -> None:
         )
 
 
-def open_trackers(run: RunSettings, facts: Facts) -> "Trackers":
+def open_trackers(run: RunSettings, facts: RunFacts) -> "Trackers":
     """Open the trackers that are asked for; one that fails is reported and left out."""
     opened = Trackers()
-    for name in trackers_of(run):
+    for name in list_trackers(run):
         opened.open(name, partial(OPENERS[name], facts))
     return opened
 
@@ -149,14 +149,14 @@ class Trackers:
 class Wandb:
     """One W&B run per run directory: a resumed run continues it."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=facts.dir,
-            id=_kept_id(facts.dir / "wandb", lambda: secrets.token_hex(4)),
+            id=_read_or_make_id(facts.dir / "wandb", lambda: secrets.token_hex(4)),
             resume=None if mode == "offline" else "allow",
             name=facts.name,
             tags=facts.tags,
@@ -164,7 +164,7 @@ class Wandb:
             config=facts.settings | {"git_commit": facts.commit},
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(
-                init_timeout=_LIMIT_S, finish_timeout=_LIMIT_S, console="off", silent=True
+                init_timeout=_TIMEOUT_S, finish_timeout=_TIMEOUT_S, console="off", silent=True
             ),
         )
         # Its log file's errors, as on a full disk, would come out as tracebacks.
@@ -188,7 +188,7 @@ class Mlflow:
     A server that does not answer is given up after seconds, not after MLflow's minutes.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         for name, value in _MLFLOW_ENV.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
@@ -197,12 +197,12 @@ class Mlflow:
         self._metric, folder = Metric, facts.dir / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        self._run_id = _kept_id(folder, lambda: self._begin(facts))
+        self._run_id = _read_or_make_id(folder, lambda: self._begin(facts))
         for name, value in _mlflow_tags(facts).items():
             self._client.set_tag(self._run_id, name, value[:_MLFLOW_VALUE])
         self._client.update_run(self._run_id, status="RUNNING", name=facts.name)
 
-    def _begin(self, facts: Facts) -> str:
+    def _begin(self, facts: RunFacts) -> str:
         """Make the run, and return its id; a parameter cannot be changed later."""
         from mlflow.entities import Param
 
@@ -210,7 +210,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run_id: str = self._client.create_run(id_, run_name=facts.name).info.run_id
-        items = flat(facts.settings).items()
+        items = flatten(facts.settings).items()
         params = [Param(key, str(value)[:_MLFLOW_VALUE]) for key, value in items]
         for start in range(0, len(params), _MLFLOW_PARAMS):
             self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS])
@@ -235,7 +235,7 @@ _MLFLOW_ENV = {
 }
 
 
-def _mlflow_tags(facts: Facts) -> dict[str, str]:
+def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
     """Return the tags of a run; the dotted ones are those that MLflow's own pages show."""
     tags = {"tags": ", ".join(facts.tags)}
     return tags | {
@@ -255,7 +255,7 @@ class Trackio:
     trackio itself warns once of what it cannot write, and goes on.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((facts.dir / "trackio").absolute()))
         with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard
             import trackio
@@ -265,7 +265,7 @@ class Trackio:
                 os.environ.get("TRACKIO_PROJECT", PROJECT),
                 name=facts.name,
                 resume="allow" if facts.start_step else "never",
-                config=_shown_by_trackio(facts),
+                config=_trackio_config(facts),
                 auto_log_gpu=False,
                 auto_log_cpu=False,
                 embed=False,
@@ -281,15 +281,15 @@ class Trackio:
             self._finish()
 
 
-def _shown_by_trackio(facts: Facts) -> dict[str, Any]:
+def _trackio_config(facts: RunFacts) -> dict[str, Any]:
     about = {"tags": ", ".join(facts.tags), "notes": facts.notes, "git_commit": facts.commit}
-    return flat(facts.settings) | about
+    return flatten(facts.settings) | about
 
 
-def _tensorboard(facts: Facts) -> Tracker:
+def _tensorboard(facts: RunFacts) -> Tracker:
     file = EventFile(facts.dir / "tensorboard", facts.start_step)
     about = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
-    rows = about | {"git commit": facts.commit} | flat(facts.settings)
+    rows = about | {"git commit": facts.commit} | flatten(facts.settings)
     file.describe(
         facts.start_step,
         "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),
@@ -297,7 +297,7 @@ def _tensorboard(facts: Facts) -> Tracker:
     return file
 
 
-OPENERS: dict[str, Callable[[Facts], Tracker]] = {
+OPENERS: dict[str, Callable[[RunFacts], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": Wandb,
     "mlflow": Mlflow,
@@ -305,7 +305,7 @@ OPENERS: dict[str, Callable[[Facts], Tracker]] = {
 }
 
 
-def _kept_id(folder: Path, make: Callable[[], str]) -> str:
+def _read_or_make_id(folder: Path, make: Callable[[], str]) -> str:
     """Return the run directory's id for a tracker, made at its first start."""
     file = folder / "run-id"
     if not file.is_file():
@@ -316,5 +316,5 @@ def _kept_id(folder: Path, make: Callable[[], str]) -> str:
 
 def _report(name: str, what: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    reason = _LOGIN.sub("//", reason)
+    reason = _URL_LOGIN.sub("//", reason)
     log.warning("tracker %s %s, and the run goes on without it: %s", name, what, reason)

@@ -3,7 +3,7 @@
     decide   at the boundary before a step: one exchange of loss tokens, stop requests, due saves,
              memory levels and what the metrics of the step before still lack; then these, saves,
              the governor's actions, and the rows of the step
-    took     after a step: memory, metrics, evaluation, a save that is due by its number
+    record_step  after a step: memory, metrics, evaluation, a save that is due by its number
 
 Control flow depends on agreed values only, so that every rank takes the same branch.
 """
@@ -18,26 +18,31 @@ from functools import partial
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import RunState
-from hpc_tune.engine.adamw import for_batch
+from hpc_tune.engine.adamw import with_scaled_lr
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.memory import garbage
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.objective import before_learning
+from hpc_tune.model.objective import zero_rewards
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
-from hpc_tune.train.evaluate import Evaluation, evals_so_far, held_out_batches, mark_of
-from hpc_tune.train.governor import Governor, facts_of, loader_levers
+from hpc_tune.train.evaluate import (
+    Evaluation,
+    fingerprint_held_out,
+    held_out_batches,
+    restore_evals,
+)
+from hpc_tune.train.governor import Governor, loader_levers, outcome_facts
 from hpc_tune.train.job import Job
-from hpc_tune.train.metrics import Extremes, FinishedStep, OfRanks, Recorder, open_recorder
+from hpc_tune.train.metrics import Extremes, FinishedStep, PerRank, Recorder, open_recorder
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import require_equal_reference, start_of
+from hpc_tune.train.reference import hash_init_adapter, require_equal_reference
 from hpc_tune.train.save_clock import SaveClock
 from hpc_tune.train.saver import Saver, open_saver
-from hpc_tune.train.startup.describe import experts_of
+from hpc_tune.train.startup.describe import describe_experts
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
 from hpc_tune.train.trainer import Trainer
 from hpc_tune.world.comm import Comm
@@ -66,7 +71,7 @@ class StepStatus:
     levels: tuple[float, ...]
     by_source: tuple[float, ...] = ()
 
-    def exchanged(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", OfRanks]:
+    def exchange(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", PerRank]:
         """Return the sums over the ranks, and what each of them says ``beside``. Collective.
 
         The sums are rounded once, so that they are the same in any order of the ranks.
@@ -82,11 +87,11 @@ class StepStatus:
             levels=tuple(sums[len(own) : of_sources]),
             by_source=tuple(sums[of_sources:]),
         )
-        return summed, OfRanks(*of_ranks[len(numbers) :])
+        return summed, PerRank(*of_ranks[len(numbers) :])
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
     ``terms`` of all ranks, tokens (by their weights) or pairs. ``tokens``: those of all ranks
     without padding.
@@ -131,21 +136,21 @@ class Control:
         self._clock = SaveClock(minutes, job.dir, self._comm.world.num_nodes)
         self._status = StepStatus(*(0.0,) * 8, ())
         self._batches: Sequence[Batch] = ()
-        self._stopped: Outcome | None = None
+        self._stop_outcome: Outcome | None = None
 
     def begin(self) -> None:
         """Measure the held-out loss before the first step, and that which a stop has cut."""
         step = self.trainer.step
         if self._evaluation.is_missing(step):
             self._evaluate()
-            self.saver.add_evaluation(self._state_now())
+            self.saver.add_evaluation(self._current_state())
         self._job.stop.train()
 
-    def decide(self) -> Decision:
+    def decide(self) -> StepDecision:
         """Return what all ranks do next; before a stop the state is saved. Collective."""
         trainer, saver, step = self.trainer, self.saver, self.trainer.step
-        if step >= trainer.total_steps or self._evaluation.no_better:
-            return Decision(goes_on=False)
+        if step >= trainer.total_steps or self._evaluation.early_stop_reason:
+            return StepDecision(goes_on=False)
         self.step_limit.enter(f"beginning step {step + 1}")
         self._batches = trainer.next_batches()
         # What must still fit before the time limit: another step like the last, and two saves.
@@ -153,15 +158,15 @@ class Control:
         self._faults.at("boundary", step + 1)
         reason = self._job.stop.reason(margin_s)
         own, of_last = self._own_status(reason), self.recorder.extremes
-        status, of_ranks = own.exchanged(self._comm, of_last)
+        status, of_ranks = own.exchange(self._comm, of_last)
         self._status = status
         self._record(of_ranks)
         if status.garbage:
             gc.collect()
-        stop_reason = self._first_reason(reason) if status.stop else None
+        stop_reason = self._agree_on_stop_reason(reason) if status.stop else None
         saver.advance(status.saves_done)
-        for wait_s in saver.take_waits():
-            self._clock.take_in(wait_s)
+        for wait_s in saver.pop_waits_s():
+            self._clock.record_wait(wait_s)
         micro_size = trainer.loader.micro_size
         need = self._governor.apply(status.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
@@ -169,36 +174,36 @@ class Control:
             saver.finish()
         # A save that is due by the clock waits for the one before it; a stop tries one again.
         is_new = (saver.committed_step if stop_reason else self._saved_step) != step
-        if is_new and not saver.busy and (stop_reason or status.save):
+        if is_new and not saver.is_saving and (stop_reason or status.save):
             self._save()
         if stop_reason:
             saver.finish()
-            facts = facts_of(need, self._governor.taken) if need else {}
-            self._stopped = stopped(stop_reason, saver.committed_step, facts)
-            return Decision(goes_on=False)
+            facts = outcome_facts(need, self._governor.taken) if need else {}
+            self._stop_outcome = stopped(stop_reason, saver.committed_step, facts)
+            return StepDecision(goes_on=False)
         if trainer.loader.micro_size != micro_size:
             self._batches = trainer.read_again()
-        phase = "save, in the background" if saver.busy else "steady"
+        phase = "save, in the background" if saver.is_saving else "steady"
         phase = "first step" if step == self.start_step else phase
         self._enter(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
-        return Decision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
+        return StepDecision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
         """The step and the loss of the lowest held-out loss."""
         return self._evaluation.evals.best
 
-    def around_step(self) -> AbstractContextManager[None]:
+    def profile_step(self) -> AbstractContextManager[None]:
         """Return what surrounds the work of a step: it may be profiled."""
-        return self._profile.around(self.trainer.step + 1)
+        return self._profile.profiling(self.trainer.step + 1)
 
-    def gave_up(self, ran_out: str | None) -> None:
+    def on_step_out_of_memory(self, ran_out: str | None) -> None:
         """Take in a step that all ranks have given up; ``ran_out``: see ``Trainer``."""
         if ran_out is not None:
             self._governor.observe_out_of_memory(ran_out)
 
-    def took(self, result: StepResult) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Take in a step that is done. Collective.
 
         Raises:
@@ -209,7 +214,7 @@ class Control:
         self._require_finite(result)
         if self._job.config.tune.has_reference and step == 1:
             require_equal_reference(result, self.recorder.plan)
-            result = replace(result, sums=before_learning(result.sums))
+            result = replace(result, sums=zero_rewards(result.sums))
         self._step_s = time.monotonic() - trainer.began_s
         sample = self._job.monitor.worst()
         self._governor.observe(sample)
@@ -246,20 +251,22 @@ class Control:
         """Save what is trained to the end, say how the held-out loss changed; return how the run
         has ended. Collective.
         """
-        if self._stopped is not None:
-            return self._stopped
+        if self._stop_outcome is not None:
+            return self._stop_outcome
         saver, step = self.saver, self.trainer.step
         saver.finish()
         if saver.committed_step < step:
             self._save()
             saver.finish()
         if self._evaluation.is_missing(step):
-            reason = self._first_reason(self._job.stop.reason(2 * saver.last_save_s))
+            reason = self._agree_on_stop_reason(self._job.stop.reason(2 * saver.last_save_s))
             return stopped(reason, saver.committed_step)
-        self._evaluation.say_change()
+        self._evaluation.log_change()
         if saver.committed_step < step:
             return stopped("the last checkpoint could not be saved", saver.committed_step)
-        return done(step, self._evaluation.no_better if step < self.trainer.total_steps else None)
+        return done(
+            step, self._evaluation.early_stop_reason if step < self.trainer.total_steps else None
+        )
 
     def _own_status(self, reason: str | None) -> StepStatus:
         """Return what this rank says. The clock that says when to save is rank 0's."""
@@ -268,18 +275,18 @@ class Control:
             save=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
-            garbage=garbage.is_due(),
+            garbage=garbage.is_collection_due(),
             levels=self._governor.status(),
             by_source=self.recorder.by_source(self._batches),
         )
 
-    def _record(self, of_ranks: OfRanks) -> None:
+    def _record(self, of_ranks: PerRank) -> None:
         """Write the step before down; that is no work of the step that has begun."""
         began_s = time.monotonic()
         self.recorder.record(of_ranks)
         self.trainer.began_s += time.monotonic() - began_s
 
-    def _first_reason(self, reason: str | None) -> str:
+    def _agree_on_stop_reason(self, reason: str | None) -> str:
         """Return the reason to stop of the lowest rank that has one. Collective."""
         return next((own for own in self._comm.gather(reason) if own is not None), "time limit")
 
@@ -299,7 +306,7 @@ class Control:
 
     def _save(self) -> None:
         """Begin a save; if training waits for it, first return freed memory to the system."""
-        state, phase = self._state_now(), "save, in the background"
+        state, phase = self._current_state(), "save, in the background"
         self._saved_step = state.step
         self._clock.begin_save()
         if self.saver.waits:
@@ -309,7 +316,7 @@ class Control:
         self._faults.at("save", state.step)
         self.saver.start(state)
 
-    def _state_now(self) -> RunState:
+    def _current_state(self) -> RunState:
         step, evals = self.trainer.step, self._evaluation.evals
         return replace(
             self._state,
@@ -324,7 +331,7 @@ class Control:
         step, saver = self.trainer.step, self.saver
         trim_heap()
         self._enter(
-            "save, in the background" if saver.busy else "evaluate",
+            "save, in the background" if saver.is_saving else "evaluate",
             f"evaluating after step {step}",
         )
         measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
@@ -343,7 +350,9 @@ def prepare_control(
     loader.set_micro_size(micro_size)
     saver = open_saver(job, model, engine)
     files = [source.store.path for source in data.sources]
-    levers = loader_levers(loader, files, saver.give_back) | saver.levers | engine.levers
+    levers = (
+        loader_levers(loader, files, saver.release_staging_blocks) | saver.levers | engine.levers
+    )
     previous = job.previous
     if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))
@@ -352,10 +361,10 @@ def prepare_control(
     log_micro_batches(model, plan, loader.micro_size)
     job.monitor.enter("first step", "beginning the first step", tell=True)
     job.monitor.limit_private_memory()
-    optim = for_batch(config.optim, config.batch.global_size)
+    optim = with_scaled_lr(config.optim, config.batch.global_size)
     steps = range(step, data.total_steps)
-    trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.answers_device)
-    held_out = mark_of(data, config.train.eval_rows)
+    trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.handles_device_oom)
+    held_out = fingerprint_held_out(data, config.train.eval_rows)
     batches = held_out_batches(job, model, plan, data)
     evaluation = Evaluation(
         job.step_comm,
@@ -364,7 +373,7 @@ def prepare_control(
         batches,
         config.train,
         data.total_steps,
-        evals_so_far(saved, held_out, job.events),
+        restore_evals(saved, held_out, job.events),
         config.tune,
     )
     state = RunState(
@@ -376,9 +385,11 @@ def prepare_control(
         micro_size,
         job.config.model_dump(),
         model_sample=model.sample,
-        experts=experts_of(model.size, model.built.config),
+        experts=describe_experts(model.size, model.built.config),
         held_out=held_out or (saved.held_out if saved is not None else ""),
-        start=job.setup_comm.on_rank_0("looking at the adapter", partial(start_of, config.tune)),
+        start=job.setup_comm.on_rank_0(
+            "looking at the adapter", partial(hash_init_adapter, config.tune)
+        ),
     )
     recorder = open_recorder(job, model, plan, data, step)
     return Control(job, trainer, saver, governor, evaluation, recorder, state)

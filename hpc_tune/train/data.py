@@ -14,37 +14,45 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.chats import end_of_answer
-from hpc_tune.data.content import VERIFIED_FILE, verify_once
+from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.content import VERIFIED_FILE, verify_content_once
 from hpc_tune.data.counts import Counters
-from hpc_tune.data.files import Paths, as_list, find, kind_of, say_left_out, say_read, shown
-from hpc_tune.data.hdf5_format import TokenStore, prepared_from
-from hpc_tune.data.labels import require_both, why_lopsided
+from hpc_tune.data.files import (
+    Paths,
+    as_list,
+    describe_left_out,
+    describe_read,
+    find_files,
+    find_kind,
+    join_paths,
+)
+from hpc_tune.data.hdf5_format import TokenStore, find_prepared
+from hpc_tune.data.labels import describe_imbalance, require_both_labels
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.megatron import say_tokenizer
+from hpc_tune.data.megatron import describe_tokenizer
 from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
-from hpc_tune.data.reading import Part, Reading
+from hpc_tune.data.reading import Reading, SplitPart
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
-from hpc_tune.data.sources import files_of, is_builtin
-from hpc_tune.data.subset import by_length
-from hpc_tune.data.tokenizer import describe, fingerprint
-from hpc_tune.errors import ConfigError, DataError, remedy_of
+from hpc_tune.data.sources import is_builtin, list_source_files
+from hpc_tune.data.subset import sort_by_length
+from hpc_tune.data.tokenizer import fingerprint, tokenizer_name
+from hpc_tune.errors import ConfigError, DataError, find_remedy
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
-from hpc_tune.plan.resolve import Resolved
+from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import (
-    Opened,
-    Wanted,
+    OpenSource,
+    SourceConfig,
+    apply_limit,
+    build_rows,
     check_passes,
-    naming,
-    rows_of,
-    wanted_for_evaluation,
-    wanted_for_training,
-    with_limit,
+    list_eval_sources,
+    list_training_sources,
+    name_in_errors,
 )
 from hpc_tune.world.comm import Comm
 
@@ -57,8 +65,8 @@ class Data:
     held-out preferences, see train/reference.py, in the order of ``held_out``.
     """
 
-    sources: Sequence[Opened]
-    held_out: Sequence[Opened]
+    sources: Sequence[OpenSource]
+    held_out: Sequence[OpenSource]
     loader: Loader
     total_steps: int
     template: str | None = None
@@ -94,7 +102,7 @@ class Data:
         return counters.loss_tokens / counters.tokens
 
 
-class Tokenizing:
+class LazyTokenizer:
     """The tokenizer of a run. Rank 0 loads it at the start, another rank when it has to prepare."""
 
     def __init__(self, model_dir: Path, chat_template: str | None) -> None:
@@ -111,30 +119,30 @@ class Tokenizing:
         return fingerprint(self.tokenizer)
 
 
-def look_for_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
+def require_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
     """Fail now, not after links are measured and the model is planned. Collective.
 
     Raises:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
     cache = Path(data.cache or run_dir / "data")
-    for wanted in (*wanted_for_training(data), *wanted_for_evaluation(data)):
+    for wanted in (*list_training_sources(data), *list_eval_sources(data)):
         if wanted.part != "held-out":
-            comm.on_rank_0(f"looking for {wanted.setting}", partial(_look_for, wanted, cache))
+            comm.on_rank_0(f"looking for {wanted.setting}", partial(_require_source, wanted, cache))
 
 
-def _look_for(wanted: Wanted, cache: Path) -> None:
+def _require_source(wanted: SourceConfig, cache: Path) -> None:
     paths = wanted.path
-    with naming(wanted):
+    with name_in_errors(wanted):
         if is_prepared(paths):
-            TokenStore.open(Path(shown(paths)))
+            TokenStore.open(Path(join_paths(paths)))
             return
         try:
-            files_of(paths)
+            list_source_files(paths)
         except DataError as error:
             if any(Path(path).exists() for path in as_list(paths)):
                 raise
-            beside = prepared_from(paths, [cache, Path(as_list(paths)[0]).parent])
+            beside = find_prepared(paths, [cache, Path(as_list(paths)[0]).parent])
             if not beside:
                 raise
             setting = "path" if wanted.name else wanted.setting
@@ -144,7 +152,9 @@ def _look_for(wanted: Wanted, cache: Path) -> None:
             ) from None
 
 
-def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | None = None) -> Data:
+def open_data(
+    job: Job, model: Model, resolved: ResolvedLayout, checkpoint: Path | None = None
+) -> Data:
     """Open the data, prepared first if raw, for this rank's part of each step. Collective.
 
     A run that resumes ``checkpoint`` ends where its last epoch does, also where an earlier end of
@@ -153,12 +163,12 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     config, comm = model.config, job.setup_comm
     job.monitor.enter("data", "preparing the data", tell=True)
     comm.begin("preparing the data")
-    own = Tokenizing(model.built.directory, config.data.chat_template)
-    sources, held_out = prepare_data(config.data, comm, job.dir, own, config.tune.form)
-    comm.on_rank_0("looking at the labels", lambda: _look_at_labels(sources, config.tune))
+    own = LazyTokenizer(model.built.directory, config.data.chat_template)
+    sources, held_out = open_sources(config.data, comm, job.dir, own, config.tune.form)
+    comm.on_rank_0("looking at the labels", lambda: _check_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
-    step, saved = comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
-    rows = rows_of(config.data, sources, order, saved, comm)
+    step, saved = comm.on_rank_0("looking at the data", lambda: _read_position(checkpoint))
+    rows = build_rows(config.data, sources, order, saved, comm)
     size = config.batch.global_size
     loader = Loader(
         rows,
@@ -183,7 +193,9 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
                 log.warning("%s", line)
     require = partial(_require_learned, data, order, config.train.eval_rows)
     comm.on_rank_0("looking at the data", require)
-    comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, data.counters))
+    comm.on_rank_0(
+        "looking at the chat template", partial(_warn_unknown_stop_token, own, data.counters)
+    )
     template = comm.on_rank_0(
         "looking at the chat template",
         lambda: own.tokenizer.chat_template if config.data.chat_template else None,
@@ -191,16 +203,16 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     return replace(data, template=template)
 
 
-def _warn_of_ends(own: Tokenizing, counters: Counters) -> None:
+def _warn_unknown_stop_token(own: LazyTokenizer, counters: Counters) -> None:
     """Say it where answers end with a token at which other tools would not stop."""
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
-    if has_prompts and (why := why_unstopped(own.tokenizer, own.model_dir)):
+    if has_prompts and (why := why_not_stopped(own.tokenizer, own.model_dir)):
         log.warning("%s", why)
 
 
-def why_unstopped(tokenizer: Any, model_dir: Path) -> str | None:
+def why_not_stopped(tokenizer: Any, model_dir: Path) -> str | None:
     """Return what is wrong where no tool but this one stops at the token that ends answers."""
-    end = end_of_answer(tokenizer)
+    end = find_answer_end(tokenizer)
     stops = stop_ids(tokenizer, model_dir)
     if end is None or tokenizer.convert_tokens_to_ids(end) in stops:
         return None
@@ -213,7 +225,7 @@ def why_unstopped(tokenizer: Any, model_dir: Path) -> str | None:
     )
 
 
-def _position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
+def _read_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
     """Return the steps that a checkpoint is after, and its position in the data."""
     if checkpoint is None:
         return 0, None
@@ -230,11 +242,11 @@ def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> N
         (source,) = data.sources
         _require_loss(source, order, data.loader.total_rows, "learned")
     for source in data.held_out:
-        with naming(source):
+        with name_in_errors(source):
             _require_loss(source, replace(order, seed=0), eval_rows, "measured")
 
 
-def _require_loss(source: Opened, order: SampleOrder, most_rows: int | None, verb: str) -> None:
+def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str) -> None:
     """Refuse data of whose first ``most_rows`` rows none has a token that carries loss.
 
     Prepared data may be so: with a longer seq_len than the run's, all answers may be behind it.
@@ -243,7 +255,7 @@ def _require_loss(source: Opened, order: SampleOrder, most_rows: int | None, ver
         DataError: if the loss would be one over no tokens.
     """
     store = source.store
-    rows = PackedSampler(*by_length(store, source.limit), order)
+    rows = PackedSampler(*sort_by_length(store, source.limit), order)
     num_rows = min(most_rows or rows.num_rows, rows.num_rows)
     documents = (d for row in range(num_rows) for d in rows.documents_of(row))
     if not any(store.document(d)[1][1 : order.seq_len].any() for d in documents):
@@ -255,47 +267,49 @@ def _require_loss(source: Opened, order: SampleOrder, most_rows: int | None, ver
         )
 
 
-def prepare_data(
-    data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing, form: Form = "answers"
-) -> tuple[list[Opened], list[Opened]]:
+def open_sources(
+    data: DataConfig, comm: Comm, run_dir: Path, own: LazyTokenizer, form: Form = "answers"
+) -> tuple[list[OpenSource], list[OpenSource]]:
     """Open what is learned and what is held out, prepared first if raw. Collective."""
-    training, held_out = wanted_for_training(data), wanted_for_evaluation(data)
+    training, held_out = list_training_sources(data), list_eval_sources(data)
     apart = [] if data.eval_fraction else held_out
-    comm.on_rank_0("looking at the data", partial(_warn_of_overlap, training, apart))
+    comm.on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
     tokenizings = {data.chat_template: own}
 
-    def ready(wanted: Wanted) -> Opened:
+    def ready(wanted: SourceConfig) -> OpenSource:
         template = wanted.data.chat_template
-        tokenizing = tokenizings.setdefault(template, Tokenizing(own.model_dir, template))
+        tokenizing = tokenizings.setdefault(template, LazyTokenizer(own.model_dir, template))
         what = wanted.path, wanted.data, tokenizing, comm, run_dir, wanted.part, form
-        with naming(wanted):
-            return with_limit(wanted, ready_data(*what), tells=comm.is_rank_0)
+        with name_in_errors(wanted):
+            return apply_limit(wanted, open_or_prepare(*what), tells=comm.is_rank_0)
 
     return [*map(ready, training)], [*map(ready, held_out)]
 
 
-def _look_at_labels(sources: Sequence[Opened], tune: TuneConfig) -> None:
+def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
     """Refuse labels of one kind, and warn of kinds that do not weigh the same."""
     labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
     if not labels:
         return
     good = sum(int(np.count_nonzero(own)) for own in labels)
     others = sum(map(len, labels)) - good
-    require_both(good, others, ", ".join(source.store.attributes.source for source in sources))
+    require_both_labels(
+        good, others, ", ".join(source.store.attributes.source for source in sources)
+    )
     weights = tune.numbers["desirable_weight"], tune.numbers["undesirable_weight"]
-    if why := why_lopsided(good, others, *weights):
+    if why := describe_imbalance(good, others, *weights):
         log.warning("%s", why)
 
 
-def _warn_of_overlap(training: Sequence[Wanted], held_out: Sequence[Wanted]) -> None:
+def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceConfig]) -> None:
     """Name the files that are both trained and evaluated on, and those of several sources."""
     for one, other in itertools.combinations(training, 2):
-        if same := sorted(files_of(one.path) & files_of(other.path)):
+        if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
                 "%s and %s both read %s: it is learned as both", one.setting, other.setting, same[0]
             )
     for one, other in itertools.product(training, held_out):
-        if same := sorted(files_of(one.path) & files_of(other.path)):
+        if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
                 "%s and %s both read %s%s: held-out loss on training data says nothing about new "
                 "data. Name the held-out split, or use data.eval_fraction",
@@ -306,13 +320,13 @@ def _warn_of_overlap(training: Sequence[Wanted], held_out: Sequence[Wanted]) -> 
             )
 
 
-def ready_data(
+def open_or_prepare(
     path: Paths,
     data: DataConfig,
-    own: Tokenizing,
+    own: LazyTokenizer,
     comm: Comm,
     run_dir: Path,
-    part: Part = "all",
+    part: SplitPart = "all",
     form: Form = "answers",
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
@@ -325,11 +339,11 @@ def ready_data(
             if (rows := embedding_rows(own.model_dir)) is not None:
                 highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
                 store.require_embeddings(rows, highest)
-            verify_once(store, run_dir / VERIFIED_FILE, is_new)
+            verify_content_once(store, run_dir / VERIFIED_FILE, is_new)
         return store
 
     if is_prepared(path):
-        store = comm.run_and_agree("opening the data", lambda: open_it(Path(shown(path))))
+        store = comm.run_and_agree("opening the data", lambda: open_it(Path(join_paths(path))))
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
@@ -351,7 +365,7 @@ def ready_data(
 
 
 def prepare_settings(
-    data: DataConfig, part: Part = "all", form: Form = "answers"
+    data: DataConfig, part: SplitPart = "all", form: Form = "answers"
 ) -> PrepareSettings:
     """Return how raw data is prepared by the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
@@ -365,7 +379,7 @@ def prepare_file(
     data: DataConfig,
     tokenizer: Any,
     comm: Comm,
-    part: Part = "all",
+    part: SplitPart = "all",
     form: Form = "answers",
 ) -> None:
     """Tokenise raw data into ``out``, each rank its part. Collective.
@@ -374,20 +388,20 @@ def prepare_file(
         DataError: on every rank, if the data of one cannot be used.
     """
     world = comm.world
-    name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
+    name = f"{join_paths(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
     ranks = Ranks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
     settings = prepare_settings(data, part, form)
     counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
-    if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
-        listing = find(path)
+    if world.rank == 0 and part != "held-out" and not is_builtin(join_paths(path)):
+        listing = find_files(path)
         if len(listing.files) > 1:
-            log.info("%s: %s", shown(path), say_read(listing))
-        for line in say_left_out(listing):
-            log.warning("%s: %s", shown(path), line)
-        if any(kind_of(file) == "megatron" for file in listing.files):
-            log.warning("%s: %s", shown(path), say_tokenizer(describe(tokenizer)))
+            log.info("%s: %s", join_paths(path), describe_read(listing))
+        for line in describe_left_out(listing):
+            log.warning("%s: %s", join_paths(path), line)
+        if any(find_kind(file) == "megatron" for file in listing.files):
+            log.warning("%s: %s", join_paths(path), describe_tokenizer(tokenizer_name(tokenizer)))
     log.info("prepared %s: %s", name, counters)
 
 
@@ -400,4 +414,4 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error}{remedy_of(error)}") from None
+        raise ConfigError(f"{folder} cannot be made: {error}{find_remedy(error)}") from None

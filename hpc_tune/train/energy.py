@@ -19,29 +19,29 @@ from hpc_tune.probe.energy import (
     GPUS,
     MEMORY,
     NODE,
-    Counter,
-    NodeMeter,
+    EnergyCounter,
+    EnergyMeter,
     PartEnergy,
-    counters_of_node,
+    find_counters,
 )
-from hpc_tune.rundir.energy import KIND, WHOLE_NODES, energy_of, read
+from hpc_tune.rundir.energy import ENERGY_EVENT, WHOLE_NODES, read, sum_energy
 from hpc_tune.train.job import Job
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import address_of
+from hpc_tune.world.device import pci_address
 
-Parts = Mapping[str, PartEnergy]
+EnergyByPart = Mapping[str, PartEnergy]
 
 
 class RunEnergy:
     """Measures from its making on."""
 
     def __init__(
-        self, job: Job, counters_of: Callable[[Sequence[str]], list[Counter]] = counters_of_node
+        self, job: Job, counters_of: Callable[[Sequence[str]], list[EnergyCounter]] = find_counters
     ) -> None:
         """Begin. Collective."""
         self._job, comm = job, job.setup_comm
         gpus = _gpus_of_node(comm)
-        self._meter = None if gpus is None else NodeMeter(counters_of(gpus))
+        self._meter = None if gpus is None else EnergyMeter(counters_of(gpus))
         self._began_s = time.monotonic()
 
     def end(self, step: int | None, tokens: int) -> None:
@@ -57,10 +57,10 @@ class RunEnergy:
         if not self._job.setup_comm.is_rank_0:
             return
         nodes = [{name: PartEnergy(*part) for name, part in parts.items()} for parts, _ in rows]
-        fields = summed(nodes, are_own=all(has_all for _, has_all in rows))
+        fields = sum_nodes(nodes, are_own=all(has_all for _, has_all in rows))
         fields |= {"tokens": tokens, "seconds": round(time.monotonic() - self._began_s, 3)}
-        self._job.events.write(KIND, step, **fields)
-        this_start = energy_of([{"kind": KIND, "step": step, **fields}])
+        self._job.events.write(ENERGY_EVENT, step, **fields)
+        this_start = sum_energy([{"kind": ENERGY_EVENT, "step": step, **fields}])
         energy = read(self._job.dir) or this_start
         assert energy is not None
         log.info("energy  %s", energy.words)
@@ -73,7 +73,7 @@ def _gpus_of_node(comm: Comm) -> list[str] | None:
     """
     address = None
     if comm.device.type == "cuda":
-        address = address_of(torch.cuda.get_device_properties(comm.device))
+        address = pci_address(torch.cuda.get_device_properties(comm.device))
     node = comm.world.node
     ranks = [
         (rank, own) for rank, (of, own) in enumerate(comm.gather((node, address))) if of == node
@@ -88,7 +88,7 @@ def _has_all_cpus() -> bool:
     return (granted_cpus(os.environ) or 0) >= (os.cpu_count() or 1)
 
 
-def summed(nodes: Sequence[Parts], are_own: bool) -> dict[str, Any]:
+def sum_nodes(nodes: Sequence[EnergyByPart], are_own: bool) -> dict[str, Any]:
     """Return what an event says of all nodes together (pure).
 
     A node whose own counter told is that, else the sum of its parts. CPUs and memory of a node
@@ -99,7 +99,7 @@ def summed(nodes: Sequence[Parts], are_own: bool) -> dict[str, Any]:
     for parts in nodes:
         node = parts.get(NODE, PartEnergy())
         own = {
-            name: _counted_j(name, parts[name]) for name in (GPUS, CPUS, MEMORY) if name in parts
+            name: _measured_j(name, parts[name]) for name in (GPUS, CPUS, MEMORY) if name in parts
         }
         for name, own_j in own.items():
             joules[name] += own_j
@@ -113,20 +113,22 @@ def summed(nodes: Sequence[Parts], are_own: bool) -> dict[str, Any]:
         "joules": {name: value for name, value in joules.items() if value},
         "nodes": len(nodes),
         "nodes_as_a_whole": whole,
-        "missing": _missing([parts for parts in nodes if not _counted(parts, NODE)], len(nodes)),
+        "missing": _describe_missing(
+            [parts for parts in nodes if not _has_counter(parts, NODE)], len(nodes)
+        ),
         "has_others": others and not are_own,
     }
 
 
-def _counted(parts: Parts, name: str) -> bool:
+def _has_counter(parts: EnergyByPart, name: str) -> bool:
     return name in parts and parts[name].counted > 0
 
 
-def _counted_j(name: str, part: PartEnergy) -> float:
+def _measured_j(name: str, part: PartEnergy) -> float:
     return part.joules if name == GPUS or part.counted == part.total else 0.0
 
 
-def _missing(nodes: Sequence[Parts], num_nodes: int) -> list[str]:
+def _describe_missing(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
     """Return what is not known of nodes that have no counter of their own, and why."""
     found = []
     for name in (GPUS, CPUS, MEMORY, NODE):

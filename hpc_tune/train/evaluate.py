@@ -15,8 +15,8 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
-from hpc_tune.log import OF_ALL, log
-from hpc_tune.model.objective import before_learning, measures_of, said
+from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.model.objective import compute_measures, format_measures, zero_rewards
 from hpc_tune.rundir import displacement
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.step.plan import StepPlan
@@ -49,7 +49,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
     return found
 
 
-def mark_of(data: Data, num_rows: int | None) -> str:
+def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
     """Return a hash of what held-out losses are over, empty where nothing is held out.
 
     ``num_rows``: of each source, None for all. Losses with different marks cannot be compared.
@@ -60,7 +60,7 @@ def mark_of(data: Data, num_rows: int | None) -> str:
     return hashlib.sha256(json.dumps([sources, num_rows]).encode()).hexdigest()[:16]
 
 
-def evals_so_far(saved: RunState | None, mark: str, events: Events) -> Evals:
+def restore_evals(saved: RunState | None, mark: str, events: Events) -> Evals:
     """Return the evaluations that ``saved`` tells of, if they were over what ``mark`` is of.
 
     Else none, which is logged and recorded.
@@ -75,7 +75,7 @@ def evals_so_far(saved: RunState | None, mark: str, events: Events) -> Evals:
         "train.eval_rows: they are not compared with those from here on, of which the lowest is "
         "the best",
         evals.last[0],
-        extra=OF_ALL,
+        extra=ON_ALL_RANKS,
     )
     events.write("held_out", saved.step)
     return Evals()
@@ -86,7 +86,7 @@ def _batches_of(held_out: HeldOut, loader: Loader) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvalResult:
     """What an evaluation is over (loss tokens or pairs), its time, and more than the loss.
 
     ``losses``: that of each source by its name, where there are several; the loss is their mean.
@@ -137,7 +137,7 @@ class Evaluation:
         return self.is_due(step) and self.evals.loss_at(step) is None
 
     @property
-    def no_better(self) -> str | None:
+    def early_stop_reason(self) -> str | None:
         """Why the run is done before its last step: the loss has stopped falling. Else None.
 
         As the EarlyStoppingCallback of transformers, without a threshold.
@@ -150,7 +150,7 @@ class Evaluation:
             best = f"has not fallen below {evals.best[1]:.4f} of step {evals.best[0]}"
         return f"the held-out loss {best} for {evals.since_best} evaluations"
 
-    def measure(self, engine: Engine, step: int, margin_s: float) -> Measured | None:
+    def measure(self, engine: Engine, step: int, margin_s: float) -> EvalResult | None:
         """Evaluate after ``step``. Collective.
 
         None if it was cut, since a rank is asked to stop, or has no more than ``margin_s`` left.
@@ -159,7 +159,7 @@ class Evaluation:
         began_s = time.monotonic()
         losses, all_sums, num = {}, [0.0] * self._plan.num_sums, 0
         for name, given in self._batches.items():
-            measured = self._sums(engine, given, margin_s)
+            measured = self._evaluate_source(engine, given, margin_s)
             if measured is None:
                 log.info("step %d: evaluation interrupted to stop in time", step)
                 return None
@@ -168,19 +168,19 @@ class Evaluation:
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
             num += num_of_source
         if step == 0 and self._has_reference:
-            all_sums = [*before_learning(all_sums)]
+            all_sums = [*zero_rewards(all_sums)]
         loss = sum(losses.values()) / len(losses)
-        eval_s, measures = time.monotonic() - began_s, measures_of(all_sums, num)
-        self.evals = self.evals.with_(step, loss, measures.get("chosen_log_prob"))
+        eval_s, measures = time.monotonic() - began_s, compute_measures(all_sums, num)
+        self.evals = self.evals.with_eval(step, loss, measures.get("chosen_log_prob"))
         for name, own in losses.items():
             if not math.isfinite(own):
                 log.warning(
                     "step %d: the held-out loss%s is %s; it is never taken for the best",
                     *(step, f" of {name}" if name else "", own),
-                    extra=OF_ALL,
+                    extra=ON_ALL_RANKS,
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        also = f", {said(measures)}" if measures else ""
+        also = f", {format_measures(measures)}" if measures else ""
         if list(losses) == [""]:
             losses = {}
         each = ", ".join(f"{name} {own:.4f}" for name, own in losses.items())
@@ -189,10 +189,15 @@ class Evaluation:
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
         if len(self.evals.chosen) == displacement.MIN_FALLS + 1:  # once for each time that it falls
-            log.warning("step %d: %s", step, displacement.warning(self.evals.chosen), extra=OF_ALL)
-        return Measured(num, eval_s, measures, losses)
+            log.warning(
+                "step %d: %s",
+                step,
+                displacement.displacement_warning(self.evals.chosen),
+                extra=ON_ALL_RANKS,
+            )
+        return EvalResult(num, eval_s, measures, losses)
 
-    def _sums(
+    def _evaluate_source(
         self, engine: Engine, given: Batches, margin_s: float
     ) -> tuple[list[float], float, int] | None:
         """Return the sums over a source, the terms that they are over, and how many tokens with
@@ -203,7 +208,7 @@ class Evaluation:
         def batches() -> Iterator[Batch]:
             nonlocal was_cut
             for batch in given():
-                if self._comm.sum([self._stop.is_asked(margin_s)]) != [0]:
+                if self._comm.sum([self._stop.is_requested(margin_s)]) != [0]:
                     was_cut = True
                     return
                 yield batch
@@ -217,7 +222,7 @@ class Evaluation:
         is_tokens = self._plan.num_sums == 1
         return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
-    def say_change(self) -> None:
+    def log_change(self) -> None:
         """Log how the loss changed over the run; with the steps where nothing is held out by now,
         since the newest one is of an earlier step then.
         """

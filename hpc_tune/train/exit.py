@@ -1,6 +1,7 @@
 """How a run ends early: with an error, or asked to stop before the first step.
 
-joined, failing     the scopes of a run: an error in one is reported once and ends every rank
+in_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
+                    ends every rank
 startup_watchdog    stops the phases before the first step, which cannot check the stop flag
 MemoryExit          stops a run whose memory runs out between two steps: the monitor's thread sees
                     the limit near, or an allocation fails; exit code 75, and it can be resumed
@@ -31,48 +32,53 @@ from hpc_tune.errors import (
 )
 from hpc_tune.faults import Faults
 from hpc_tune.log import configure, log
-from hpc_tune.memory.device import is_of_a_device, is_out_of_memory, memory_of, what_failed
+from hpc_tune.memory.device import (
+    describe_failed_allocation,
+    find_device_memory,
+    is_device_error,
+    is_out_of_memory,
+)
 from hpc_tune.memory.host import find_limit
-from hpc_tune.memory.monitor import Monitor, Need
+from hpc_tune.memory.monitor import MemoryShortage, Monitor
 from hpc_tune.packages import why_unusable
 from hpc_tune.rundir import details, heartbeat, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
-from hpc_tune.rundir.refused import PREPARED, take_back
-from hpc_tune.train.governor import MORE_MEMORY, Governor, facts_of
+from hpc_tune.rundir.refused import PREPARED_FOLDER, remove_new_files
+from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
 from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.failure import (
     Failure,
+    announce_exit,
     die,
     is_broken_connection,
     report_failure,
-    tell_others,
 )
-from hpc_tune.world.open_files import use_spare
-from hpc_tune.world.stop import StopFlag, process_start
+from hpc_tune.world.open_files import release_spare_files
+from hpc_tune.world.stop import StopFlag, process_start_s
 
 
 @contextmanager
-def joined(
+def in_world(
     settings: RunSettings, run_dir: Path | None, join: Callable[..., Comm] | None = None
 ) -> Iterator[Comm]:
     """Join the world for a block; what goes wrong in it ends every rank.
 
     ``join`` stands for ``bootstrap`` in tests.
     """
-    with failing(None, run_dir):
+    with ending_world_on_error(None, run_dir):
         comm = (join or bootstrap)(settings, partial(fail, run_dir=run_dir))
         configure(comm.world.rank)
-    with failing(comm, run_dir):
+    with ending_world_on_error(comm, run_dir):
         yield comm
 
 
 @contextmanager
-def failing(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
+def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
     """End every rank with what goes wrong in a block; see ``fail``."""
     try:
         yield
@@ -90,14 +96,14 @@ def startup_watchdog(
     """Watch ``stop`` in a block, until the watchdog is closed; find the cause of its errors."""
     watchdog = StartupWatchdog(comm, stop, run_dir, resume_point)
     try:
-        with translating(watchdog.cause_of):
+        with raising_cause(watchdog.cause_of):
             yield watchdog
     finally:
         watchdog.close()
 
 
 @contextmanager
-def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[None]:
+def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterator[None]:
     """Raise the cause of an error of the block instead of the error."""
     try:
         yield
@@ -110,11 +116,11 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
-    use_spare()
+    release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
     if isinstance(error, OSError):
-        error = DiskError.of(error, comm.doing[0] if comm is not None else "starting") or error
-    _take_back(comm, error, run_dir)
+        error = DiskError.of(error, comm.activity[0] if comm is not None else "starting") or error
+    _remove_refused_start(comm, error, run_dir)
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
@@ -122,7 +128,7 @@ def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoRet
     die(comm, code)
 
 
-def _take_back(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
+def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
     """Remove what a refused start has made in the run directory, and say what stays of it.
 
     Rank 0 alone, which knows what was there: on other hosts another folder may have this name.
@@ -130,8 +136,8 @@ def _take_back(comm: Comm | None, error: BaseException, run_dir: Path | None) ->
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
     before, is_refused = comm.resume_point.before, getattr(error, "exit_code", None) == EXIT_USER
-    if before is not None and is_refused and (left := take_back(run_dir, before)):
-        words = "prepared data" if left == [PREPARED] else ", ".join(left)
+    if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
+        words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
         print(f"left of this start in run.dir={run_dir}: {words}", file=sys.stderr, flush=True)
 
 
@@ -142,34 +148,34 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     The first report of a start stays in outcome.json, and its exit code is every rank's.
     """
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    first_code = _code_of_first_report(comm, error, run_dir)
-    if first_code is not None and _follows_from_another(error):
+    first_code = _first_reported_code(comm, error, run_dir)
+    if first_code is not None and _may_be_consequence(error):
         return first_code, False
     is_urgent = isinstance(error, ResumableStop) and bool(error.facts)
     writes = is_urgent and first_code is None
     if writes:  # each rank that is short of memory writes it before anything takes time
-        _write(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
+        _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
     told = report_failure(comm, error)
     if told is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
-        first_code = None if writes else _code_of_first_report(comm, error, run_dir)
+        first_code = None if writes else _first_reported_code(comm, error, run_dir)
         return code if first_code is None else first_code, writes
     if first_code is None and not is_urgent:  # telling whose error counts takes time
-        first_code = _code_of_first_report(comm, error, run_dir)
-        if first_code is not None and _follows_from_another(error):
+        first_code = _first_reported_code(comm, error, run_dir)
+        if first_code is not None and _may_be_consequence(error):
             return first_code, False
-    told = _printed(_with_checkpoint(told, comm, error), comm, run_dir)
+    told = _print_failure(_add_checkpoint_advice(told, comm, error), comm, run_dir)
     if first_code is None and not is_urgent:
-        _write(_outcome_of(comm, error, told, code), run_dir, comm)
-    tell_others(comm, code if first_code is None else first_code)
+        _write_outcome(_outcome_of(comm, error, told, code), run_dir, comm)
+    announce_exit(comm, code if first_code is None else first_code)
     return code if first_code is None else first_code, True
 
 
-def _printed(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
+def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
     """Print what is told, and keep its details in a file; return it with the file's name."""
     kept = None
     if told.details is not None:
-        kept = details.keep(told.details, run_dir, 0 if comm is None else comm.world.rank)
+        kept = details.append_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
         if kept is not None:
             facts = {**told.facts, "details": str(kept)}
             told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
@@ -179,7 +185,7 @@ def _printed(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
     return told
 
 
-def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
+def _add_checkpoint_advice(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
     """Return what is told with the last checkpoint, and what to do where the run may go on."""
     step = None if comm is None else comm.resume_point.step
     if isinstance(error, HpcTuneError) and error.exit_code != EXIT_FAILED:
@@ -191,12 +197,12 @@ def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> 
         again = "to start again" if step == 0 else "to resume from there" if step else ""
         others = ", on other hosts too," if told.facts.get("lost_hosts") else ""
         said.append(f"Rerun the same command{others} {again}".rstrip(" ,"))
-    facts = dict(told.facts) | {"during": comm.doing[0]} if comm is not None else told.facts
+    facts = dict(told.facts) | {"during": comm.activity[0]} if comm is not None else told.facts
     facts = {**facts, "last_checkpoint": step} if step is not None else facts
     return replace(told, reason=". ".join(said) + ".", facts=facts)
 
 
-def _code_of_first_report(
+def _first_reported_code(
     comm: Comm | None, error: BaseException, run_dir: Path | None
 ) -> int | None:
     """Return the exit code of the report that another rank has made already, None without one.
@@ -204,7 +210,7 @@ def _code_of_first_report(
     Both sides of a network cut report it: then that of the rank with the store counts.
     """
     start = None if comm is None else comm.nonce
-    told = None if run_dir is None else outcome.of_start(run_dir, start, process_start())
+    told = None if run_dir is None else outcome.read_for_start(run_dir, start, process_start_s())
     if told is None:  # the file system may show it later than its rank tells of it
         return None if comm is None or comm.watch is None else comm.watch.reported_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
@@ -212,7 +218,7 @@ def _code_of_first_report(
     return None if is_cut_from and told.get("lost_hosts") else int(told["exit_code"])
 
 
-def _follows_from_another(error: BaseException) -> bool:
+def _may_be_consequence(error: BaseException) -> bool:
     """Whether an error may be no more than what the end of another rank looks like from here.
 
     A launcher ends the other ranks by a signal, after that rank has written.
@@ -232,14 +238,14 @@ def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: in
     return Outcome("failed", told.reason, None, code, facts | dict(told.facts))
 
 
-def _write(result: Outcome, run_dir: Path | None, comm: Comm | None) -> None:
+def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> None:
     if run_dir is None or not run_dir.is_dir():
         return
     try:
         outcome.write(result, run_dir, None if comm is None else comm.nonce)
         # The next start replaces outcome.json; the report still tells how this one ended.
         events = Events(run_dir / EVENTS)
-        rank, began_s = result.facts.get("rank", 0), process_start()
+        rank, began_s = result.facts.get("rank", 0), process_start_s()
         events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
         events.close()
     except OSError as unwritten:
@@ -269,18 +275,18 @@ class StartupWatchdog:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
-        reason = None if self._watcher.is_over else self._reason()
+        reason = None if self._watcher.is_over else self._stop_reason()
         return error if reason is None else self._error_of(reason)
 
     def _look(self) -> None:
-        reason = self._reason(liveness.STOP_MARGIN_S)
+        reason = self._stop_reason(liveness.STOP_MARGIN_S)
         if reason is not None and not self._watcher.wait(liveness.STOP_GRACE_S):
-            self._watcher.unless_over(
+            self._watcher.run_unless_over(
                 lambda: fail(self._comm, self._error_of(reason), self._run_dir)
             )
 
     def _error_of(self, reason: str) -> ResumableStop:
-        doing = "starting" if self._comm is None else self._comm.doing[0]
+        doing = "starting" if self._comm is None else self._comm.activity[0]
         words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
         if is_too_short:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
@@ -288,8 +294,8 @@ class StartupWatchdog:
         step = self._resume_point.step
         return ResumableStop(reason, step, words=words, can_rerun=not is_too_short)
 
-    def _reason(self, margin_s: float = 0.0) -> str | None:
-        return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None
+    def _stop_reason(self, margin_s: float = 0.0) -> str | None:
+        return self._stop.reason(margin_s) if self._stop.is_requested(margin_s) else None
 
 
 def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Monitor:
@@ -300,11 +306,11 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
     """
     world, beat = comm.world, None
     if world.local_rank == 0:
-        path = heartbeat.path_of(run_dir, world.node)
+        path = heartbeat.heartbeat_path(run_dir, world.node)
         beat = heartbeat.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
     monitor = Monitor(
         memory.host_limit,
-        faults.device or memory_of(comm.device),
+        faults.device or find_device_memory(comm.device),
         memory.governor,
         world.rank,
         world.hostname,
@@ -340,7 +346,7 @@ class MemoryExit:
         self._comm, self._monitor = comm, monitor
         self._run_dir, self._resume_point = run_dir, resume_point
 
-    def stop(self, need: Need) -> None:
+    def stop(self, need: MemoryShortage) -> None:
         """End the world before the kernel does; for the monitor's thread."""
         fail(self._comm, self._error_of(need), self._run_dir)
 
@@ -349,19 +355,21 @@ class MemoryExit:
         if self._monitor.mode != "on" or not is_out_of_memory(error):
             return error
         device = self._monitor.device
-        if device is not None and is_of_a_device(error):
-            need = self._monitor.device_need(device.sample())
+        if device is not None and is_device_error(error):
+            need = self._monitor.device_shortage(device.sample())
         else:
             sample = self._monitor.worst()
             need = self._monitor.need(sample.host_bytes if sample else 0)
-        words = f"{need.words}; an allocation failed: {what_failed(error)}"
+        words = f"{need.words}; an allocation failed: {describe_failed_allocation(error)}"
         return self._error_of(replace(need, words=words))
 
-    def _error_of(self, need: Need) -> ResumableStop:
-        advice = f"Before training nothing can be given up: {MORE_MEMORY}"
+    def _error_of(self, need: MemoryShortage) -> ResumableStop:
+        advice = f"Before training nothing can be given up: {MORE_MEMORY_ADVICE}"
         taken: list[str] = []
         if self.governor is not None:
             advice, taken = self.governor.advice(need), self.governor.taken
         step = self._resume_point.step or 0
-        words = f"stopped before memory ran out while {self._comm.doing[0]}: {need.words}. {advice}"
-        return ResumableStop(f"{need.words}. {advice}", step, facts_of(need, taken), words)
+        words = (
+            f"stopped before memory ran out while {self._comm.activity[0]}: {need.words}. {advice}"
+        )
+        return ResumableStop(f"{need.words}. {advice}", step, outcome_facts(need, taken), words)

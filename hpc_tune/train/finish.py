@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hpc_tune.autotune.choose import compare_step
 from hpc_tune.checkpoint.export import export_adapter
-from hpc_tune.checkpoint.locate import template_of
-from hpc_tune.errors import HpcTuneError, remedy_of
+from hpc_tune.checkpoint.locate import read_template
+from hpc_tune.errors import HpcTuneError, find_remedy
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome
@@ -38,11 +38,11 @@ def finish(
     control.recorder.close()
     control.trainer.loader.close()
     job.setup_comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, control, ended))
-    job.stop.ignore()
+    job.stop.ignore_signals()
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
-    if job.config.run.report and ended.has_time:
+    if job.config.run.report and ended.has_time_left:
         job.setup_comm.on_rank_0("writing the report", lambda: write_report(job.dir))
     if job.setup_comm.is_rank_0:
         job.owner.close()
@@ -54,22 +54,25 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
     if ended.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
-            template, base = template_of(run_dir, config.data.chat_template), model.built.directory
+            template, base = (
+                read_template(run_dir, config.data.chat_template),
+                model.built.directory,
+            )
             out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
         except OSError as error:
-            raise HpcTuneError(f"{out} cannot be written: {error}{remedy_of(error)}") from None
+            raise HpcTuneError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
         log.info("adapter exported to %s", out)
     try:
         outcome.write(ended, run_dir, job.setup_comm.nonce)
     except OSError as error:
-        log.warning("%s cannot be written: %s", run_dir / outcome.FILE, error.strerror)
+        log.warning("%s cannot be written: %s", run_dir / outcome.OUTCOME_FILE, error.strerror)
     if ended.status == "done":
         if ended.step is not None and ended.step < control.trainer.total_steps:
             log.info("stopped early: %s", ended.reason)
-            _say_best(job, control)
+            _log_best_checkpoint(job, control)
         log.info("done after %d steps. Next: %s", ended.step, next_command(run_dir))
     else:
-        log.info("%s", _said_of_stop(job, control, ended))
+        log.info("%s", _describe_stop(job, control, ended))
 
 
 def next_command(run_dir: Path) -> str:
@@ -77,7 +80,7 @@ def next_command(run_dir: Path) -> str:
     return f"python -m hpc_tune generate --run {shlex.quote(str(run_dir))} --prompt '...'"
 
 
-def _said_of_stop(job: Job, control: Control, ended: Outcome) -> str:
+def _describe_stop(job: Job, control: Control, ended: Outcome) -> str:
     saved, again = ended.step or 0, "Rerun the same command to "
     text = f"stopped: {ended.reason}. {again}resume from step {saved}"
     if not saved:
@@ -90,7 +93,7 @@ def _said_of_stop(job: Job, control: Control, ended: Outcome) -> str:
     return text
 
 
-def _say_best(job: Job, control: Control) -> None:
+def _log_best_checkpoint(job: Job, control: Control) -> None:
     """Log where the weights of the lowest held-out loss are, as the last ones have another."""
     step, loss = control.best_evaluation or (None, 0.0)
     paths = [path for path in job.store.steps() if int(path.name.removeprefix("step-")) == step]

@@ -15,27 +15,29 @@ from typing import Any, Literal
 
 from hpc_tune.data.loader import Loader
 from hpc_tune.log import log
-from hpc_tune.memory.device import give_back_cache
+from hpc_tune.memory.device import empty_caches
 from hpc_tune.memory.host import own_bytes, trim_heap
-from hpc_tune.memory.monitor import MemorySample, Monitor, Need
+from hpc_tune.memory.monitor import MemorySample, MemoryShortage, Monitor
 from hpc_tune.memory.policy import (
     Action,
-    Decision,
-    Escalation,
+    ActionDecision,
+    ActionHandle,
     Level,
-    Lever,
-    decide,
+    PolicyState,
+    decide_action,
     next_actions_after_oom,
-    relieve,
+    relieve_device,
 )
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.rundir.previous import Previous
+from hpc_tune.rundir.previous import PreviousRun
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
-MORE_MEMORY = "ask for more memory or nodes; python -m hpc_tune plan predicts what each phase needs"
+MORE_MEMORY_ADVICE = (
+    "ask for more memory or nodes; python -m hpc_tune plan predicts what each phase needs"
+)
 _LEVELS = tuple(Level)[1:]
-_WORDS = {
+_ACTION_WORDS = {
     Action.SHRINK_BUFFERS: "reads less data ahead",
     Action.SAVE_IN_PIECES: "waits for its saves",
     Action.SPLIT_MICRO_BATCHES: "uses smaller micro-batches",
@@ -52,56 +54,58 @@ class Governor:
         comm: Comm,
         monitor: Monitor,
         events: Events,
-        levers: Mapping[Action, Lever],
-        previous: Previous,
+        levers: Mapping[Action, ActionHandle],
+        previous: PreviousRun,
     ) -> None:
         """Take the actions of the ``previous`` run again, and one rung more if memory ended it."""
         self._comm, self._monitor, self._events, self._levers = comm, monitor, events, levers
-        self._ladder = Escalation()
+        self._policy = PolicyState()
         self._levels = (Level.CALM, Level.CALM)
         self._reported = Level.CALM
         self._sample: MemorySample | None = None
-        self._ran_out: str | None = None
+        self._failed_allocation: str | None = None
         if monitor.mode != "on":
             return
         actions = {action.value: action for action in Action}
         taken = tuple(actions[name] for name in previous.actions if actions.get(name) in levers)
-        self._ladder = Escalation(taken)
+        self._policy = PolicyState(taken)
         if previous.short_of is not None:
             taken = next_actions_after_oom(taken, self._available(previous.short_of))
-        self._ladder = Escalation(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
-        for action in dict.fromkeys(self._ladder.taken):
+        self._policy = PolicyState(
+            taken, num_kept=0 if monitor.device is None else _num_kept(taken)
+        )
+        for action in dict.fromkeys(self._policy.taken):
             self._set_level(action)
-        if self._ladder.taken:
+        if self._policy.taken:
             log.info("memory  actions of the last run stay in effect: %s", ", ".join(self.taken))
 
     @property
     def taken(self) -> list[str]:
         """What was done and holds, in order."""
-        return [action.value for action in self._ladder.taken]
+        return [action.value for action in self._policy.taken]
 
     @property
-    def answers_device(self) -> bool:
+    def handles_device_oom(self) -> bool:
         """Whether a step that runs out of a device's memory is answered: there is one, and on."""
         return self._monitor.mode == "on" and self._monitor.device is not None
 
     def observe(self, sample: MemorySample | None) -> None:
         """Take in the worst of the last step."""
-        self._ran_out = None
+        self._failed_allocation = None
         if sample is not None:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
 
     def observe_out_of_memory(self, failed: str) -> None:
         """Take in that this rank's device had no room for the step; ``failed``: what it asked."""
-        self._ran_out, self._sample = failed, self._monitor.worst()
+        self._failed_allocation, self._sample = failed, self._monitor.worst()
         self._levels = (self._levels[0], Level.CRITICAL)
 
     def status(self) -> tuple[float, ...]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
         return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
-    def apply(self, counts: Sequence[float], step: int) -> Need | None:
+    def apply(self, counts: Sequence[float], step: int) -> MemoryShortage | None:
         """Do what the ranks' levels ask for; return why to leave, if that is it. Collective."""
         host, device = (
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
@@ -109,10 +113,10 @@ class Governor:
         )
         level, decision = max(host, device), None
         if self._monitor.mode == "on":
-            self._ladder, decision = self._decide(host, device)
+            self._policy, decision = self._decide(host, device)
         if decision is None and level == self._reported:
             return None
-        own = self._own_share("device" if device >= host else "host")
+        own = self._local_fill("device" if device >= host else "host")
         worst = max(self._comm.gather(own), key=lambda share: share.full)
         if level != self._reported:
             self._reported = level
@@ -123,32 +127,32 @@ class Governor:
             why = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
             why = "" if worst.need.memory == "device" else why
             return replace(worst.need, words=f"{worst.need.words}{why}. {self.advice(worst.need)}")
-        self._do(decision, step, worst)
+        self._perform(decision, step, worst)
         return None
 
-    def advice(self, need: Need) -> str:
+    def advice(self, need: MemoryShortage) -> str:
         """Return what the next start does about it, or what the user can do."""
-        taken = self._ladder.taken
+        taken = self._policy.taken
         coming = next_actions_after_oom(taken, self._available(need.memory))[len(taken) :]
         if not coming:
-            return f"Nothing is left to be given up: {MORE_MEMORY}"
-        words = [_WORDS[action] for action in coming if action in _WORDS]
+            return f"Nothing is left to be given up: {MORE_MEMORY_ADVICE}"
+        words = [_ACTION_WORDS[action] for action in coming if action in _ACTION_WORDS]
         names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
-    def _decide(self, host: Level, device: Level) -> tuple[Escalation, Decision | None]:
+    def _decide(self, host: Level, device: Level) -> tuple[PolicyState, ActionDecision | None]:
         if device == Level.CRITICAL and host < Level.WILL_EXCEED:
-            return relieve(self._ladder, self._available("device"))
+            return relieve_device(self._policy, self._available("device"))
         level = max(host, device)
         short_of = [of for of, own in (("host", host), ("device", device)) if own == level]
-        return decide(self._ladder, level, self._available(*short_of))
+        return decide_action(self._policy, level, self._available(*short_of))
 
     def _available(self, *short_of: str) -> frozenset[Action]:
         """Return what can still free memory of the host, or of the device.
 
         Without a device, what frees its memory frees the host's.
         """
-        taken, frees = self._ladder.taken, {*short_of}
+        taken, frees = self._policy.taken, {*short_of}
         if self._monitor.device is None:
             frees.add("device")
         return frozenset(
@@ -159,36 +163,38 @@ class Governor:
 
     def _set_level(self, action: Action) -> str:
         """Let an action hold as often as the ladder says; return in words what holds now."""
-        return self._levers[action].set_level(self._ladder.taken.count(action))
+        return self._levers[action].set_level(self._policy.taken.count(action))
 
-    def _own_share(self, of: Literal["host", "device"]) -> "_Share":
+    def _local_fill(self, of: Literal["host", "device"]) -> "_MemoryFill":
         """Return how full a memory is; this rank's host's where there is no device."""
         sample = self._sample
         if sample is None:
-            return _Share(0.0, self._monitor.need(0), {}, "")
+            return _MemoryFill(0.0, self._monitor.need(0), {}, "")
         full, need = (
             sample.host_bytes / sample.host_limit_bytes,
             self._monitor.need(sample.host_bytes),
         )
-        text = f"{need.host}: host {_of(sample.host_bytes, sample.host_limit_bytes)}"
+        text = f"{need.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
         if (device := sample.device) is not None:
-            text += f", device {_of(device.used_bytes, device.limit_bytes)}"
+            text += f", device {_format_fraction(device.used_bytes, device.limit_bytes)}"
             facts |= {f"device_{key}": value for key, value in asdict(device).items()}
             if of == "device":
                 full = device.used_bytes / device.limit_bytes
-                need = self._monitor.device_need(device)
-        if self._ran_out is not None:
-            full, text = inf, f"{text}, {self._ran_out}"
-            need = replace(need, words=f"{need.words}; an allocation failed: {self._ran_out}")
-        return _Share(full, need, facts, text)
+                need = self._monitor.device_shortage(device)
+        if self._failed_allocation is not None:
+            full, text = inf, f"{text}, {self._failed_allocation}"
+            need = replace(
+                need, words=f"{need.words}; an allocation failed: {self._failed_allocation}"
+            )
+        return _MemoryFill(full, need, facts, text)
 
-    def _do(self, decision: Decision, step: int, worst: "_Share") -> None:
+    def _perform(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
         result = self._set_level(decision.action)
         self._monitor.forget()
         self._report(step, worst, result, action=decision.action.value, way=decision.way)
 
-    def _report(self, step: int, worst: "_Share", text: str, **fields: str) -> None:
+    def _report(self, step: int, worst: "_MemoryFill", text: str, **fields: str) -> None:
         message = f"{worst.text}: {text}"
         facts = {**fields, "message": message, **worst.facts}
         self._events.write("governor", step, worst.need.rank, **facts)
@@ -196,11 +202,11 @@ class Governor:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _MemoryFill:
     """How full one rank's memory is: the share in use, and the figures."""
 
     full: float
-    need: Need
+    need: MemoryShortage
     facts: Mapping[str, Any]
     text: str
 
@@ -212,11 +218,11 @@ def _num_kept(taken: Sequence[Action]) -> int:
     return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
 
 
-def _of(used: int, limit: int) -> str:
+def _format_fraction(used: int, limit: int) -> str:
     return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
-def facts_of(need: Need, taken: Sequence[str]) -> dict[str, Any]:
+def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
     """Return what outcome.json says of a run that left for want of memory."""
     facts = {key: value for key, value in asdict(need).items() if key != "words"}
     return {**facts, "governor": list(taken)}
@@ -224,7 +230,7 @@ def facts_of(need: Need, taken: Sequence[str]) -> dict[str, Any]:
 
 def loader_levers(
     loader: Loader, data_files: Sequence[Path], give_back: Callable[[], None] = lambda: None
-) -> dict[Action, Lever]:
+) -> dict[Action, ActionHandle]:
     """Return the levers of a loader that reads ``data_files`` and has its whole micro-batches.
 
     ``give_back`` frees what others keep for later.
@@ -235,7 +241,7 @@ def loader_levers(
         before = own_bytes()
         give_back()
         trim_heap()
-        give_back_cache()
+        empty_caches()
         for file in data_files:
             _drop_page_cache(file)
         return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
@@ -250,9 +256,11 @@ def loader_levers(
         return f"micro-batches of {rows} rows"
 
     return {
-        Action.TRIM: Lever(trim),
-        Action.SHRINK_BUFFERS: Lever(shrink_buffers),
-        Action.SPLIT_MICRO_BATCHES: Lever(split_micro_batches, most=micro_size.bit_length() - 1),
+        Action.TRIM: ActionHandle(trim),
+        Action.SHRINK_BUFFERS: ActionHandle(shrink_buffers),
+        Action.SPLIT_MICRO_BATCHES: ActionHandle(
+            split_micro_batches, most=micro_size.bit_length() - 1
+        ),
     }
 
 

@@ -10,31 +10,31 @@ from hpc_tune.autotune.candidates import Candidate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig, RunSettings
-from hpc_tune.errors import ConfigError, remedy_of
+from hpc_tune.errors import ConfigError, find_remedy
 from hpc_tune.faults import Faults
-from hpc_tune.log import log, logging_to
+from hpc_tune.log import log, log_to_file
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
-from hpc_tune.rundir.owner import RunLock, require_shared, this_process
-from hpc_tune.rundir.previous import Previous
-from hpc_tune.rundir.refused import names_in
-from hpc_tune.rundir.right_to import require_rights
+from hpc_tune.rundir.owner import RunLock, make_owner, require_shared_dir
+from hpc_tune.rundir.previous import PreviousRun
+from hpc_tune.rundir.refused import list_names
+from hpc_tune.rundir.right_to import require_permissions
 from hpc_tune.trackers.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
     StartupWatchdog,
     fail,
     make_monitor,
+    raising_cause,
     startup_watchdog,
-    translating,
 )
 from hpc_tune.world.comm import Comm, ResumePoint
-from hpc_tune.world.flight_recorder import FOLDER, keep_trace
+from hpc_tune.world.flight_recorder import TRACE_FOLDER, write_trace
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.roll_call import RollCall
 from hpc_tune.world.step_limit import StepLimit
-from hpc_tune.world.stop import StopFlag, process_start
+from hpc_tune.world.stop import StopFlag, process_start_s
 
 LOGS = "logs"
 
@@ -53,7 +53,7 @@ class Job:
     setup_comm: Comm
     step_comm: Comm
     dir: Path
-    previous: Previous
+    previous: PreviousRun
     store: Store
     events: Events
     monitor: Monitor
@@ -69,7 +69,7 @@ class Job:
         """Return a watch over a part of training, which ends the world if that stands still."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
         lost = partial(fail, self.setup_comm, run_dir=self.dir)
-        keep = partial(keep_trace, self.dir / FOLDER, comm.world.rank, on_gpu)
+        keep = partial(write_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
         return StepLimit(comm, self.config.run.timeout, lost, keep)
 
 
@@ -91,16 +91,16 @@ def open_job(
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
         keep = config.checkpoint
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
-        owner = RunLock(run_dir, this_process(comm.nonce, run_dir), lost)
+        owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), lost)
         resume_point.before = comm.on_rank_0(
-            "looking at the run directory", lambda: names_in(run_dir)
+            "looking at the run directory", lambda: list_names(run_dir)
         )
         last = comm.on_rank_0(
             "making the run directory",
             lambda: _make_run_dir(run_dir, owner, config.run, partial(write_resolved, config)),
         )
         _require_shared(comm, run_dir)
-        owner.know_folder()
+        owner.remember_folder()
         events = comm.run_and_agree(
             "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
         )
@@ -109,11 +109,11 @@ def open_job(
         )
         training = comm.with_step_timeout()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
-        own_log = logging_to(run_dir / LOGS / f"rank-{comm.world.rank}.txt")
-        with own_log, translating(owner.cause_of), translating(memory_exit.cause_of):
+        own_log = log_to_file(run_dir / LOGS / f"rank-{comm.world.rank}.txt")
+        with own_log, raising_cause(owner.cause_of), raising_cause(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
-                events.write("warning", message=last.death, began_s=process_start())
+                events.write("warning", message=last.death, began_s=process_start_s())
             monitor.start(memory_exit.stop)
             try:
                 with RollCall(comm, config.run.timeout, lost).over():
@@ -125,7 +125,7 @@ def open_job(
             finally:
                 if is_rank_0:
                     with suppress(OSError):
-                        (run_dir / nearby.STARTING).unlink()
+                        (run_dir / nearby.STARTING_CONFIG).unlink()
 
 
 def _make_run_dir(
@@ -133,7 +133,7 @@ def _make_run_dir(
     owner: RunLock,
     run: RunSettings,
     write_settings: Callable[[Path], None],
-) -> Previous:
+) -> PreviousRun:
     """Make and take the run directory; fail now, not at the first save, if it is not writable.
 
     The settings of a run that is there stay as they are until nothing can refuse this start.
@@ -141,18 +141,18 @@ def _make_run_dir(
     require_trackers(run)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        require_rights(run_dir)
+        require_permissions(run_dir)
         owner.acquire()
         last = previous.read(run_dir)
-        (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
+        (run_dir / heartbeat.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
         outcome.begin(run_dir)
-        write_settings(run_dir / nearby.STARTING)
-        if not (run_dir / nearby.SETTINGS).exists():
-            write_settings(run_dir / nearby.SETTINGS)
+        write_settings(run_dir / nearby.STARTING_CONFIG)
+        if not (run_dir / nearby.RESOLVED_CONFIG).exists():
+            write_settings(run_dir / nearby.RESOLVED_CONFIG)
     except OSError as error:
         raise ConfigError(
-            f"run.dir={run_dir} cannot be written: {error.strerror or error}{remedy_of(error)}; "
+            f"run.dir={run_dir} cannot be written: {error.strerror or error}{find_remedy(error)}; "
             "choose a folder on a file system that this job may write to and that has free space"
         ) from None
     return last
@@ -162,5 +162,5 @@ def _require_shared(comm: Comm, run_dir: Path) -> None:
     if comm.world.num_nodes == 1:
         return
     is_first_of_node = comm.world.local_rank == 0 and not comm.is_rank_0
-    check = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
+    check = partial(require_shared_dir, run_dir, comm.nonce, comm.roster[0].hostname)
     comm.run_and_agree("checking the run directory", check if is_first_of_node else lambda: None)

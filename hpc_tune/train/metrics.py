@@ -18,17 +18,17 @@ from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
-from hpc_tune.model.balance import RouterSums, load_of
-from hpc_tune.model.objective import measures_of
+from hpc_tune.model.balance import RouterSums, summarise_load
+from hpc_tune.model.objective import compute_measures
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
 from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
-from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers
+from hpc_tune.trackers.trackers import RunFacts, Trackers, open_trackers
 from hpc_tune.train.data import Data
-from hpc_tune.train.evaluate import Measured
+from hpc_tune.train.evaluate import EvalResult
 from hpc_tune.train.expert_load import ExpertLoad
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -36,7 +36,7 @@ from hpc_tune.train.rank_work import RankWork
 from hpc_tune.units import format_bytes, format_count, format_seconds
 from hpc_tune.world.comm import Comm
 
-_REMEMBERED = 1000
+_MAX_STEP_TIMES = 1000
 _STEPS_TO_ESTIMATE = 3
 # Of a step in messages: what the progress line shows, and what is worth advice.
 COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
@@ -55,7 +55,8 @@ class StepMetrics:
     included, ``host_ranks_bytes`` the most that this run's ranks take on a node; device bytes the
     fullest rank's. ``preferences``: see ``PreferenceSums.measures``. ``source_tokens``: the loss
     tokens of each source of a mixture. ``experts``: how routers spread the step's tokens
-    (``load_of``), and the losses of that which are learned, per token and added up over layers.
+    (``summarise_load``), and the losses of that which are learned, per token and added up over
+    layers.
     """
 
     time: float
@@ -88,14 +89,16 @@ class StepMetrics:
     experts: dict[str, float] | None = None
 
 
-def _waits(metrics: StepMetrics) -> bool:
+def _is_mostly_waiting(metrics: StepMetrics) -> bool:
     """Whether most of what rank 0 spends in messages is the wait for the slowest rank."""
     return metrics.most_work_s - metrics.least_work_s > COMM_WARN_SHARE * metrics.comm_s
 
 
-def _spent_on(metrics: StepMetrics) -> str:
+def _describe_comm_time(metrics: StepMetrics) -> str:
     """Return in words what ``comm_s`` is."""
-    return f"waiting for rank {metrics.slowest_rank}" if _waits(metrics) else "in messages"
+    return (
+        f"waiting for rank {metrics.slowest_rank}" if _is_mostly_waiting(metrics) else "in messages"
+    )
 
 
 class Metrics:
@@ -119,7 +122,7 @@ class Metrics:
         self._experts = experts
         self._advise = advise and run_dir is not None
         self._total = total_steps if run_dir is not None else 0
-        self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self.steps_s: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
             drop_after(run_dir / METRICS, start_step)
@@ -142,21 +145,21 @@ class Metrics:
             note += f"accuracy {metrics.preferences['accuracy']:.1%}  "
         note += f"{format_count(metrics.tokens_per_s)} tokens/s"
         if metrics.comm_s > COMM_SHOWN_SHARE * metrics.step_s:
-            note += f"  {metrics.comm_s / metrics.step_s:.0%} {_spent_on(metrics)}"
+            note += f"  {metrics.comm_s / metrics.step_s:.0%} {_describe_comm_time(metrics)}"
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
         if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
-            self._log_time(self._total - metrics.step)
+            self._log_remaining_time(self._total - metrics.step)
         much = metrics.comm_s > COMM_WARN_SHARE * metrics.step_s
-        if self._advise and len(self.steps_s) == 2 and much and not _waits(metrics):
+        if self._advise and len(self.steps_s) == 2 and much and not _is_mostly_waiting(metrics):
             log.warning(
                 "%.0f%% of a step goes to messages: parallel=auto measures, and chooses the "
                 "fastest layout and number of ranks",
                 100 * metrics.comm_s / metrics.step_s,
             )
 
-    def evaluation(self, step: int, eval_loss: float, measured: Measured) -> None:
+    def evaluation(self, step: int, eval_loss: float, measured: EvalResult) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
         row: dict[str, Any] = {"time": time.time(), "step": step}
         row |= {"eval_loss": eval_loss, "eval_s": measured.seconds}
@@ -172,7 +175,7 @@ class Metrics:
         if self._experts is not None:
             self._experts.write()
 
-    def _log_time(self, steps: int) -> None:
+    def _log_remaining_time(self, steps: int) -> None:
         """Estimate when the run will be done, evaluations and saves not counted."""
         usual_s = statistics.median(self.steps_s)
         left_s = steps * usual_s
@@ -243,7 +246,7 @@ class Extremes:
 
 
 @dataclass(frozen=True)
-class OfRanks:
+class PerRank:
     """The same of all ranks, by rank."""
 
     host_bytes: Sequence[float]
@@ -300,7 +303,7 @@ class Recorder:
                 counts[self._mixture.place_of(row)[0]] += learned
         return tuple(counts)
 
-    def _named(self, counts: Sequence[int]) -> dict[str, int] | None:
+    def _by_source_name(self, counts: Sequence[int]) -> dict[str, int] | None:
         names = self._mixture.names if self._mixture is not None else ()
         return dict(zip(names, counts, strict=True)) or None
 
@@ -346,9 +349,9 @@ class Recorder:
             device_bytes=device.used_bytes if device else None,
             device_limit_bytes=device.limit_bytes if device else None,
             samples_seen=self._loader.rows,
-            preferences=measures_of(result.sums, int(step.terms)),
-            source_tokens=self._named(step.source_tokens),
-            experts=load_of(result.routers, step.tokens),
+            preferences=compute_measures(result.sums, int(step.terms)),
+            source_tokens=self._by_source_name(step.source_tokens),
+            experts=summarise_load(result.routers, step.tokens),
         )
         self._taken = metrics, result.routers, own
 
@@ -357,17 +360,17 @@ class Recorder:
         """What this rank says of the step that is taken in and not yet written down."""
         return self._taken[2] if self._taken is not None else Extremes()
 
-    def record(self, of_ranks: OfRanks) -> None:
+    def record(self, of_ranks: PerRank) -> None:
         """Write down the step that was taken in, if there is one, with what all ranks say."""
         if self._taken is None:
             return
         (metrics, routers, _), self._taken = self._taken, None
         self._rank_work.add(metrics.step, of_ranks.work_s)
-        self.metrics.step(replace(metrics, **_worst(metrics, of_ranks)), routers)
+        self.metrics.step(replace(metrics, **_find_extremes(metrics, of_ranks)), routers)
 
     def record_now(self) -> None:
         """Do that by a message of its own: before an evaluation or a save. Collective."""
-        self.record(OfRanks(*self._comm.gather_numbers(astuple(self.extremes))))
+        self.record(PerRank(*self._comm.gather_numbers(astuple(self.extremes))))
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -375,7 +378,7 @@ class Recorder:
         self._rank_work.close()
 
 
-def _worst(metrics: StepMetrics, of_ranks: OfRanks) -> dict[str, Any]:
+def _find_extremes(metrics: StepMetrics, of_ranks: PerRank) -> dict[str, Any]:
     """Return the fields of a step that are extremes over all ranks; times to a tenth of a ms."""
     tenths_of_ms = [max(0, round(1e4 * own)) for own in of_ranks.work_s]
     most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
@@ -397,7 +400,7 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
     def make_metrics() -> Metrics:
         if not comm.is_rank_0:
             return Metrics(None, data.total_steps, start_step)
-        trackers = _trackers(job, model, start_step)
+        trackers = _open_run_trackers(job, model, start_step)
         advise, routers = job.chosen is None, model.built.routers
         experts = ExpertLoad(job.dir, start_step, routers, job.events) if routers else None
         return Metrics(job.dir, data.total_steps, start_step, trackers, advise, experts)
@@ -424,8 +427,8 @@ def _peak_flops(comm: Comm) -> float | None:
     return peak_flops(torch.cuda.get_device_name(comm.device))
 
 
-def _trackers(job: Job, model: Model, step: int) -> Trackers:
+def _open_run_trackers(job: Job, model: Model, step: int) -> Trackers:
     run, settings = job.config.run, model.config.model_dump(mode="json")
     name = run.name or job.dir.absolute().name
-    facts = Facts(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
+    facts = RunFacts(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
     return open_trackers(run, facts)

@@ -12,33 +12,33 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.log import OF_ALL, log
+from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.model import grouped_products
 from hpc_tune.model.adapters import ALL_LINEAR
-from hpc_tune.model.balance import num_router_sums, routers_of_experts
+from hpc_tune.model.balance import list_routers, num_router_sums
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.config_json import asks_router_losses
-from hpc_tune.model.experts import is_mixture, require_dealable
-from hpc_tune.model.init_adapter import start_from
-from hpc_tune.model.kernels import Kernels, kernels_of, why_one_by_one
+from hpc_tune.model.config_json import has_router_losses
+from hpc_tune.model.experts import is_mixture, require_shardable_experts
+from hpc_tune.model.init_adapter import use_init_adapter
+from hpc_tune.model.kernels import Kernels, kernels_of, why_experts_loop
 from hpc_tune.model.language import read_config
-from hpc_tune.model.packed_base import whole_stack_bytes
-from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.packed_base import unpacked_stack_bytes
+from hpc_tune.model.positions import has_length_scaling
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.model.special_linears import special_linears
+from hpc_tune.model.special_linears import find_uncalled_linears
 from hpc_tune.model.weights import ADAPTER_FILE
-from hpc_tune.plan.hardware import machine_of
-from hpc_tune.plan.resolve import Resolved, resolve, without_effect
+from hpc_tune.plan.hardware import detect_machine
+from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.compile_trial import decide_compile
-from hpc_tune.train.startup.proof import Proof, prove, trained_part
+from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture_cached, name_pattern
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
-_MOST_WITH_MASK = 1 << 16
+_MAX_MASKED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Model:
         slow = ""
         if is_mixture(built.module) and device.type == "cuda":
             slow = grouped_products.kernel_fault(device, built.dtype)
-            slow = slow or why_one_by_one(built.dtype, device)
+            slow = slow or why_experts_loop(built.dtype, device)
         return replace(found, lora=None if tune.method == "full" else "own", one_by_one=slow)
 
     def require_readable_masks(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Model:
 
         torch's memory-efficient attention counts in 32 bits where a token's part of a mask begins.
         """
-        seq_len, most = self.config.data.seq_len, _MOST_WITH_MASK
+        seq_len, most = self.config.data.seq_len, _MAX_MASKED_TOKENS
         if device.type == "cuda" and seq_len > most and (why := self.kernels(device).mask_reason):
             raise ConfigError(
                 f"data.seq_len={seq_len}: attention has a mask of tokens x tokens here ({why}), "
@@ -89,7 +89,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         DataError: if a model of its kind would be trained incorrectly.
     """
     config, comm = job.config, job.setup_comm
-    model_dir = ready_model(config.model.path, comm, job.dir)
+    model_dir = prepare_model_dir(config.model.path, comm, job.dir)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
@@ -99,15 +99,16 @@ def build_model(job: Job, fresh: bool) -> Model:
         start = config.tune.init_from
         is_first = fresh or config.tune.has_reference  # what it begins with is the reference
         built = replace(built, seq_len=config.data.seq_len)
-        return start_from(built, Path(start)) if start and is_first else built
+        return use_init_adapter(built, Path(start)) if start and is_first else built
 
     built = comm.run_and_agree("building the model", make)
-    _say_of_model(built)
+    _log_ignored_parts(built)
     if config.tune.form != "pairs":
-        _say_of_positions(built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens")
+        _log_positions(built, config.data.seq_len, f"data.seq_len={config.data.seq_len} tokens")
     kind = built.config.model_type
     proof = comm.on_rank_0(
-        "trying the architecture", lambda: prove(read_config(built.directory), config.tune)
+        "trying the architecture",
+        lambda: check_architecture_cached(read_config(built.directory), config.tune),
     )
     if proof.loss:
         raise DataError(
@@ -115,26 +116,26 @@ def build_model(job: Job, fresh: bool) -> Model:
         )
     _require_supported(proof, kind, config.parallel, config.tune)
     _require_trained(built, proof)
-    _require_one_embedding(built, config.parallel)
+    _refuse_split_tied_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
     if config.data.packing and proof.packing:
         log.warning(
             "data.packing is off, one document per row, since for a %s model %s",
             *(kind, proof.packing),
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
     config = config.model_copy(update={"train": decide_compile(job, built)})
-    built = _watched(built, proof, config.train.compiles)
+    built = _with_router_watch(built, proof, config.train.compiles)
     model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)
     model.require_readable_masks(comm.device)
     return model
 
 
-def with_positions_of(model: Model, sources: Sequence[TokenStore], comm: Comm) -> Model:
+def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Comm) -> Model:
     """Return the model with its positions scaled for the longest text of what is learned.
 
     That is as long as a row may be, but of pairs, of which a row holds two. Collective.
@@ -144,13 +145,11 @@ def with_positions_of(model: Model, sources: Sequence[TokenStore], comm: Comm) -
     longest = comm.on_rank_0(
         "looking at the pairs", lambda: max(store.longest_side() for store in sources)
     )
-    _say_of_positions(
-        model.built, longest, f"{longest} tokens, the longest answer with its prompt,"
-    )
+    _log_positions(model.built, longest, f"{longest} tokens, the longest answer with its prompt,")
     return replace(model, built=replace(model.built, seq_len=longest))
 
 
-def _say_of_positions(built: BuiltModel, longest: int, what: str) -> None:
+def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of up to ``longest`` tokens; ``what`` those are."""
     positions = getattr(built.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -159,29 +158,29 @@ def _say_of_positions(built: BuiltModel, longest: int, what: str) -> None:
             "on later ones: use texts of %d or less (data.seq_len cuts them), or a config.json "
             "that scales them (rope_scaling)",
             *(what, positions, positions),
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
-    if scaled_by_length(built.config):
+    if has_length_scaling(built.config):
         log.info("rotary positions are scaled for texts of %s", what)
 
 
-def _say_of_model(built: BuiltModel) -> None:
+def _log_ignored_parts(built: BuiltModel) -> None:
     """Log what of a model is off or ignored."""
     if built.dropout:
         log.warning(
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
             "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
-    if asks_router_losses(built.directory) and not built.tune.router_losses:
+    if has_router_losses(built.directory) and not built.tune.router_losses:
         log.warning(
             "config.json asks for a loss of the routers (output_router_logits), as tools leave it "
             "there that have trained with one; here it is tune.router_aux_loss, and not set: none "
             "is learned",
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
-    special = sorted({path.rpartition(".")[2] for path in special_linears(built.module)})
+    special = sorted({path.rpartition(".")[2] for path in find_uncalled_linears(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
     what += [f"are not in {packed}"] if (packed := built.tune.packed_base) else []
     if special and what and built.tune.method != "full":
@@ -193,7 +192,9 @@ def _say_of_model(built: BuiltModel) -> None:
         log.info("ignored in the model's files: %s", ", ".join(built.others))
 
 
-def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, tune: TuneConfig) -> None:
+def _require_supported(
+    proof: ArchitectureCheck, kind: str, parallel: ParallelConfig, tune: TuneConfig
+) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
     for setting, size, why in (
         ("parallel.pipeline", parallel.pipeline, proof.pipeline),
@@ -219,16 +220,16 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, tune: 
         )
 
 
-def _require_trained(built: BuiltModel, proof: Proof) -> None:
+def _require_trained(built: BuiltModel, proof: ArchitectureCheck) -> None:
     """Refuse targets whose adapters get no gradient; warn of others, and of such tensors."""
-    found = {trained_part(saved) for saved in built.saved_names.values()}
+    found = {name_pattern(saved) for saved in built.saved_names.values()}
     untrained = [part for part in proof.untrained.splitlines() if part in found]
     if not untrained:
         return
     tune, kind = built.tune, built.config.model_type
     if tune.method == "full":
         text = "these get no gradient and stay as they are: %s"
-        log.warning(text, ", ".join(untrained), extra=OF_ALL)
+        log.warning(text, ", ".join(untrained), extra=ON_ALL_RANKS)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
     named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
@@ -238,10 +239,12 @@ def _require_trained(built: BuiltModel, proof: Proof) -> None:
     )
     if named:
         raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
-    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=OF_ALL)
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=ON_ALL_RANKS)
 
 
-def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
+def _with_router_watch(
+    built: BuiltModel, proof: ArchitectureCheck, is_compiled: bool
+) -> BuiltModel:
     """Return the model with what its routers weigh by, if they can be watched; warn if not.
 
     And of experts that a packed base leaves whole.
@@ -250,7 +253,7 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
         ConfigError: if they are to learn balance, and cannot.
     """
     kind, losses = built.config.model_type, built.tune.router_losses
-    _warn_of_whole_stacks(built)
+    _warn_unpacked_experts(built)
     if not is_mixture(built.module):
         why = f"a {kind} model has no experts"
     elif not proof.score:
@@ -258,7 +261,7 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
     elif is_compiled:
         why = "train.compile=true: routers are not looked at in a compiled block"
     else:
-        routers = routers_of_experts(built.module)
+        routers = list_routers(built.module)
         return replace(built, routers=routers, router_score=proof.score)
     if losses:
         raise ConfigError(
@@ -266,24 +269,24 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
             f"{'it' if len(losses) == 1 else 'them'} out"
         )
     if is_mixture(built.module):
-        log.warning("the tokens of each expert are not counted: %s", why, extra=OF_ALL)
+        log.warning("the tokens of each expert are not counted: %s", why, extra=ON_ALL_RANKS)
     return built
 
 
-def _warn_of_whole_stacks(built: BuiltModel) -> None:
+def _warn_unpacked_experts(built: BuiltModel) -> None:
     packed = built.tune.packed_base
-    if packed and (whole := whole_stack_bytes(built.module)):
+    if packed and (whole := unpacked_stack_bytes(built.module)):
         log.warning(
             "the routed experts of a %s model, %s, are not in %s: it computes them in a way of its "
             "own",
             built.config.model_type,
             format_bytes(whole),
             packed,
-            extra=OF_ALL,
+            extra=ON_ALL_RANKS,
         )
 
 
-def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
+def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
     """Refuse layouts in which a rank that has the output head lacks the embedding that it is."""
     asked = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
     said = [f"parallel.{name}={size}" for name, size in asked.items() if size > 1]
@@ -296,7 +299,7 @@ def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
         )
 
 
-def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:
+def prepare_model_dir(path: str, comm: Comm, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
     refuse_shape(path)
     if path != BUILTIN_TINY:
@@ -317,7 +320,7 @@ def _refuse_adapter(directory: Path) -> None:
         )
 
 
-def resolve_layout(job: Job, model: Model) -> Resolved:
+def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     """Resolve the layout for the machine that the ranks run on. Collective.
 
     Raises:
@@ -325,13 +328,13 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
             be laid out like that.
     """
     asked, comm = model.config.parallel, job.setup_comm
-    machine = machine_of(comm, job.monitor.limit.num_bytes)
+    machine = detect_machine(comm, job.monitor.limit.num_bytes)
     resolved = resolve(
         asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
     )
-    require_dealable(model.built.module, resolved.layout.expert)
+    require_shardable_experts(model.built.module, resolved.layout.expert)
     if comm.is_rank_0:
-        for warning in without_effect(resolved.layout, asked):
+        for warning in list_useless_settings(resolved.layout, asked):
             log.warning(warning)
     if job.chosen is None:
         return resolved
@@ -339,7 +342,7 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
     return replace(resolved, why=why)
 
 
-def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
+def plan_step(model: Model, resolved: ResolvedLayout, loss_share: float) -> StepPlan:
     """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
     built = model.built
     return StepPlan(

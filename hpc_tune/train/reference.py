@@ -23,33 +23,33 @@ import torch
 from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import RunState
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flatten
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.errors import ConfigError, DataError, HpcTuneError, remedy_of
+from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
 from hpc_tune.log import Progress, log
 from hpc_tune.model.float8_base import no_float8_products
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
-from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.positions import has_length_scaling
 from hpc_tune.model.tf32 import multiplies_in_tf32
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.sources import Opened
+from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.micro_size import decide_micro_size
 from hpc_tune.units import format_seconds
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
 
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
-_READ_TOGETHER = 16  # micro-batches: their results are small
-_SUMMED = 1 << 16  # values in one message
-_MEANING = 2  # raised when the same rows and model get other values; 1 added tokens up in fp32
+_BATCHES_PER_READ = 16  # micro-batches: their results are small
+_VALUES_PER_SUM = 1 << 16  # values in one message
+_VERSION = 2  # raised when the same rows and model get other values; 1 added tokens up in fp32
 # By how much of their own size log-probabilities may differ from pass to pass: other rows are in
 # the products. A wrong mask, template or base differs by more than a tenth.
 _TOLERANCE = {4: 1e-3, 2: 3e-2}
@@ -66,21 +66,21 @@ def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: En
     if not model.config.tune.has_reference:
         return data
     for source, rows in zip(data.sources, data.packed, strict=True):
-        rows.set_reference(_reference_of(job, model, plan, source, engine))
+        rows.set_reference(_load_or_compute(job, model, plan, source, engine))
     data.loader.read_again()
-    references = [_reference_of(job, model, plan, source, engine) for source in data.held_out]
+    references = [_load_or_compute(job, model, plan, source, engine) for source in data.held_out]
     return replace(data, eval_references=references)
 
 
-def _reference_of(
-    job: Job, model: Model, plan: StepPlan, source: Opened, engine: Engine
+def _load_or_compute(
+    job: Job, model: Model, plan: StepPlan, source: OpenSource, engine: Engine
 ) -> np.ndarray:
     """Return fp32 [num_documents, 2]."""
     comm, config, store = job.setup_comm, model.config, source.store
     folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
     file = comm.on_rank_0(
         "looking for the reference",
-        lambda: folder / f"reference-{_key(model, store, comm.device)}.npy",
+        lambda: folder / f"reference-{_cache_key(model, store, comm.device)}.npy",
     )
     kept = comm.on_rank_0("reading the reference", partial(_read, file, store.num_documents))
     if kept is not None:
@@ -115,19 +115,19 @@ def _compute(
             progress.update(number)
 
     for mismatched in (False, True) if store.form == "labels" else (False,):
-        for documents, sums_M2 in _together(
+        for documents, sums_M2 in _group_results(
             (rows.documents_in(batch), log_probs)
             for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities())
         ):
             np.add.at(reference, documents, sums_M2)
     progress.close()
     flat = reference.reshape(-1)
-    for at in range(0, len(flat), _SUMMED):
-        flat[at : at + _SUMMED] = comm.sum(flat[at : at + _SUMMED].tolist())
+    for at in range(0, len(flat), _VALUES_PER_SUM):
+        flat[at : at + _VALUES_PER_SUM] = comm.sum(flat[at : at + _VALUES_PER_SUM].tolist())
     return reference.astype(np.float32)
 
 
-def _together(
+def _group_results(
     found: Iterable[tuple[list[int], torch.Tensor]],
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield documents and their sums, M x 2, of many micro-batches at a time.
@@ -139,19 +139,19 @@ def _together(
         # Empty of tokens, and so of documents: a row whose answers have no mismatched ones.
         if documents:
             waiting.append((documents, log_probs.reshape(-1, 2)))
-        if len(waiting) == _READ_TOGETHER:
-            yield _read_all(waiting)
+        if len(waiting) == _BATCHES_PER_READ:
+            yield _copy_to_host(waiting)
             waiting.clear()
     if waiting:
-        yield _read_all(waiting)
+        yield _copy_to_host(waiting)
 
 
-def _read_all(waiting: list[tuple[list[int], torch.Tensor]]) -> tuple[list[int], np.ndarray]:
+def _copy_to_host(waiting: list[tuple[list[int], torch.Tensor]]) -> tuple[list[int], np.ndarray]:
     values_M2 = torch.cat([values for _, values in waiting]).double().cpu().numpy()
     return [number for documents, _ in waiting for number in documents], values_M2
 
 
-def start_of(tune: TuneConfig) -> str | None:
+def hash_init_adapter(tune: TuneConfig) -> str | None:
     """Return a hash of the adapter with which the reference begins; empty for the base alone.
 
     None where nothing is compared with a reference.
@@ -168,21 +168,21 @@ def start_of(tune: TuneConfig) -> str | None:
     except OSError as error:
         raise DataError(
             f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
-            f"in it cannot be read ({error.strerror}{remedy_of(error)}); bring it back"
+            f"in it cannot be read ({error.strerror}{find_remedy(error)}); bring it back"
         ) from None
     return hashlib.sha256(weights).hexdigest()
 
 
-def require_same_start(saved: RunState, tune: TuneConfig) -> None:
+def require_same_init_adapter(saved: RunState, tune: TuneConfig) -> None:
     """Check that a run which goes on compares answers with the model that it did before.
 
     Raises:
-        ConfigError: if it would be another. DataError: see ``start_of``.
+        ConfigError: if it would be another. DataError: see ``hash_init_adapter``.
     """
-    now = start_of(tune)
+    now = hash_init_adapter(tune)
     if now is None or saved.start in (None, now):
         return
-    before, path = flat(saved.config).get("tune.init_from"), tune.init_from
+    before, path = flatten(saved.config).get("tune.init_from"), tune.init_from
     said = f"{path} has other weights than in the checkpoint's run"
     if before != path:
         said = f"that began with {before or 'no adapter'}, and {path or 'none'} is given now"
@@ -192,26 +192,26 @@ def require_same_start(saved: RunState, tune: TuneConfig) -> None:
     )
 
 
-def _key(model: Model, store: TokenStore, device: torch.device) -> str:
+def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
     """Return a hash of what the log-probabilities follow from, computed on ``device``."""
     tune, train = model.config.tune, model.config.train
     facts = [
-        _MEANING,
+        _VERSION,
         store.attributes.content,
         store.attributes.tokenizer_fingerprint,
         model.built.identity,
         model.sample,
-        start_of(tune),
+        hash_init_adapter(tune),
         str(model.built.dtype),
         tune.base_dtype or tune.method == "qlora",
         train.float8,
-        model.built.seq_len if scaled_by_length(model.built.config) else None,
+        model.built.seq_len if has_length_scaling(model.built.config) else None,
     ]
     if tune.init_from is not None:  # its weights count by these, which its own settings equal
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
     if tune.base_dtype and not no_float8_products(device, model.built.dtype):
         facts.append("float8 products")
-    if multiplies_in_tf32(train, model.built.dtype, architecture_of(device)):
+    if multiplies_in_tf32(train, model.built.dtype, find_architecture(device)):
         facts.append("tf32")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -226,7 +226,7 @@ def _read(file: Path, num_documents: int) -> np.ndarray | None:
             raise ValueError("its bytes are not those that were written")
         kept: np.ndarray = np.load(io.BytesIO(values), allow_pickle=False)
     except PermissionError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}{remedy_of(error)}") from None
+        raise DataError(f"{file} cannot be read: {error.strerror}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{file} is damaged ({error}); remove it, and it is computed anew"
@@ -245,20 +245,18 @@ def _write(file: Path, reference: np.ndarray) -> None:
         write_file(file, values + hashlib.sha256(values).digest())  # np.load reads it all the same
     except OSError as error:
         raise DataError(
-            f"{file} cannot be written: {error.strerror or error}{remedy_of(error)}"
+            f"{file} cannot be written: {error.strerror or error}{find_remedy(error)}"
         ) from None
 
 
-class Differences(NamedTuple):
+class KlTerms(NamedTuple):
     """What mismatched answers differ from their reference by, added up, and how many they are."""
 
     moved: float = 0.0
     number: float = 0.0
 
 
-def differences(
-    engine: Engine, mismatched: Iterable[Batch], within_step: bool = False
-) -> Differences:
+def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool = False) -> KlTerms:
     """Return what this rank's mismatched answers add to the step's KL.
 
     The host waits for a device once, at the end.
@@ -269,15 +267,15 @@ def differences(
             counted.append(batch.pairs)
             found.append(log_probs)
     if not found:
-        return Differences()
+        return KlTerms()
     moved_P = torch.cat(found).view(-1, 2)[:, 1].cpu()
     moved_P = moved_P - torch.cat([pairs.reference_P2[:, 1] for pairs in counted])
     is_there_P = torch.cat([pairs.counts_P2[:, 1] for pairs in counted]) > 0
     moved_P = torch.where(is_there_P, moved_P, 0.0)
-    return Differences(float(moved_P.double().sum()), int(is_there_P.sum()))
+    return KlTerms(float(moved_P.double().sum()), int(is_there_P.sum()))
 
 
-def mean_of(moved: float, number: float) -> float:
+def clamped_mean(moved: float, number: float) -> float:
     """Return the mean difference of all ranks' mismatched answers, not below 0."""
     return max(0.0, moved / max(1.0, number))
 
@@ -287,7 +285,7 @@ def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
 
     Over all of a step's, so that it depends neither on ranks nor on micro-batches.
     """
-    return mean_of(*comm.sum([*differences(engine, mismatched)]))
+    return clamped_mean(*comm.sum([*sum_kl_terms(engine, mismatched)]))
 
 
 def require_equal_reference(result: StepResult, plan: StepPlan) -> None:

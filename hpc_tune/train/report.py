@@ -7,15 +7,15 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from hpc_tune.cluster.own_command import run_command, why_it_failed
+from hpc_tune.cluster.own_command import run_command, why_command_failed
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, spare_bytes
-from hpc_tune.memory.process_bytes import REPORTING_BYTES
+from hpc_tune.memory.process_bytes import REPORT_BYTES
 from hpc_tune.rundir.json_lines import METRICS
-from hpc_tune.rundir.nearby import SETTINGS
+from hpc_tune.rundir.nearby import RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
 
-_PER_BYTE = 4  # of metrics.jsonl, on top of the process
+_MEMORY_PER_BYTE = 4  # of metrics.jsonl, on top of the process
 _LIMIT_S = 60.0
 
 
@@ -24,17 +24,17 @@ def write_report(run_dir: Path) -> None:
 
     Nothing is written, and nothing said, where no run has begun.
     """
-    if not (run_dir / SETTINGS).is_file():
+    if not (run_dir / RESOLVED_CONFIG).is_file():
         return
     later = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
     left = spare_bytes(find_limit())
-    if left < REPORTING_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
+    if left < REPORT_BYTES + _MEMORY_PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     try:
         done = run_command(["report", "--no-job-energy", str(run_dir)], _LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no report (%s); write it with: %s", why_it_failed(error), later)
+        log.warning("no report (%s); write it with: %s", why_command_failed(error), later)
         return
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

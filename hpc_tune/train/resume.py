@@ -8,18 +8,18 @@ from pathlib import Path
 from hpc_tune.atomic_file import write_file
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
-from hpc_tune.checkpoint.store import MANIFEST, Store, damage_of, newest_valid, read_state
+from hpc_tune.checkpoint.store import MANIFEST, Store, find_damage, newest_valid, read_state
 from hpc_tune.engine.base import Engine
-from hpc_tune.errors import CheckpointError, ConfigError, remedy_of
+from hpc_tune.errors import CheckpointError, ConfigError, find_remedy
 from hpc_tune.log import log
-from hpc_tune.model.init_adapter import name_as_in_whole
+from hpc_tune.model.init_adapter import use_whole_model_names
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.rundir import nearby
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import require_same_start
-from hpc_tune.train.sources import changes_since
+from hpc_tune.train.reference import require_same_init_adapter
+from hpc_tune.train.sources import describe_mixture_changes
 from hpc_tune.world.comm import Comm
 
 
@@ -33,7 +33,7 @@ def find_checkpoint(job: Job) -> Path | None:
         where checkpoints are.
     """
     comm, settings = job.setup_comm, job.config.model_dump()
-    path = _requested(comm, job.config.checkpoint.resume, job.store)
+    path = _find_requested(comm, job.config.checkpoint.resume, job.store)
     if path is None:
         job.resume_point.step = 0
         return None
@@ -41,7 +41,7 @@ def find_checkpoint(job: Job) -> Path | None:
     def step_of() -> int:
         state = RunState.from_json(read_state(path), str(path))
         require_settings(state, settings)
-        require_same_start(state, job.config.tune)
+        require_same_init_adapter(state, job.config.tune)
         return state.step
 
     # Before anything that takes time, such as preparing data.
@@ -49,7 +49,7 @@ def find_checkpoint(job: Job) -> Path | None:
     return path
 
 
-def _requested(comm: Comm, wanted: str, store: Store) -> Path | None:
+def _find_requested(comm: Comm, wanted: str, store: Store) -> Path | None:
     if wanted != "auto" and comm.on_rank_0(
         "looking for checkpoints", lambda: _was_applied(store, wanted)
     ):
@@ -58,16 +58,16 @@ def _requested(comm: Comm, wanted: str, store: Store) -> Path | None:
             "checkpoint",
             wanted,
         )
-        return _newest_valid(comm, store)
+        return _find_newest_valid(comm, store)
     match wanted:
         case "auto":
-            return _newest_valid(comm, store)
+            return _find_newest_valid(comm, store)
         case "none":
-            comm.on_rank_0("looking for checkpoints", lambda: _require_none(store))
+            comm.on_rank_0("looking for checkpoints", lambda: _require_no_checkpoints(store))
             return None
         case path:
             comm.on_rank_0("looking for a checkpoint", lambda: _require_manifest(Path(path)))
-            if (damage := _damage(comm, Path(path))) is not None:
+            if (damage := _find_damage(comm, Path(path))) is not None:
                 raise CheckpointError(damage)
             return Path(path)
 
@@ -93,7 +93,7 @@ def resume(
         ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
-        name_as_in_whole(index, model.built.names)
+        use_whole_model_names(index, model.built.names)
         engine.load(index, state.step)
         return state
 
@@ -107,7 +107,9 @@ def resume(
     )
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
-    if data.mixture is not None and (changes := changes_since(saved.loader, data.mixture.phases)):
+    if data.mixture is not None and (
+        changes := describe_mixture_changes(saved.loader, data.mixture.phases)
+    ):
         log.info("the mixture is another from here on: %s", changes)
         job.events.write("mixture", saved.step, changes=changes)
     job.resume_point.step = saved.step
@@ -120,24 +122,26 @@ def keep_settings(job: Job, data: Data) -> None:
     Raises:
         ConfigError: if the file system refuses.
     """
-    job.setup_comm.on_rank_0("keeping the settings", lambda: _keep(job.dir, data.template))
+    job.setup_comm.on_rank_0(
+        "keeping the settings", lambda: _store_settings(job.dir, data.template)
+    )
     job.resume_point.before = None
 
 
-def _keep(run_dir: Path, template: str | None) -> None:
+def _store_settings(run_dir: Path, template: str | None) -> None:
     try:
-        os.replace(run_dir / nearby.STARTING, run_dir / nearby.SETTINGS)
+        os.replace(run_dir / nearby.STARTING_CONFIG, run_dir / nearby.RESOLVED_CONFIG)
         if template is not None:  # exports carry it, and the user's file may be gone by then
             write_file(run_dir / TEMPLATE_FILE, template)
     except OSError as error:
         raise ConfigError(
-            f"run.dir={run_dir} cannot be written: {error.strerror}{remedy_of(error)}"
+            f"run.dir={run_dir} cannot be written: {error.strerror}{find_remedy(error)}"
         ) from None
 
 
-def _newest_valid(comm: Comm, store: Store) -> Path | None:
+def _find_newest_valid(comm: Comm, store: Store) -> Path | None:
     paths = comm.on_rank_0("looking for checkpoints", store.steps)
-    newest = newest_valid(paths, partial(_damage, comm), warn=comm.is_rank_0)
+    newest = newest_valid(paths, partial(_find_damage, comm), warn=comm.is_rank_0)
     if newest is None and paths:
         raise CheckpointError(
             f"{store.folder}: none of its {len(paths)} checkpoints verifies; move them away to "
@@ -146,10 +150,10 @@ def _newest_valid(comm: Comm, store: Store) -> Path | None:
     return newest
 
 
-def _damage(comm: Comm, path: Path) -> str | None:
+def _find_damage(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
     own = comm.run_and_agree(
-        "verifying a checkpoint", lambda: damage_of(path, comm.world.rank, comm.world.size)
+        "verifying a checkpoint", lambda: find_damage(path, comm.world.rank, comm.world.size)
     )
     return next((damage for damage in comm.gather(own) if damage), None)
 
@@ -167,7 +171,7 @@ def _was_applied(store: Store, wanted: str) -> bool:
     return False
 
 
-def _require_none(store: Store) -> None:
+def _require_no_checkpoints(store: Store) -> None:
     if store.steps():
         raise ConfigError(
             f"checkpoint.resume=none, but {store.folder} holds checkpoints; choose another "

@@ -15,20 +15,20 @@ from hpc_tune.autotune.choose import choose_ranks
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure
-from hpc_tune.memory.garbage import collected_in_step
+from hpc_tune.memory.garbage import defer_collection
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.control import Control, prepare_control
-from hpc_tune.train.data import look_for_data, open_data
+from hpc_tune.train.data import open_data, require_data
 from hpc_tune.train.energy import RunEnergy
-from hpc_tune.train.exit import failing, joined, startup_watchdog
+from hpc_tune.train.exit import ending_world_on_error, in_world, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
-from hpc_tune.train.model import build_model, plan_step, resolve_layout, with_positions_of
+from hpc_tune.train.model import build_model, plan_step, resolve_layout, with_scaled_positions
 from hpc_tune.train.reference import use_reference
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.agreement import agree_on_settings
-from hpc_tune.train.startup.describe import describe
+from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import preflight
 from hpc_tune.train.trainer import Trainer, load_engine, make_deterministic
 from hpc_tune.world.bootstrap import shutdown
@@ -51,21 +51,21 @@ def run(
     """
     run_dir = Path(config.run.dir)
     given = nullcontext() if stop is None else closing(stop)
-    with joined(config.run, run_dir, faults.join) as launched, given:
+    with in_world(config.run, run_dir, faults.join) as launched, given:
         agree_on_settings(launched, config.model_dump(mode="json"))
-        stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, launched.is_rank_0)
+        stop = stop or StopFlag.for_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":
             outcome = _train(config, launched, stop, None, force, faults)
             shutdown(launched)
             return outcome.exit_code
         with startup_watchdog(launched, stop, run_dir, launched.resume_point):
-            look_for_data(config.data, launched, run_dir)
+            require_data(config.data, launched, run_dir)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
             return wait_as_idle_rank(launched)
         configure(comm.world.rank)
-        with failing(comm, run_dir):
+        with ending_world_on_error(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
             config = config.model_copy(update={"parallel": parallel})
             outcome = _train(config, comm, stop, chosen, force, faults)
@@ -87,15 +87,15 @@ def _train(
         make_deterministic()
     with open_job(config, comm, stop, chosen, faults) as job:
         if chosen is None:
-            look_for_data(config.data, comm, job.dir)
+            require_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
         learned = [source.store for source in data.sources]
-        model = with_positions_of(model, learned, job.setup_comm)
-        describe(job, model, resolved, forecast, data)
+        model = with_scaled_positions(model, learned, job.setup_comm)
+        log_start(job, model, resolved, forecast, data)
         plan = plan_step(model, resolved, data.loss_share)
         engine = load_engine(job, model, plan)
         data = use_reference(job, model, plan, data, engine)
@@ -103,7 +103,7 @@ def _train(
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
         energy = RunEnergy(job)
-        with control.step_limit.over(), collected_in_step():
+        with control.step_limit.over(), defer_collection():
             outcome = train(control.trainer, control)
         finish(job, model, forecast, control, energy, outcome)
     return outcome
@@ -117,13 +117,13 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     """
     control.begin()
     while (decision := control.decide()).goes_on:
-        with control.around_step():
+        with control.profile_step():
             has_gradients = trainer.accumulate(decision.batches, decision.terms, decision.tokens)
             if has_gradients:
                 control.saver.wait_until_weights_may_change()
                 result = trainer.update()
         if has_gradients:
-            control.took(result)
+            control.record_step(result)
         else:  # the ranks decide again
-            control.gave_up(trainer.ran_out)
+            control.on_step_out_of_memory(trainer.out_of_memory_reason)
     return control.end()

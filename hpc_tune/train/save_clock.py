@@ -12,18 +12,18 @@ from typing import Literal
 
 from hpc_tune.log import log
 from hpc_tune.rundir import failures
-from hpc_tune.rundir.failures import History
+from hpc_tune.rundir.failures import StartHistory
 from hpc_tune.units import format_seconds
 
 FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
-LEAST_S, MOST_S = 300.0, 7200.0
-UNMEASURED_S = 1800.0  # until a save has been measured
+MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 7200.0
+DEFAULT_INTERVAL_S = 1800.0  # until a save has been measured
 # Before a run has failed: 419 unplanned interruptions in 54 days of 16,384 GPUs on 2,048 nodes (The
 # Llama 3 Herd of Models, arXiv:2407.21783, table 5) are one in 264 days of a node.
 NODE_DAYS_PER_FAILURE = 264.0
 _DAY_S = 86400.0
-_SAVES = 5  # the newest, whose median counts
-_SAID_CHANGE = 0.1
+_RECENT_SAVES = 5  # the newest, whose median counts
+_LOGGED_CHANGE = 0.1
 
 
 def best_interval_s(wait_s: float, mtbf_s: float) -> float:
@@ -35,14 +35,17 @@ def best_interval_s(wait_s: float, mtbf_s: float) -> float:
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS
     22 (2006), where a save takes far less time than there is between failures.
     """
-    return min(max(math.sqrt(2 * wait_s * mtbf_s), LEAST_S), MOST_S)
+    return min(max(math.sqrt(2 * wait_s * mtbf_s), MIN_INTERVAL_S), MAX_INTERVAL_S)
 
 
-def interval_of(history: History, num_nodes: int) -> tuple[float, str]:
+def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
     """Return the seconds between saves of a run with a history, and why (pure)."""
     if not history.waits_s:
-        return UNMEASURED_S, f"every {format_seconds(UNMEASURED_S)} until a save has been measured"
-    wait_s = statistics.median(history.waits_s[-_SAVES:])
+        return (
+            DEFAULT_INTERVAL_S,
+            f"every {format_seconds(DEFAULT_INTERVAL_S)} until a save has been measured",
+        )
+    wait_s = statistics.median(history.waits_s[-_RECENT_SAVES:])
     if history.failures:
         mtbf_s = history.running_s / history.failures
         times = f"{history.failures} failure{'s' * (history.failures > 1)}"
@@ -52,7 +55,7 @@ def interval_of(history: History, num_nodes: int) -> tuple[float, str]:
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
         why = f"no failure so far: one in {NODE_DAYS_PER_FAILURE:.0f} days of a node, {nodes}"
     interval_s = best_interval_s(wait_s, mtbf_s)
-    limit = {LEAST_S: ", at least", MOST_S: ", at most"}.get(interval_s, "")
+    limit = {MIN_INTERVAL_S: ", at least", MAX_INTERVAL_S: ", at most"}.get(interval_s, "")
     limit += f" {format_seconds(interval_s)}" if limit else ""
     return interval_s, (
         f"every {format_seconds(interval_s)}: sqrt(2 x {wait_s:.2g} s that training waits for a "
@@ -69,10 +72,10 @@ class SaveClock:
         """Begin; with ``"auto"`` what the starts before have left in ``run_dir`` counts."""
         self._is_auto, self._num_nodes = every_minutes == "auto", num_nodes
         self._interval_s: float | None = None
-        self._history, self._began_s = History(), time.monotonic()
+        self._history, self._began_s = StartHistory(), time.monotonic()
         if self._is_auto:
             self._history = failures.read(run_dir)
-            self._decide()
+            self._update_interval()
         elif isinstance(every_minutes, int | float):
             self._interval_s = 60.0 * every_minutes
         self._saved_at_s = time.monotonic() - max(0.0, (self._interval_s or 0.0) - FIRST_SAVE_S)
@@ -88,16 +91,16 @@ class SaveClock:
         """Note that a save begins now."""
         self._saved_at_s = time.monotonic()
 
-    def take_in(self, wait_s: float) -> None:
+    def record_wait(self, wait_s: float) -> None:
         """Take in a save that is there, and for how long training has waited for it."""
         if self._is_auto:
             self._history = replace(self._history, waits_s=(*self._history.waits_s, wait_s))
-            self._decide()
+            self._update_interval()
 
-    def _decide(self) -> None:
+    def _update_interval(self) -> None:
         ran_s = self._history.running_s + time.monotonic() - self._began_s
         before_s = self._interval_s
-        now = interval_of(replace(self._history, running_s=ran_s), self._num_nodes)
+        now = choose_interval(replace(self._history, running_s=ran_s), self._num_nodes)
         self._interval_s, text = now
-        if before_s is None or abs(self._interval_s / before_s - 1) > _SAID_CHANGE:
+        if before_s is None or abs(self._interval_s / before_s - 1) > _LOGGED_CHANGE:
             log.info("saves   %s", text)

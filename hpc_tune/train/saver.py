@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from hpc_tune.checkpoint.export import pack_adapter
-from hpc_tune.checkpoint.reports import Report, Reports
+from hpc_tune.checkpoint.reports import SaveReport, SaveReports
 from hpc_tune.checkpoint.staging import (
-    CudaDevice,
-    Device,
-    KeptBlocks,
-    bytes_of,
-    bytes_to_copy,
+    CudaStagingDevice,
+    PinnedBlockPool,
+    StagingDevice,
+    block_bytes,
+    choose_staging_bytes,
 )
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.config.schema import CheckpointConfig
-from hpc_tune.engine.adamw import MOMENTS
+from hpc_tune.engine.adamw import MOMENT_NAMES
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import log
-from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.job import Job
@@ -39,21 +39,21 @@ from hpc_tune.world.comm import Comm, ResumePoint
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
-STATE_PREFIXES = tuple(f"{part}." for part in MOMENTS)
+STATE_PREFIXES = tuple(f"{part}." for part in MOMENT_NAMES)
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class WriteOptions:
     """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
-    ``admit(bytes, why)`` tells whether there is memory for copies; ``device(kept)`` is what copies
-    them if the engine is on one, into blocks that are kept between saves; ``owns_folder()`` tells
-    whether the run directory is still this job's; ``faults`` are for tests.
+    ``can_allocate(bytes, why)`` tells whether there is memory for copies; ``device(kept)`` is what
+    copies them if the engine is on one, into blocks that are kept between saves; ``owns_folder()``
+    tells whether the run directory is still this job's; ``faults`` are for tests.
     """
 
     limit_s: float
-    admit: Callable[[int, str], bool] = lambda num_bytes, why: True
-    device: Callable[[KeptBlocks], Device] | None = None
+    can_allocate: Callable[[int, str], bool] = lambda num_bytes, why: True
+    device: Callable[[PinnedBlockPool], StagingDevice] | None = None
     owns_folder: Callable[[], bool] = lambda: True
     faults: Faults = NO_FAULTS
 
@@ -89,7 +89,7 @@ class Saver:
     So a save is there as soon as its bytes are, however long a step takes, and whatever becomes of
     that step. The ranks learn of it within the one sum of each step boundary, and no collective
     waits for a slow file system. Every method but
-    ``wait_until_weights_may_change``, ``status`` and ``take_waits`` is collective.
+    ``wait_until_weights_may_change``, ``status`` and ``pop_waits_s`` is collective.
     """
 
     def __init__(
@@ -110,22 +110,22 @@ class Saver:
         self._comm, self._store, self._engine, self._events = comm, store, engine, events
         self._settings, self._writing = settings, writing
         self._background = settings.background and engine.saves_in_background
-        self._in_pieces, self._kept = False, KeptBlocks()
+        self._in_pieces, self._block_pool = False, PinnedBlockPool()
         self._committed_step = resume_point.step or 0
         self._save: _Save | None = None
-        self._blocked_s = self._waits_since_s = 0.0
-        self._seen, self._seen_at_s = -1, 0.0
+        self._blocked_s = self._blocked_since_s = 0.0
+        self._last_progress, self._last_progress_s = -1, 0.0
         self.last_save_s = FIRST_SAVE_GUESS_S
         self._waits_s: list[float] = []
 
     @property
-    def levers(self) -> dict[Action, Lever]:
+    def levers(self) -> dict[Action, ActionHandle]:
         """What the governor may do to saves."""
-        return {Action.SAVE_IN_PIECES: Lever(self._save_in_pieces)}
+        return {Action.SAVE_IN_PIECES: ActionHandle(self._save_in_pieces)}
 
-    def give_back(self) -> None:
+    def release_staging_blocks(self) -> None:
         """Give what is kept of the last save's copies back to the system; the next takes anew."""
-        self._kept.release()
+        self._block_pool.release()
 
     @property
     def committed_step(self) -> int:
@@ -133,7 +133,7 @@ class Saver:
         return self._committed_step
 
     @property
-    def busy(self) -> bool:
+    def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._save is not None
 
@@ -142,7 +142,7 @@ class Saver:
         """Whether training waits until a save is done."""
         return self._in_pieces or not self._background
 
-    def take_waits(self) -> list[float]:
+    def pop_waits_s(self) -> list[float]:
         """Return how long this rank has waited for each save that was done since the last call."""
         waits_s, self._waits_s = self._waits_s, []
         return waits_s
@@ -154,20 +154,20 @@ class Saver:
             CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
         """
         began_s, self._blocked_s = time.monotonic(), 0.0
-        with self._blocking():
+        with self._count_blocked_time():
             try:
                 folder, name = self._comm.on_rank_0(
                     "making a checkpoint folder",
                     lambda: (self._store.begin(state.step), os.urandom(8).hex()),
                 )
             except HpcTuneError as error:
-                self._give_up(state.step, error)
+                self._on_failed_save(state.step, error)
                 return
-            writer = self._begin(self._parts(folder))
-            reports = Reports(self._comm, name)
+            writer = self._start_writer(self._regions_by_file(folder))
+            reports = SaveReports(self._comm, name)
             task = _Task(lambda task: self._end(save, reports, task))
             save = self._save = _Save(state, folder, began_s, writer, task)
-            self._seen, self._seen_at_s = -1, began_s
+            self._last_progress, self._last_progress_s = -1, began_s
             task.start()
         if self.waits:
             self.finish()
@@ -191,7 +191,7 @@ class Saver:
     def wait_until_weights_may_change(self) -> None:
         """Wait until what is being saved of weights and optimizer state is copied or written."""
         if self._save is not None:
-            with self._blocking():
+            with self._count_blocked_time():
                 self._save.writer.release(self._writing.limit_s)
 
     def status(self) -> float:
@@ -205,14 +205,14 @@ class Saver:
         if save.task.done:
             return 1.0 if save.task.error is None else float(self._comm.world.size)
         progress, now_s = save.writer.progress + save.task.progress, time.monotonic()
-        if progress != self._seen:
-            self._seen, self._seen_at_s = progress, now_s
-        elif now_s - self._seen_at_s > (limit_s := self._writing.limit_s):
+        if progress != self._last_progress:
+            self._last_progress, self._last_progress_s = progress, now_s
+        elif now_s - self._last_progress_s > (limit_s := self._writing.limit_s):
             why = f"no byte was written for {limit_s:.0f} s: the file system hangs"
             if not save.writer.over:
-                save.writer.give_up(why)  # and its task tells rank 0
+                save.writer.cancel(why)  # and its task tells rank 0
             else:
-                save.task.give_up(why)
+                save.task.cancel(why)
         return 0.0
 
     def advance(self, num_done: float) -> None:
@@ -221,41 +221,43 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
         """
-        with self._blocking():
+        with self._count_blocked_time():
             self._advance(num_done)
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is committed. Raises as ``advance``."""
-        with self._blocking():
-            while self.busy:
+        with self._count_blocked_time():
+            while self.is_saving:
                 [num_done] = self._comm.sum([self.status()])
                 self._advance(num_done)
-                if self.busy:
+                if self.is_saving:
                     time.sleep(_POLL_S)
 
     def _save_in_pieces(self, times: int) -> str:
         """Let training wait for coming saves, which then copy nothing."""
         self._in_pieces = times > 0
-        self._kept.keep(not self.waits)
+        self._block_pool.keep(not self.waits)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
-    def _begin(self, parts: dict[Path, list[Region]]) -> Writer:
-        writing, kept, budget = self._writing, self._kept, 0
+    def _start_writer(self, parts: dict[Path, list[Region]]) -> Writer:
+        writing, kept, budget = self._writing, self._block_pool, 0
         device = writing.device(kept) if writing.device is not None else None
         if not self.waits:
-            total = bytes_of([region for regions in parts.values() for region in regions])
+            total = block_bytes([region for regions in parts.values() for region in regions])
             wanted, on_device = self._settings.staging_bytes, device is not None
-            budget = bytes_to_copy(wanted, total, on_device, writing.admit, kept.num_bytes)
+            budget = choose_staging_bytes(
+                wanted, total, on_device, writing.can_allocate, kept.num_bytes
+            )
             if budget < total and kept.num_bytes:  # no more room for all: they are of no use
                 kept.release()
         return Writer(parts, budget, writing.faults, device)
 
     @contextmanager
-    def _blocking(self) -> Iterator[None]:
+    def _count_blocked_time(self) -> Iterator[None]:
         """Count the time that training waits."""
-        self._waits_since_s = time.monotonic()
+        self._blocked_since_s = time.monotonic()
         yield
-        self._blocked_s += time.monotonic() - self._waits_since_s
+        self._blocked_s += time.monotonic() - self._blocked_since_s
 
     def _advance(self, num_done: float) -> None:
         if self._save is None or num_done < self._comm.world.size:
@@ -264,14 +266,14 @@ class Saver:
         try:
             own = self._comm.run_and_agree("saving a checkpoint", save.task.result)
         except HpcTuneError as error:
-            save.writer.give_up(str(error))
-            self._give_up(save.state.step, error)
+            save.writer.cancel(str(error))
+            self._on_failed_save(save.state.step, error)
             return
         committed = self._comm.broadcast(own)
         assert committed is not None
         self._committed_step = self._resume_point.step = save.state.step
         self.last_save_s = committed.save_s
-        blocked_s = self._blocked_s + time.monotonic() - self._waits_since_s
+        blocked_s = self._blocked_s + time.monotonic() - self._blocked_since_s
         self._waits_s.append(blocked_s)
         self._events.write(
             "checkpoint",
@@ -282,7 +284,7 @@ class Saver:
             blocked_s=round(blocked_s, 3),
         )
 
-    def _parts(self, folder: Path) -> dict[Path, list[Region]]:
+    def _regions_by_file(self, folder: Path) -> dict[Path, list[Region]]:
         """Return what this rank writes, by file: optimizer state apart from adapters."""
         regions, file = self._engine.regions(), f"{self._comm.world.rank:05d}.safetensors"
         parts = {folder / f"rank-{file}": regions}
@@ -295,7 +297,7 @@ class Saver:
         return {path: some for path, some in parts.items() if some}
 
     def _end(
-        self, save: _Save, reports: Reports, task: "_Task[_Committed | None]"
+        self, save: _Save, reports: SaveReports, task: "_Task[_Committed | None]"
     ) -> _Committed | None:
         """Tell rank 0 what this rank has written; there, commit what all have. For a thread.
 
@@ -303,15 +305,15 @@ class Saver:
             CheckpointError: if any rank could not write, or rank 0 cannot know or commit.
         """
         try:
-            own = Report(tuple(save.writer.result()))
+            own = SaveReport(tuple(save.writer.result()))
         except CheckpointError as error:
-            own = Report(error=str(error))
+            own = SaveReport(error=str(error))
         if not self._comm.is_rank_0:
             reports.send(own)
             return None
         is_there = False
         try:
-            all_reports = reports.collect(own, task.go_on)
+            all_reports = reports.collect(own, task.check_cancelled)
             _require_written(all_reports)
             files = [file for report in all_reports for file in report.files]
             path, files = self._commit(save, files, task)
@@ -327,7 +329,7 @@ class Saver:
         self, save: _Save, files: list[WrittenFile], task: "_Task[_Committed | None]"
     ) -> tuple[Path, list[WrittenFile]]:
         def require_wanted() -> None:
-            task.go_on()
+            task.check_cancelled()
             if not self._writing.owns_folder():
                 raise CheckpointError(f"{save.folder}: another job has taken the run directory")
 
@@ -335,11 +337,11 @@ class Saver:
             weights = [f.name for f in files if f.name.startswith("weights-")]
             rest = [f for f in files if f.name not in weights]
             files = rest + self._pack(save.folder, weights)
-        task.go_on()
+        task.check_cancelled()
         state = save.state.to_json()
         return self._store.commit(save.folder, state, files, require_wanted), files
 
-    def _give_up(self, step: int, error: HpcTuneError) -> None:
+    def _on_failed_save(self, step: int, error: HpcTuneError) -> None:
         if self._settings.required:
             raise error
         self._events.write("warning", step, message=f"not saved: {error}")
@@ -354,16 +356,16 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
     writing = WriteOptions(
         job.config.run.timeout,
-        job.monitor.admit,
-        CudaDevice if job.setup_comm.device.type == "cuda" else None,
-        lambda: not job.owner.is_anothers(),
+        job.monitor.can_allocate,
+        CudaStagingDevice if job.setup_comm.device.type == "cuda" else None,
+        lambda: not job.owner.is_taken_over(),
         job.faults,
     )
     common = (job.step_comm, job.store, engine, job.events, job.config.checkpoint)
     return Saver(*common, writing, job.resume_point, pack)
 
 
-def _require_written(reports: Sequence[Report]) -> None:
+def _require_written(reports: Sequence[SaveReport]) -> None:
     """Raise the error of the first rank that has one."""
     for rank, report in enumerate(reports):
         if report.error is not None:
@@ -378,7 +380,7 @@ class _Task(Generic[T]):
         self.progress = 0
         self.error: HpcTuneError | None = None
         self._result: T | None = None
-        self._deciding = threading.Lock()
+        self._result_lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="checkpoint-commit", daemon=True
         )
@@ -387,34 +389,34 @@ class _Task(Generic[T]):
         """Begin."""
         self._thread.start()
 
-    def go_on(self) -> None:
+    def check_cancelled(self) -> None:
         """Count as progress; raise in the thread if the work was given up."""
         self.progress += 1
         if self.done:
             raise self.error or CheckpointError("the save was given up")
 
-    def give_up(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         """Count as failed from now on, unless it is over."""
-        self._decide(None, CheckpointError(why))
+        self._set_result(None, CheckpointError(why))
 
     def result(self) -> T:
         """Return what the work returned, or raise what it raised. Work that is not over is given
         up: another rank has failed.
         """
-        self._decide(None, None)
+        self._set_result(None, None)
         if self.error is not None:
             raise self.error
         return self._result  # type: ignore[return-value]
 
     def _run(self, work: Callable[["_Task[T]"], T]) -> None:
         try:
-            self._decide(work(self), None)
+            self._set_result(work(self), None)
         except HpcTuneError as error:
-            self._decide(None, error)
+            self._set_result(None, error)
         except Exception as error:  # a thread's error must reach the loop
-            self._decide(None, CheckpointError(f"a checkpoint cannot be committed: {error!r}"))
+            self._set_result(None, CheckpointError(f"a checkpoint cannot be committed: {error!r}"))
 
-    def _decide(self, result: T | None, error: HpcTuneError | None) -> None:
-        with self._deciding:
+    def _set_result(self, result: T | None, error: HpcTuneError | None) -> None:
+        with self._result_lock:
             if not self.done:
                 self._result, self.error, self.done = result, error, True

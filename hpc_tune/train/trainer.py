@@ -28,14 +28,14 @@ from hpc_tune.engine.base import Engine, EngineSettings, StepResult
 from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
-from hpc_tune.memory.device import give_back_cache, what_failed
+from hpc_tune.memory.device import describe_failed_allocation, empty_caches
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.reference import Differences, differences, mean_of
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.train.reference import KlTerms, clamped_mean, sum_kl_terms
+from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
 
 
@@ -51,14 +51,14 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
                 cache, comm.world.node, comm.device, comm.threads, share, config.tune.dropout
             ),
         )
-    if multiplies_in_tf32(config.train, model.built.dtype, architecture_of(comm.device)):
+    if multiplies_in_tf32(config.train, model.built.dtype, find_architecture(comm.device)):
         use_tf32(model.built.module)
     settings = EngineSettings(
         plan,
         comm.device,
         config.optim,
         config.train,
-        reserve=monitor.ensure,
+        reserve=monitor.require_bytes,
         run_and_agree=comm.run_and_agree,
         faults=job.faults,
     )
@@ -84,7 +84,7 @@ class Trainer:
     A step is in two parts, since what still reads the weights has to be waited for between them.
     ``step``: how many are done. ``began_s`` and ``data_s``: when the current one began, on the
     monotonic clock, and how long it waited for its rows. ``lr``: the rate of the last update.
-    ``ran_out``: what this rank's device refused, if the last step was given up for it.
+    ``out_of_memory_reason``: what this rank's device refused, if the last step was given up for it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Trainer:
         self.engine, self.loader = engine, loader
         self.step, self.total_steps = steps.start, steps.stop
         self.began_s = self.data_s = self.lr = 0.0
-        self.ran_out: str | None = None
+        self.out_of_memory_reason: str | None = None
         self._comm, self._optim = comm, optim
         self._repeats = engine.repeats_steps and can_repeat
         self._position = loader.state()
@@ -132,43 +132,43 @@ class Trainer:
         Raises:
             torch.OutOfMemoryError: if this rank has no room, and the step cannot be run again.
         """
-        self.ran_out = None
+        self.out_of_memory_reason = None
         if any(batch.mismatched is not None for batch in batches):
             kl = self._kl(batches)
             if kl is None:
-                return self._give_up()
+                return self._give_up_step()
             batches = [batch.with_kl(kl) for batch in batches]
         error = self.engine.accumulate(batches, global_terms, global_tokens)
         if error is not None:
-            self._take_in(error)
+            self._note_out_of_memory(error)
             del error
-        if not self._repeats or self._comm.sum([self.ran_out is not None]) == [0]:
+        if not self._repeats or self._comm.sum([self.out_of_memory_reason is not None]) == [0]:
             return True
-        return self._give_up()
+        return self._give_up_step()
 
     def _kl(self, batches: Sequence[Batch]) -> float | None:
         """Return the step's KL; None if a rank had no room for the passes that it takes.
 
         The other ranks learn that with the sum itself: they wait in no other collective.
         """
-        found = Differences()
+        found = KlTerms()
         try:
             mismatched = [b.mismatched for b in batches if b.mismatched]
-            found = differences(self.engine, mismatched, within_step=True)
+            found = sum_kl_terms(self.engine, mismatched, within_step=True)
         except torch.OutOfMemoryError as error:
-            self._take_in(error)
-        moved, number, ran_out = self._comm.sum([*found, self.ran_out is not None])
-        return None if ran_out else mean_of(moved, number)
+            self._note_out_of_memory(error)
+        moved, number, ran_out = self._comm.sum([*found, self.out_of_memory_reason is not None])
+        return None if ran_out else clamped_mean(moved, number)
 
-    def _take_in(self, error: torch.OutOfMemoryError) -> None:
+    def _note_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         if not self._repeats:
             raise error
-        self.ran_out = what_failed(error)
+        self.out_of_memory_reason = describe_failed_allocation(error)
 
-    def _give_up(self) -> bool:
+    def _give_up_step(self) -> bool:
         # What the error held is free only now, and in fragments.
         trim_heap()
-        give_back_cache()
+        empty_caches()
         self.loader.restore(self._position)
         return False
 

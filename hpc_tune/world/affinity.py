@@ -1,6 +1,7 @@
 """Cores and threads of a rank: its share of what the ranks of its node may use.
 
-    masks of the node's ranks + what the cpuset would allow -> share_of_cores (pure) -> apply
+    masks of the node's ranks + what the cpuset would allow -> assign_cores (pure) ->
+    apply_core_share
 
 It runs before torch is imported, since the threads that torch starts inherit the mask. Which GPU
 each rank has is known only after that: then the cores are dealt again, by the GPUs' NUMA nodes.
@@ -16,8 +17,8 @@ from pathlib import Path
 from hpc_tune.cluster.schedulers import granted_cpus
 
 Mask = frozenset[int]
-Physical = Callable[[int], tuple[int, int]]
-KERNELS_KEPT = 128  # by oneDNN, see ``apply``
+CoreLookup = Callable[[int], tuple[int, int]]
+ONEDNN_CACHE_SIZE = 128  # by oneDNN, see ``apply_core_share``
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,19 @@ class CoreShare:
 
 
 @dataclass(frozen=True)
-class Near:
+class NumaNode:
     """The NUMA node of a rank's GPU, and its CPUs."""
 
     node: int
     cpus: Mask
 
 
-def share_of_cores(
+def assign_cores(
     masks: Sequence[Mask],
     reachable: Mask,
     local_rank: int,
-    physical: Physical,
-    near: Sequence[Near | None] = (),
+    physical: CoreLookup,
+    near: Sequence[NumaNode | None] = (),
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
@@ -60,7 +61,7 @@ def share_of_cores(
     ``near``: where each rank's GPU is. Ranks that split a mask then split, with those whose GPU is
     at the same node, what of the mask is of that node.
     """
-    share = _share_of(masks, reachable, local_rank, physical, near)
+    share = _split_cores(masks, reachable, local_rank, physical, near)
     place = near[local_rank] if near else None
     if place is None or not place.cpus or share.cpus & place.cpus:
         return share
@@ -73,19 +74,19 @@ def share_of_cores(
     return replace(share, warning="; ".join(filter(None, [share.warning, warning])))
 
 
-def _share_of(
+def _split_cores(
     masks: Sequence[Mask],
     reachable: Mask,
     local_rank: int,
-    physical: Physical,
-    near: Sequence[Near | None],
+    physical: CoreLookup,
+    near: Sequence[NumaNode | None],
 ) -> CoreShare:
     own, num_ranks, warning = masks[local_rank], len(masks), None
     alike = [rank for rank, mask in enumerate(masks) if mask == own]
     if num_ranks > 1 and len(alike) == num_ranks > len(own) and len(reachable) > len(own):
         warning = (
-            f"the launcher pinned all {num_ranks} ranks of this node to {_count(own)} while "
-            f"{_count(reachable)} may be used; spreading the ranks over these "
+            f"the launcher pinned all {num_ranks} ranks of this node to {_format_cpus(own)} while "
+            f"{_format_cpus(reachable)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
         own = reachable
@@ -108,7 +109,7 @@ def _share_of(
             f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )
     pin = cpus != masks[local_rank]
-    if near_cpus := _near_slice(own, alike, local_rank, physical, near):
+    if near_cpus := _slice_near_gpu(own, alike, local_rank, physical, near):
         cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, physical), True
     return CoreShare(cpus, num_cores, num_cores, pin, warning)
 
@@ -131,7 +132,7 @@ def reachable_cpus() -> Mask:
     return now if granted is not None and len(widest) > granted else widest
 
 
-def runs_of(mask: Mask) -> list[list[int]]:
+def to_cpu_ranges(mask: Mask) -> list[list[int]]:
     """Return the first and last CPU of each contiguous run, which is short to send."""
     runs: list[list[int]] = []
     for cpu in sorted(mask):
@@ -142,8 +143,8 @@ def runs_of(mask: Mask) -> list[list[int]]:
     return runs
 
 
-def mask_of(runs: Sequence[Sequence[int]]) -> Mask:
-    """Return the CPUs of ``runs_of``."""
+def from_cpu_ranges(runs: Sequence[Sequence[int]]) -> Mask:
+    """Return the CPUs of ``to_cpu_ranges``."""
     return frozenset(cpu for first, last in runs for cpu in range(first, last + 1))
 
 
@@ -157,7 +158,7 @@ def physical_core(cpu: int) -> tuple[int, int]:
         return 0, cpu
 
 
-def apply(share: CoreShare, threads: int) -> str | None:
+def apply_core_share(share: CoreShare, threads: int) -> str | None:
     """Set the mask and the variables of thread pools; return a note if one was overridden."""
     if share.pin:
         os.sched_setaffinity(0, share.cpus)
@@ -165,7 +166,7 @@ def apply(share: CoreShare, threads: int) -> str | None:
     # many again. Documents have many lengths: a CPU rank of a 135M model in bf16 grew by a half
     # within 100 steps. With 128 kept it is as fast; 64 are fewer than a row of 1,024 tokens needs,
     # whose step makes 333 of 660 anew, 0.6 ms each. The layer above pays nothing for keeping one.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_CACHE_SIZE))
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -174,7 +175,7 @@ def apply(share: CoreShare, threads: int) -> str | None:
     return f"OMP_NUM_THREADS={before} was set and is now {threads}; set run.threads to choose"
 
 
-def move_others(before: Mask, cpus: Mask) -> None:
+def move_other_threads(before: Mask, cpus: Mask) -> None:
     """Let the threads of this process that have the mask ``before`` run on ``cpus`` instead.
 
     CUDA's driver has started some by the time that the rank's GPU is known.
@@ -185,7 +186,7 @@ def move_others(before: Mask, cpus: Mask) -> None:
                 os.sched_setaffinity(int(task.name), cpus)
 
 
-def describe(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
+def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
     """Return one line for the world from each rank's (cores, threads, ranks on these cores)."""
     counts = Counter(shares)
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
@@ -202,7 +203,7 @@ def describe(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
-def _slice(mask: Mask, num: int, index: int, physical: Physical) -> Mask:
+def _slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
     """Return slice ``index`` of ``num`` contiguous ones, of whole cores where there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
@@ -214,12 +215,12 @@ def _slice(mask: Mask, num: int, index: int, physical: Physical) -> Mask:
     return frozenset(cpu for group in groups[first:last] for cpu in group)
 
 
-def _near_slice(
+def _slice_near_gpu(
     mask: Mask,
     alike: Sequence[int],
     local_rank: int,
-    physical: Physical,
-    near: Sequence[Near | None],
+    physical: CoreLookup,
+    near: Sequence[NumaNode | None],
 ) -> Mask | None:
     """Return the rank's slice of the mask's CPUs at its GPU's node.
 
@@ -236,9 +237,9 @@ def _near_slice(
     return _slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
 
 
-def _num_cores(mask: Mask, physical: Physical) -> int:
+def _num_cores(mask: Mask, physical: CoreLookup) -> int:
     return len({physical(cpu) for cpu in mask})
 
 
-def _count(mask: Mask) -> str:
+def _format_cpus(mask: Mask) -> str:
     return "1 CPU" if len(mask) == 1 else f"{len(mask)} CPUs"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal
 
 # In the order in which torch reads them: one alone counts.
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_GROWS = "expandable_segments:True"
-_MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
+ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+_MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
 
 
 def can_map_memory() -> bool:
@@ -26,7 +26,10 @@ def can_map_memory() -> bool:
         device = ctypes.c_int()
         if cuda.cuDeviceGet(ctypes.byref(device), index):
             return False
-        if cuda.cuDeviceGetAttribute(ctypes.byref(found), _MAPS_MEMORY, device) or not found.value:
+        if (
+            cuda.cuDeviceGetAttribute(ctypes.byref(found), _MAPPING_ATTRIBUTE, device)
+            or not found.value
+        ):
             return False
     return num.value > 0
 
@@ -41,10 +44,10 @@ def expand_segments(
     Blocks of changing sizes then leave no gaps that none of them fits into. Segments grow by
     mapping memory, which some virtual GPUs cannot: there the first allocation would fail.
     """
-    if wanted == "cpu" or any(name in environ for name in VARIABLES):
+    if wanted == "cpu" or any(name in environ for name in ALLOC_CONF_VARIABLES):
         return
     if can_map():
-        environ["PYTORCH_ALLOC_CONF"] = _GROWS
+        environ["PYTORCH_ALLOC_CONF"] = _EXPANDABLE
 
 
 def read_settings() -> Mapping[str, Any]:
@@ -58,14 +61,15 @@ def read_settings() -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def not_read(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
+def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
     """Return a warning where segments shall grow and torch's ``settings`` say otherwise (pure)."""
-    wanted = next((environ[name] for name in VARIABLES if name in environ), "")
+    wanted = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     told = settings.get("expandable_segments")
-    if _GROWS not in wanted or told is None or str(told).lower() in ("true", "1"):
+    if _EXPANDABLE not in wanted or told is None or str(told).lower() in ("true", "1"):
         return None
     return (
-        f"torch has not read {_GROWS} of the environment, so memory of GPUs is lost to gaps: torch "
-        "was imported before the ranks set it. Export PYTORCH_ALLOC_CONF=expandable_segments:True "
+        f"torch has not read {_EXPANDABLE} of the environment, so memory of GPUs is lost to gaps: "
+        "torch was imported before the ranks set it. Export "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True "
         "in the job"
     )

@@ -29,13 +29,13 @@ _WITH_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 _WITH_FP16 = (*_WITH_BF16, "gfx900", "gfx906", "gfx10")
 _WITH_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 _WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
-_WITH_GROUPS = ("gfx90a", "gfx942", "gfx950")
+_WITH_GROUPED_MM = ("gfx90a", "gfx942", "gfx950")
 # FlashAttention 3 and 4, which torch calls in the place of its own kernel: module and package.
 NEWER_ATTENTION = {
     "FA3": ("flash_attn_interface", "flash-attn-3"),
     "FA4": ("flash_attn.cute.interface", "flash-attn-4"),
 }
-_ALLOWS_GROUPS = "ROCM_ALLOW_GROUP_GEMM_CK"
+_GROUPED_MM_VARIABLE = "ROCM_ALLOW_GROUP_GEMM_CK"
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Architecture:
     @property
     def has_bf16(self) -> bool:
         """Whether it computes in bf16, and not by way of fp32."""
-        return self._is((8, 0), _WITH_BF16)
+        return self._supports((8, 0), _WITH_BF16)
 
     @property
     def has_fp16(self) -> bool:
         """Whether it computes in fp16 faster than in fp32."""
-        return self._is((7, 0), _WITH_FP16)
+        return self._supports((7, 0), _WITH_FP16)
 
     @property
-    def repeats_products(self) -> bool:
+    def has_deterministic_matmul(self) -> bool:
         """Whether a product of matrices has the same bits each time.
 
         cuBLAS promises that for one stream
@@ -73,12 +73,12 @@ class Architecture:
     @property
     def has_tf32(self) -> bool:
         """Whether it multiplies fp32 matrices as TF32 where torch is told to."""
-        return self._is((8, 0), ())
+        return self._supports((8, 0), ())
 
     @property
     def has_varlen_attention(self) -> bool:
         """Whether torch's variable-length kernel is made for it."""
-        return self._is((8, 0), _WITH_ATTENTION)
+        return self._supports((8, 0), _WITH_ATTENTION)
 
     @property
     def newer_attention(self) -> tuple[str, ...]:
@@ -90,20 +90,20 @@ class Architecture:
     @property
     def has_float8(self) -> bool:
         """Whether it multiplies matrices in float8."""
-        return self._is((8, 9), _WITH_FLOAT8)
+        return self._supports((8, 9), _WITH_FLOAT8)
 
-    def groups_products(self, environ: Mapping[str, str] = os.environ) -> bool:
+    def has_grouped_mm(self, environ: Mapping[str, str] = os.environ) -> bool:
         """Whether torch has one kernel for the bf16 products of many experts."""
-        is_allowed = self.capability is not None or environ.get(_ALLOWS_GROUPS) == "1"
-        return is_allowed and self._is((9, 0), _WITH_GROUPS)
+        is_allowed = self.capability is not None or environ.get(_GROUPED_MM_VARIABLE) == "1"
+        return is_allowed and self._supports((9, 0), _WITH_GROUPED_MM)
 
-    def _is(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
+    def _supports(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
         if self.capability is not None:
             return self.capability >= since
         return self.gfx.startswith(names)
 
 
-def architecture_of(device: "torch.device") -> Architecture | None:
+def find_architecture(device: "torch.device") -> Architecture | None:
     """Return that of a GPU; None for a CPU."""
     import torch
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_tune.cluster.launchers import launcher_of, rank_hint
+from hpc_tune.cluster.launchers import find_launcher, rank_hint
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.config.schema import RunSettings
@@ -31,16 +31,16 @@ from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
-    Gpus,
+    VisibleGpus,
     check_devices,
     gather_gpus,
-    nodes_of_gpus,
+    gpu_numa_nodes,
     pick_device,
     visible_gpus,
 )
 from hpc_tune.world.discover import World, discover
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
-from hpc_tune.world.hidden_gpus import hidden_neighbours
+from hpc_tune.world.hidden_gpus import hidden_gpus_warning
 from hpc_tune.world.json_channel import (
     Channel,
     MpiChannel,
@@ -48,11 +48,16 @@ from hpc_tune.world.json_channel import (
     StarChannel,
     StoreChannel,
 )
-from hpc_tune.world.keepalive import HostWatch, Lost
-from hpc_tune.world.nccl_errors import NcclWatch, leave_errors_to_us
-from hpc_tune.world.nodes import host_key, nodes_of, place_of
-from hpc_tune.world.numa import SYS, cpus_of
-from hpc_tune.world.rendezvous import interface_towards, local_addresses, named, rendezvous
+from hpc_tune.world.keepalive import EndWorld, HostWatch
+from hpc_tune.world.nccl_errors import NcclWatch, disable_torch_handling
+from hpc_tune.world.nodes import host_key, node_fields, number_nodes
+from hpc_tune.world.numa import SYS, read_node_cpus
+from hpc_tune.world.rendezvous import (
+    find_interface_to,
+    local_addresses,
+    rendezvous,
+    split_interfaces,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,22 +71,24 @@ _CONNECT_HINT = (
     "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface it "
     "takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
 )
-_SETTLE_LIMIT_S = 5.0
+_GLOO_IDLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
 
 
-def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: bool = True) -> Comm:
+def bootstrap(
+    settings: RunSettings, lost: EndWorld = end_world, refuses_unused: bool = True
+) -> Comm:
     """Form the world and return this rank's part in it; collective over all ranks.
 
-    ``lost`` ends the world when another host is down or cut off, which a thread finds out;
-    ``refuses_unused``: whether ranks are refused that see none of the GPUs granted to them.
+    ``lost`` ends the world when a thread finds another host down or cut off; ``refuses_unused``:
+    refuse ranks that see none of the GPUs granted to them.
 
     Raises:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    open_files.require_least(files := open_files.raise_limit())
-    launcher, claim = launcher_of(os.environ)
+    open_files.require_min_files(files := open_files.raise_limit())
+    launcher, claim = find_launcher(os.environ)
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
         watch_launcher(who)
@@ -89,22 +96,22 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
     with time_limit("all ranks to start", limit_s, _START_HINT, who):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form without them
-            _log_warnings([open_files.shortage(files, world.size)])
+            _log_warnings([open_files.shortage_warning(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim, settings)
-        world = _with_nodes(world, channel)
-        cores = _allowed_cores(world, channel)
+        world = _fill_in_nodes(world, channel)
+        cores = _gather_core_masks(world, channel)
         share, threads, note = _take_cores(world, cores, settings)
     limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
     expand_segments(os.environ, settings.device)
     _import_torch(channel, max(limit_s, settings.timeout), who)
     with time_limit("all ranks to meet", limit_s, _START_HINT, who):
-        store, address, nonce, met = _rendezvous(world, channel, settings)
+        store, address, nonce, met = _open_store(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
         device, warning, near = _take_device(world, exchange, settings, claim, refuses_unused)
         exchange.close()
         if near:
             share, threads, _ = _take_cores(world, cores, settings, near)
-    _use_threads(threads)
+    _set_torch_threads(threads)
     cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
     facts: dict[str, Any] = {
         "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
@@ -125,22 +132,21 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world, refuses_unused: boo
         start_s=limit_s,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
-    end_world_on_uncaught(comm)
     comm = _with_watches(comm, address, settings, lost)
-    if comm.is_rank_0:
-        _log_world(comm, all_facts, warning)
+    _log_world(comm, all_facts, warning)
     return comm
 
 
-def _with_watches(comm: Comm, address: str, settings: RunSettings, lost: Lost) -> Comm:
-    if is_watched(comm.world, comm.device):
+def _with_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWorld) -> Comm:
+    end_world_on_uncaught(comm)
+    if needs_host_watch(comm.world, comm.device):
         comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
     if comm.device.type == "cuda" and comm.world.size > 1:
         comm = replace(comm, nccl=NcclWatch(comm, settings.timeout, lost))
     return comm
 
 
-def is_watched(world: World, device: "torch.device") -> bool:
+def needs_host_watch(world: World, device: "torch.device") -> bool:
     """Whether the ranks need connections by which they hear of the end of another.
 
     Within a node gloo hears of it by itself; a GPU waits for a rank that is gone until run.timeout,
@@ -150,11 +156,13 @@ def is_watched(world: World, device: "torch.device") -> bool:
 
 
 def _log_world(comm: Comm, all_facts: list[dict[str, Any]], warning: str | None) -> None:
-    from hpc_tune.torch_versions import untested
+    from hpc_tune.torch_versions import untested_warning
 
-    place = affinity.describe([f["cores"] for f in all_facts], comm.world.num_nodes)
+    if not comm.is_rank_0:
+        return
+    place = affinity.describe_cores([f["cores"] for f in all_facts], comm.world.num_nodes)
     log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
-    _log_warnings([untested(), *(note for f in all_facts for note in f["notes"])])
+    _log_warnings([untested_warning(), *(note for f in all_facts for note in f["notes"])])
     _log_warnings([warning])
 
 
@@ -189,14 +197,14 @@ def wait_for_idle_gloo() -> None:
     A thread drops the tensors of a collective a moment after all ranks have their result. If Python
     is ending by then, that aborts the process (pytorch PR 179291).
     """
-    until_s, num_calm = time.monotonic() + _SETTLE_LIMIT_S, 0
+    until_s, num_calm = time.monotonic() + _GLOO_IDLE_LIMIT_S, 0
     while num_calm < 3 and time.monotonic() < until_s:
         time.sleep(0.002)  # lets threads that wait for the interpreter run
-        states = [_state_if(_GLOO_THREAD, task) for task in Path("/proc/self/task").iterdir()]
+        states = [_thread_state(_GLOO_THREAD, task) for task in Path("/proc/self/task").iterdir()]
         num_calm = num_calm + 1 if set(states) <= {None, "S"} else 0
 
 
-def _state_if(name: str, task: Path) -> str | None:
+def _thread_state(name: str, task: Path) -> str | None:
     """Return the state of a thread if it has this name, such as S: it waits."""
     try:  # psutil has neither for threads
         stat = (task / "stat").read_text()
@@ -219,7 +227,7 @@ def _import_torch(channel: Channel | None, limit_s: float, who: str) -> None:
             channel.all_gather(None, limit_s)
 
 
-def _use_threads(threads: int) -> None:
+def _set_torch_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
@@ -242,25 +250,25 @@ def _open_channel(
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
 
 
-def _with_nodes(world: World, channel: Channel | None) -> World:
+def _fill_in_nodes(world: World, channel: Channel | None) -> World:
     """Return this rank's place, with the nodes that an unknown launcher did not tell."""
     if world.launcher != UNKNOWN or channel is None:
         return world
     hosts = channel.all_gather(host_key())
-    nodes = nodes_of(hosts, hosts, [None] * world.size)
-    return replace(world, **place_of(world.rank, nodes))
+    nodes = number_nodes(hosts, hosts, [None] * world.size)
+    return replace(world, **node_fields(world.rank, nodes))
 
 
-def _allowed_cores(
+def _gather_core_masks(
     world: World, channel: Channel | None
 ) -> tuple[list[affinity.Mask], affinity.Mask]:
     """Return the masks of this node's ranks, and what this rank could widen its own to."""
     own = frozenset(os.sched_getaffinity(0))
     masks = [own] * world.local_size  # torchrun pins nothing, so its ranks are alike
     if channel is not None:
-        rows = channel.all_gather([world.node, world.local_rank, affinity.runs_of(own)])
+        rows = channel.all_gather([world.node, world.local_rank, affinity.to_cpu_ranges(own)])
         on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
-        masks = [affinity.mask_of(runs) for _, runs in on_node]
+        masks = [affinity.from_cpu_ranges(runs) for _, runs in on_node]
     return masks, affinity.reachable_cpus()
 
 
@@ -268,20 +276,18 @@ def _take_cores(
     world: World,
     cores: tuple[list[affinity.Mask], affinity.Mask],
     settings: RunSettings,
-    near: Sequence[affinity.Near | None] = (),
+    near: Sequence[affinity.NumaNode | None] = (),
 ) -> tuple[affinity.CoreShare, int, str | None]:
     masks, reachable = cores
-    share = affinity.share_of_cores(
-        masks, reachable, world.local_rank, affinity.physical_core, near
-    )
+    share = affinity.assign_cores(masks, reachable, world.local_rank, affinity.physical_core, near)
     if world.size == 1 and world.launcher == "single":
         own = masks[world.local_rank]
         share = affinity.CoreShare(own, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
     before = frozenset(os.sched_getaffinity(0))
-    note = affinity.apply(share, threads)
+    note = affinity.apply_core_share(share, threads)
     if near and share.pin:
-        affinity.move_others(before, share.cpus)
+        affinity.move_other_threads(before, share.cpus)
     return share, threads, note
 
 
@@ -291,7 +297,7 @@ def _take_device(
     settings: RunSettings,
     claim: Claim,
     refuses_unused: bool = True,
-) -> "tuple[torch.device, str | None, list[affinity.Near | None]]":
+) -> "tuple[torch.device, str | None, list[affinity.NumaNode | None]]":
     """Return this rank's device, a warning if any, and where the GPUs of the node's ranks are.
 
     Raises:
@@ -299,17 +305,17 @@ def _take_device(
     """
     wanted, own = settings.device, visible_gpus(settings.device)
     seen = gather_gpus(world, own, exchange)
-    if wanted == "auto" and own == Gpus() and not refuses_unused:
+    if wanted == "auto" and own == VisibleGpus() and not refuses_unused:
         wanted = "cpu"
     device, report = pick_device(wanted, world, seen)
     reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
-    warning = check_devices(reports, claim.launcher != "single") or hidden_neighbours(reports)
-    nodes = nodes_of_gpus(seen) if device.type == "cuda" else []
-    near = [None if n is None else affinity.Near(n, cpus_of(SYS, n)) for n in nodes]
+    warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
+    nodes = gpu_numa_nodes(seen) if device.type == "cuda" else []
+    near = [None if n is None else affinity.NumaNode(n, read_node_cpus(SYS, n)) for n in nodes]
     return device, warning, near if any(near) else []
 
 
-def _rendezvous(
+def _open_store(
     world: World, channel: Channel | None, settings: RunSettings
 ) -> "tuple[Store, str, str, str | None]":
     """Return the store that all ranks share, where rank 0 is reached, a nonce, and a warning."""
@@ -344,12 +350,12 @@ def _rendezvous(
 def _set_interface(world: World, address: str, interface: str | None) -> None:
     """Point gloo and NCCL to the interface that leads to the others, unless the user did."""
     names = {a.interface for a in local_addresses()}
-    chosen = [name for name in named(interface) if name in names]
+    chosen = [name for name in split_interfaces(interface) if name in names]
     if not chosen and world.num_nodes == 1 and "lo" in names:
         chosen = ["lo"]
     elif not chosen:
         with contextlib.suppress(OSError):
-            towards = interface_towards(str(socket.getaddrinfo(address, None)[0][4][0]))
+            towards = find_interface_to(str(socket.getaddrinfo(address, None)[0][4][0]))
             chosen = [towards] if towards is not None else []
     if not chosen:
         return
@@ -379,7 +385,7 @@ def init_groups(
     hint = hint if warning is None else f"{warning}. Or {hint}"
     with time_limit("the devices of all ranks to connect", start_s, hint, who):
         group = _new_groups(world, device, store, timeout_s)
-        _connect(world, device, hint)
+        _connect_devices(world, device, hint)
     return group
 
 
@@ -394,7 +400,7 @@ def _new_groups(
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
     if device.type == "cuda":
-        leave_errors_to_us(os.environ)
+        disable_torch_handling(os.environ)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -416,7 +422,7 @@ def _new_groups(
         ) from error
 
 
-def _connect(world: World, device: "torch.device", hint: str) -> None:
+def _connect_devices(world: World, device: "torch.device", hint: str) -> None:
     """Send something over the default group. Collective."""
     import torch
     import torch.distributed as dist

@@ -32,12 +32,12 @@ class RunAndAgree(Protocol):
         """Return what ``work`` returns. Collective."""
 
 
-def alone(what: str, work: Callable[[], T]) -> T:
+def run_alone(what: str, work: Callable[[], T]) -> T:
     """Do ``work``: for a process by itself."""
     return work()
 
 
-class Watch(Protocol):
+class RankWatch(Protocol):
     """What finds lost hosts; see ``keepalive.HostWatch``.
 
     ``reported_code``: the exit code of the rank that has said why the world ends, if one has.
@@ -80,7 +80,7 @@ class Peer:
     pid: int
 
 
-class LooksAtGroups(Protocol):
+class GroupWatch(Protocol):
     """What looks at errors of groups until the world ends; see ``nccl_errors.NcclWatch``."""
 
     def renumber(self, comm: "Comm") -> None:
@@ -99,9 +99,9 @@ class Comm:
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
     processes. ``num_regroups``: how often its ranks were chosen and renumbered; ``store_rank`` is
     the one that was the launcher's first: it has the store, and all connections of ``watch``.
-    ``hang`` is what ``watched`` watches with, where a run has set it. ``alone``: what this rank
-    does by itself now; the others would wait for ever in a collective within it if this rank
-    failed. ``doing``: what it does now, and ``resume_point``: how far it has come, for messages.
+    ``hang`` is what ``watch_for_hang`` watches with, where a run has set it. ``alone``: what this
+    rank does by itself now; the others would wait for ever in a collective within it if this rank
+    failed. ``activity``: what it does now, and ``resume_point``: how far it has come, for messages.
     """
 
     world: World
@@ -112,14 +112,14 @@ class Comm:
     nonce: str
     threads: int
     sees_local_pids: bool
-    watch: Watch | None = None
-    nccl: LooksAtGroups | None = None
+    watch: RankWatch | None = None
+    nccl: GroupWatch | None = None
     start_s: float = liveness.START_LIMIT_S
     num_regroups: int = 0
     store_rank: int = 0
     hang: HangWatch | None = None
     alone: list[str] = field(default_factory=list)
-    doing: list[str] = field(default_factory=lambda: ["starting"])
+    activity: list[str] = field(default_factory=lambda: ["starting"])
     resume_point: ResumePoint = field(default_factory=ResumePoint)
 
     @property
@@ -129,14 +129,14 @@ class Comm:
 
     def begin(self, what: str) -> str:
         """Note what this rank does from now on; return what it did before."""
-        before, self.doing[:] = self.doing[0], [what]
+        before, self.activity[:] = self.activity[0], [what]
         return before
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the object of rank ``src``; the others' is ignored. Collective."""
         import torch.distributed as dist
 
-        self._require_all()
+        self._require_no_solo_work()
         if self.world.size == 1:
             return value
         box = [value if self.world.rank == src else None]
@@ -145,7 +145,7 @@ class Comm:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank, on all ranks. Collective."""
-        self._require_all()
+        self._require_no_solo_work()
         return [value] if self.world.size == 1 else all_gather(value, self.cpu_group)
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
@@ -157,7 +157,7 @@ class Comm:
 
         from hpc_tune.torch_versions import all_gather
 
-        self._require_all()
+        self._require_no_solo_work()
         own = torch.tensor(values, dtype=torch.float64)
         if self.world.size == 1:
             return [[number] for number in own.tolist()]
@@ -185,7 +185,7 @@ class Comm:
         """
         import torch.distributed as dist
 
-        self._require_all()
+        self._require_no_solo_work()
         if self.world.size == 1:
             return
         if limit_s is None:
@@ -195,7 +195,7 @@ class Comm:
         with time_limit(what, limit_s, "another rank did not arrive", who):
             dist.barrier(group=self.cpu_group)
 
-    def agree(self, error: HpcTuneError | None, what: str) -> None:
+    def agree_on_error(self, error: HpcTuneError | None, what: str) -> None:
         """Raise on every rank if any rank brings an error. Collective.
 
         To be called outside ``except`` and ``finally``. The lowest rank that has an error raises
@@ -219,13 +219,13 @@ class Comm:
 
         ``work`` itself holds no collective. A full disk fails it as an error of ours does.
         """
-        self._require_all()
+        self._require_no_solo_work()
         before = self.begin(what)
         result: T | None = None
         error: HpcTuneError | None = None
         self.alone.append(what)
         try:
-            with self.watched(what):
+            with self.watch_for_hang(what):
                 result = work()
         except HpcTuneError as caught:
             error = caught
@@ -234,7 +234,7 @@ class Comm:
                 raise
         finally:
             self.alone.pop()
-        self.agree(error, what)
+        self.agree_on_error(error, what)
         self.begin(before)
         return result  # type: ignore[return-value]
 
@@ -246,7 +246,7 @@ class Comm:
         result = self.run_and_agree(what, lambda: work() if self.is_rank_0 else None)
         return self.broadcast(result)  # type: ignore[return-value]
 
-    def watched(self, what: str) -> AbstractContextManager[None]:
+    def watch_for_hang(self, what: str) -> AbstractContextManager[None]:
         """Watch a block in which this rank works alone: if it hangs, the world ends."""
         return self.hang.over(what) if self.hang is not None else nullcontext()
 
@@ -260,7 +260,7 @@ class Comm:
 
         return replace(self, cpu_group=_get_default_group())
 
-    def _require_all(self) -> None:
+    def _require_no_solo_work(self) -> None:
         assert not self.alone, (
             f"a collective within {self.alone[-1]!r}, where a rank may fail alone"
         )
@@ -269,7 +269,7 @@ class Comm:
         import torch
         import torch.distributed as dist
 
-        self._require_all()
+        self._require_no_solo_work()
         if self.world.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)

@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_tune.cluster.unused_gpus import (
-    VISIBLE,
-    Build,
-    Unused,
-    unused_gpus,
-    why_no_start,
+    VISIBILITY_VARIABLES,
+    TorchBuild,
+    UnusedGpus,
+    find_unused_gpus,
+    why_cuda_fails,
 )
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.discover import World
-from hpc_tune.world.hidden_gpus import reachable_gpus
+from hpc_tune.world.hidden_gpus import count_openable_gpus
 from hpc_tune.world.json_channel import Channel
-from hpc_tune.world.numa import SYS, numa_of, pci_path
+from hpc_tune.world.numa import SYS, pci_path, read_numa_node
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Gpus:
+class VisibleGpus:
     """What one rank sees: a name for each GPU, the same on all ranks of a node, and its NUMA node.
 
     ``error`` says why CUDA does not start.
@@ -63,31 +63,31 @@ class DeviceReport:
         return cls(**{**row, "visible": tuple(row["visible"])})
 
 
-def visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> Gpus:
+def visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
     """Return the GPUs that this rank sees; ``folder`` is where the kernel shows its devices."""
     import torch
 
     if wanted == "cpu" or not torch.cuda.is_available():
-        return Gpus()
+        return VisibleGpus()
     try:
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:
-        return Gpus(error=first_line(error))
-    numa = tuple(numa_of(pci_path(folder, address_of(gpu))) for gpu in found)
-    return Gpus(names_of(found, os.environ), numa)
+        return VisibleGpus(error=first_line(error))
+    numa = tuple(read_numa_node(pci_path(folder, pci_address(gpu))) for gpu in found)
+    return VisibleGpus(name_gpus(found, os.environ), numa)
 
 
-def gather_gpus(world: World, own: Gpus, exchange: Channel) -> dict[int, Gpus]:
+def gather_gpus(world: World, own: VisibleGpus, exchange: Channel) -> dict[int, VisibleGpus]:
     """Return what each rank of this node sees, by rank. Collective."""
     rows = exchange.all_gather([world.node, own.names, own.numa, own.error])
     return {
-        rank: Gpus(tuple(names), tuple(numa), error)
+        rank: VisibleGpus(tuple(names), tuple(numa), error)
         for rank, (node, names, numa, error) in enumerate(rows)
         if node == world.node
     }
 
 
-def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
+def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a name for each GPU by torch's properties of it (pure).
 
     Its UUID; the PCI address where ROCm gives none, and beside it where it is AMD's, whose dies may
@@ -102,7 +102,7 @@ def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...
     for index, gpu in enumerate(found):
         uuid = str(getattr(gpu, "uuid", ""))
         known = bool(uuid.strip("0-"))
-        place = address_of(gpu)
+        place = pci_address(gpu)
         if known and place and str(getattr(gpu, "gcnArchName", "")).startswith("gfx"):
             uuid = f"{uuid} at {place}"
         names.append(uuid if known else place or f"device {index}")
@@ -111,14 +111,14 @@ def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...
     return tuple(f"{name}, {index}" for index, name in enumerate(names))
 
 
-def address_of(gpu: Any) -> str:
+def pci_address(gpu: Any) -> str:
     """Return the PCI address of a GPU by torch's properties of it, such as ``"0000:17:00.0"``."""
     fields = (getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     domain, bus, device = fields
     return "" if bus is None else f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
 
 
-def assign(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
+def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
     """Return a GPU for each rank of a node, of those that it sees; no GPU is given twice (pure).
 
     A rank takes the first that is free: of ranks that see the same GPUs the first takes the first,
@@ -146,7 +146,7 @@ def assign(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
 
 
 def pick_device(
-    wanted: Literal["auto", "cpu", "cuda"], world: World, seen: Mapping[int, Gpus]
+    wanted: Literal["auto", "cpu", "cuda"], world: World, seen: Mapping[int, VisibleGpus]
 ) -> "tuple[torch.device, DeviceReport]":
     """Return this rank's device and its report; an error is reported, not raised.
 
@@ -159,36 +159,38 @@ def pick_device(
     if not own.names:
         error = None
         if wanted == "cuda" or own.error:
-            shown = ", ".join(f"{n} is {os.environ[n]}" for n in VISIBLE if n in os.environ)
+            shown = ", ".join(
+                f"{n} is {os.environ[n]}" for n in VISIBILITY_VARIABLES if n in os.environ
+            )
             found = f"cannot start CUDA ({own.error})" if own.error else "finds no GPU"
             error = (
                 f"run.device={wanted}, but torch {torch.__version__} {found} on {world.hostname} "
-                f"({shown or f'{_hides()} is unset'}); request GPUs for the job, or set "
+                f"({shown or f'{_gpus_variable()} is unset'}); request GPUs for the job, or set "
                 "run.device=cpu"
             )
         elif wanted == "auto":
-            unused = unused_by(world.hostname)
+            unused = why_gpus_unused(world.hostname)
             if unused is not None and not unused.is_refused:
                 return cpu, DeviceReport(*rank, "cpu", unused=unused.text)
             error = None if unused is None else unused.text
         return cpu, DeviceReport(*rank, "cpu", error=error)
     names = {other: gpus.names for other, gpus in seen.items()}
-    chosen = assign(names)
+    chosen = assign_gpus(names)
     if world.rank not in chosen:
-        error = _too_few(world, names, chosen)
+        error = _describe_gpu_shortage(world, names, chosen)
         return cpu, DeviceReport(*rank, "cuda", visible=own.names, error=error)
     device = torch.device("cuda", own.names.index(chosen[world.rank]))
     torch.cuda.set_device(device)
-    uuid, reachable = chosen[world.rank], reachable_gpus()
+    uuid, reachable = chosen[world.rank], count_openable_gpus()
     return device, DeviceReport(*rank, "cuda", uuid, own.names, reachable=reachable)
 
 
-def unused_by(host: str) -> Unused | None:
+def why_gpus_unused(host: str) -> UnusedGpus | None:
     """Return why this process, to which torch shows no GPU, makes no use of those of its node."""
-    return unused_gpus(os.environ, host, Build.of_torch(), why_no_start)
+    return find_unused_gpus(os.environ, host, TorchBuild.of_imported_torch(), why_cuda_fails)
 
 
-def use_in_this_thread(device: "torch.device") -> None:
+def set_thread_device(device: "torch.device") -> None:
     """Make this rank's GPU that of the current thread, which begins with the first GPU instead.
 
     For threads that call CUDA: even a call that needs no device, as when memory is pinned, makes a
@@ -200,9 +202,9 @@ def use_in_this_thread(device: "torch.device") -> None:
     torch.cuda.set_device(device)
 
 
-def nodes_of_gpus(seen: Mapping[int, Gpus]) -> list[int | None]:
+def gpu_numa_nodes(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
     """Return the NUMA node of each rank's GPU, where it has one and that is known (pure)."""
-    chosen = assign({rank: gpus.names for rank, gpus in seen.items()})
+    chosen = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
     return [
         gpus.numa[gpus.names.index(chosen[rank])] if rank in chosen else None
         for rank, gpus in seen.items()
@@ -240,12 +242,12 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         if len(ranks) > 1:
             where = reports[ranks[0]]
             raise WorldError(
-                f"ranks {_first(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) of "
+                f"ranks {_join(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) of "
                 f"{len(shown[where.node])} visible; start one rank per GPU"
             )
     idle = {node: sorted(uuids - owners.keys()) for node, uuids in shown.items()}
     lines = [
-        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({_first(uuids)})"
+        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({_join(uuids)})"
         for node, uuids in sorted(idle.items())
         if uuids
     ]
@@ -255,10 +257,10 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     num_gpus = max(map(len, shown.values()))
     if not launched:
         return f"{text}; one process uses one GPU, mpirun -np {num_gpus} would use all"
-    raise WorldError(f"{text}; {_for_idle(reports, num_gpus)}")
+    raise WorldError(f"{text}; {_idle_gpu_remedy(reports, num_gpus)}")
 
 
-def _for_idle(reports: Sequence[DeviceReport], num_gpus: int) -> str:
+def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
     """Say how to start so that none of a node's GPUs is idle."""
     most = max(len(report.visible) for report in reports)
     apart = len({(r.node, gpu) for r in reports for gpu in r.visible}) == sum(
@@ -272,11 +274,13 @@ def _for_idle(reports: Sequence[DeviceReport], num_gpus: int) -> str:
         )
     return (
         f"start one rank per GPU (--ntasks-per-node={num_gpus}), or hide the GPUs that are not for "
-        f"this run with {_hides()}"
+        f"this run with {_gpus_variable()}"
     )
 
 
-def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[int, str]) -> str:
+def _describe_gpu_shortage(
+    world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[int, str]
+) -> str:
     """Say which ranks see fewer GPUs than they are: this one, and those that could make room."""
     gpus = set(seen[world.rank])
     while more := {g for r, gpu in chosen.items() if gpu in gpus for g in seen[r]} - gpus:
@@ -285,7 +289,7 @@ def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[in
     together = len({gpu for names in seen.values() for gpu in names})
     what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
     text = (
-        f"ranks {_first(map(str, ranks))} on {world.hostname} share {what} ({_first(sorted(gpus))})"
+        f"ranks {_join(map(str, ranks))} on {world.hostname} share {what} ({_join(sorted(gpus))})"
     )
     if together >= len(seen):
         return (
@@ -299,14 +303,14 @@ def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[in
     )
 
 
-def _hides() -> str:
+def _gpus_variable() -> str:
     """Return the variable that shows GPUs to a process."""
     import torch
 
     return "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 
 
-def _first(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     """Return the first eight, and how many there are more."""
     every = list(names)
     return ", ".join(every[:8]) + (f" and {len(every) - 8} more" if len(every) > 8 else "")

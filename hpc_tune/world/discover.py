@@ -1,6 +1,6 @@
 """This process's place among the ranks: by the launcher's variables first, then by MPI.
 
-    environment -> launcher_of (pure) -> mpi4py, only if the ranks use MPI -> World
+    environment -> find_launcher (pure) -> mpi4py, only if the ranks use MPI -> World
 
 The launcher's variables decide whether MPI is imported at all; where it is, MPI defines the world
 and the variables only check it. torch is never imported here, so that MPI can be loaded first.
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.cluster import hydra, openmpi
-from hpc_tune.cluster.launchers import LAUNCHERS, launcher_of
+from hpc_tune.cluster.launchers import LAUNCHERS, find_launcher
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
-from hpc_tune.world.nodes import host_key, nodes_of, place_of
+from hpc_tune.world.nodes import host_key, node_fields, number_nodes
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         WorldError: if MPI and the launcher disagree, or if the ranks use MPI and mpi4py cannot be
         loaded.
     """
-    launcher, claim = launcher_of(environ)
+    launcher, claim = find_launcher(environ)
     if claim.launcher == UNKNOWN:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN), None
-    if (changed := hydra.keep_from_gpus(os.environ)) is not None:
+    if (changed := hydra.disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", changed)
-    if not claim.speaks_mpi:
-        return _world_of_claim(launcher, claim, environ), None
+    if not claim.uses_mpi:
+        return _world_from_claim(launcher, claim, environ), None
     os.environ.setdefault(*openmpi.YIELD_WHEN_IDLE)
     try:
         import mpi4py
@@ -70,7 +70,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if launcher.claim_without_mpi is not None:
-            return _world_of_claim(launcher, launcher.claim_without_mpi(environ), environ), None
+            return _world_from_claim(launcher, launcher.claim_without_mpi(environ), environ), None
         raise WorldError(
             f"started by {claim.launcher} as rank {claim.rank} of {claim.size}, but mpi4py cannot "
             f"be loaded ({first_line(error)}); install it against this MPI: load the MPI's "
@@ -78,31 +78,31 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         ) from error
     library = MPI.Get_library_version()
     if launcher.cannot_start(library):
-        raise _of_another_mpi(launcher, claim, "this library cannot start", library, environ)
+        raise _wrong_mpi_error(launcher, claim, "this library cannot start", library, environ)
     if not MPI.Is_initialized():
         MPI.Init_thread()
     mpi_comm = MPI.COMM_WORLD
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     if claim.size not in (None, size) or claim.rank not in (None, rank):
         place = f"MPI says rank {rank} of {size}"
-        raise _of_another_mpi(launcher, claim, place, library, environ)
+        raise _wrong_mpi_error(launcher, claim, place, library, environ)
     on_node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
     lowest = on_node.bcast(rank if on_node.Get_rank() == 0 else None)
     on_node.Free()
     hostname = socket.gethostname()
     rows = mpi_comm.allgather((lowest, host_key(), claim.local_size))
-    nodes = nodes_of(*(list(column) for column in zip(*rows, strict=True)))
+    nodes = number_nodes(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,
         size=size,
         hostname=hostname,
         launcher=claim.launcher,
-        **place_of(rank, nodes),
+        **node_fields(rank, nodes),
     )
     return world, mpi_comm
 
 
-def _world_of_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, str]) -> World:
+def _world_from_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, str]) -> World:
     values = {
         field: getattr(claim, field)
         for field in ("rank", "size", "local_rank", "local_size", "node", "num_nodes")
@@ -117,7 +117,7 @@ def _world_of_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, str]
     return World(**values, hostname=socket.gethostname(), launcher=claim.launcher)
 
 
-def _of_another_mpi(
+def _wrong_mpi_error(
     launcher: Launcher, claim: Claim, problem: str, library: str, environ: Mapping[str, str]
 ) -> WorldError:
     advice = f" {launcher.advice}" if launcher.advice else ""

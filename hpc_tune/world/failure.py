@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_tune.cluster.launchers import PROCESSES, rank_hint
+from hpc_tune.cluster.launchers import PROCESS_NAMES, rank_hint
 from hpc_tune.errors import (
     EXIT_FAILED,
     DiskError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
 # How gloo, the store and NCCL show that another rank, or the way to it, is gone.
-_BROKEN = (
+_BROKEN_SIGNS = (
     "connection closed",
     "connection reset",
     "connection refused",
@@ -52,9 +52,9 @@ _BROKEN = (
     "ncclinternalerror",
     "nccl communicator was aborted",
 )
-_LATE = ("timed out", "timing out")
+_TIMEOUT_SIGNS = ("timed out", "timing out")
 # NCCL's words for a fault of this rank's own, which it raises as the same kind of error.
-_OWN_FAULT = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
+_LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
 
 
 def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
@@ -74,7 +74,7 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             print(f"{who}: MPI's Abort did not end it, exiting", file=sys.stderr, flush=True)
             os._exit(exit_code)
 
-        liveness.after(liveness.ABORT_LIMIT_S, give_up)
+        liveness.run_after(liveness.ABORT_LIMIT_S, give_up)
         time.sleep(liveness.DRAIN_S)
         if mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(exit_code)
@@ -105,20 +105,22 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
     if isinstance(error, RemoteError):
         return None
     if isinstance(error, OSError):
-        error = DiskError.of(error, comm.doing[0] if comm else "starting") or error
+        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(liveness.FIRST_REPORT_S)
-        return _failure(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None)
-    gone = _wait_for_gone(comm) if is_broken_connection(error) else []
+        return _describe_failure(
+            f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None
+        )
+    gone = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
-    if not _reports_first(comm, store_is_gone):
+    if not _is_first_to_report(comm, store_is_gone):
         return None
     if gone:
-        details = _traceback_of(error)
-        error = gone_error(gone, comm.roster, comm.doing[0])
+        details = _format_traceback(error)
+        error = gone_error(gone, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
-    return _failure(f"rank {comm.world.rank} on {comm.world.hostname}", error, comm)
+    return _describe_failure(f"rank {comm.world.rank} on {comm.world.hostname}", error, comm)
 
 
 def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> GoneError:
@@ -129,7 +131,7 @@ def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> 
         lost = [peer for peer in gone if peer.node == node]
         if len(lost) == len(of_node) and any(peer.node != node for peer in roster):
             lost_hosts.append(lost[0].hostname)
-            said.append(f"host {lost[0].hostname} ({ranks_of(lost)})")
+            said.append(f"host {lost[0].hostname} ({list_ranks(lost)})")
         else:
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
@@ -139,7 +141,7 @@ def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> 
     return GoneError(f"{', '.join(said)} {verb} gone while {doing}", facts)
 
 
-def ranks_of(peers: "Sequence[Peer]") -> str:
+def list_ranks(peers: "Sequence[Peer]") -> str:
     """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
     ranks = [peer.rank for peer in peers]
     numbers = ", ".join(map(str, ranks))
@@ -148,7 +150,7 @@ def ranks_of(peers: "Sequence[Peer]") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
-def dead_peers(comm: "Comm") -> "list[Peer]":
+def find_dead_peers(comm: "Comm") -> "list[Peer]":
     """Return the ranks of this node whose process is gone or a zombie."""
     own = comm.world
     if not comm.sees_local_pids:
@@ -165,9 +167,9 @@ def is_broken_connection(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
         return False
     text = f"{type(error).__name__} {error}".lower()
-    if any(sign in text for sign in _OWN_FAULT):
+    if any(sign in text for sign in _LOCAL_FAULT_SIGNS):
         return False
-    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN)
+    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN_SIGNS)
 
 
 @contextlib.contextmanager
@@ -178,7 +180,7 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
         print(f"{who}: waited {seconds:.0f} s for {what}; {hint}", file=sys.stderr, flush=True)
         die(None)
 
-    timer = liveness.after(seconds, expire)
+    timer = liveness.run_after(seconds, expire)
     try:
         yield
     finally:
@@ -192,7 +194,7 @@ def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest, such as mpirun behind a shell script.
-    launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESSES)), None)
+    launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESS_NAMES)), None)
 
     def look() -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
@@ -222,37 +224,39 @@ def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
             print(told.details, file=sys.stderr, flush=True)
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
     if told is not None:
-        tell_others(comm, code)
+        announce_exit(comm, code)
     die(comm, code)
 
 
-def tell_others(comm: "Comm | None", exit_code: int) -> None:
+def announce_exit(comm: "Comm | None", exit_code: int) -> None:
     """Tell the ranks of other hosts that this one has reported why the world ends."""
     if comm is not None and comm.watch is not None:
         comm.watch.leave(exit_code)
 
 
-def _failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
+def _describe_failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
     if isinstance(error, ResumableStop):
         return Failure(f"{who}: ", str(error))
     if isinstance(error, HpcTuneError):
         facts = error.facts if isinstance(error, WorldError) else {}
         return Failure(f"error on {who}: ", str(error), facts)
-    while_ = "" if comm is None else f" while {comm.doing[0]}"
+    while_ = "" if comm is None else f" while {comm.activity[0]}"
     named = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON]
     if not is_broken_connection(error):
-        return Failure("error: ", f"{who} failed{while_}: {named}", details=_traceback_of(error))
+        return Failure(
+            "error: ", f"{who} failed{while_}: {named}", details=_format_traceback(error)
+        )
     wrong = "lost the connection to another rank"
-    if any(word in str(error).lower() for word in _LATE):
+    if any(word in str(error).lower() for word in _TIMEOUT_SIGNS):
         wrong = "had no answer from another rank within run.timeout"
-    return Failure("error: ", f"{who} {wrong}{while_}: {named}", details=_traceback_of(error))
+    return Failure("error: ", f"{who} {wrong}{while_}: {named}", details=_format_traceback(error))
 
 
-def _traceback_of(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
 
-def _wait_for_gone(comm: "Comm") -> "list[Peer]":
+def _wait_for_lost_ranks(comm: "Comm") -> "list[Peer]":
     """Return the ranks that are gone, as far as this one finds out in time."""
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     others_know = len(elsewhere) > len(set(elsewhere)) or (
@@ -261,7 +265,7 @@ def _wait_for_gone(comm: "Comm") -> "list[Peer]":
     until_s = time.monotonic()
     until_s += liveness.OTHERS_REPORT_WITHIN_S if others_know else liveness.DEATH_SHOWS_WITHIN_S
     while time.monotonic() < until_s:
-        if dead := dead_peers(comm):
+        if dead := find_dead_peers(comm):
             return dead
         ended = comm.watch.ended_ranks() if comm.watch is not None else set()
         if ended:
@@ -270,11 +274,11 @@ def _wait_for_gone(comm: "Comm") -> "list[Peer]":
     return []
 
 
-def _reports_first(comm: "Comm", store_is_gone: bool) -> bool:
+def _is_first_to_report(comm: "Comm", store_is_gone: bool) -> bool:
     if comm.world.size == 1:
         return True
     if store_is_gone:
-        return _reports_first_on_host(comm.nonce)
+        return _is_first_on_host(comm.nonce)
     answer: list[bool] = []
 
     def ask() -> None:
@@ -284,10 +288,10 @@ def _reports_first(comm: "Comm", store_is_gone: bool) -> bool:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(liveness.STORE_LIMIT_S)
-    return answer[0] if answer else _reports_first_on_host(comm.nonce)
+    return answer[0] if answer else _is_first_on_host(comm.nonce)
 
 
-def _reports_first_on_host(nonce: str) -> bool:
+def _is_first_on_host(nonce: str) -> bool:
     # A rank that has reported elsewhere may have ended the world, and here rank 0 went first.
     time.sleep(liveness.OTHERS_END_WITHIN_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-FOLDER = "collectives"
+TRACE_FOLDER = "collectives"
 
 
-def keep_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
+def write_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
     """Write what this rank's collectives were; return the folder, None if nothing was recorded.
 
     The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and 2.9 and

@@ -27,18 +27,18 @@ class HangWatch:
 
     def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
         """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
-        self._limit_s, self._lost = limit_s, lost
+        self._limit_s, self._end_world = limit_s, lost
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
         every_s = min(liveness.HANG_LOOK_EVERY_S, self._limit_s / liveness.HANG_NUM_LOOKS)
-        ends_if_still = liveness.when_still(
-            progress, self._limit_s, every_s, partial(self._end, what)
+        ends_if_still = liveness.make_stall_check(
+            read_progress, self._limit_s, every_s, partial(self._end, what)
         )
 
         def look() -> bool:
-            watcher.unless_over(self._reset_timer)
+            watcher.run_unless_over(self._reset_timer)
             return ends_if_still()
 
         watcher = liveness.Watcher("hang", every_s, look)
@@ -51,8 +51,8 @@ class HangWatch:
 
     def _end(self, what: str) -> None:
         faulthandler.cancel_dump_traceback_later()
-        liveness.must_leave_soon()  # reporting it may wait for the same disk
-        self._lost(
+        liveness.exit_soon()  # reporting it may wait for the same disk
+        self._end_world(
             WorldError(
                 f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
                 "(run.timeout): check for a file system that hangs"
@@ -60,15 +60,15 @@ class HangWatch:
         )
 
     def _reset_timer(self) -> None:
-        limit_s = liveness.LOCKED_FACTOR * self._limit_s
+        limit_s = liveness.GIL_FACTOR * self._limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
-def progress() -> tuple[float, ...]:
+def read_progress() -> tuple[float, ...]:
     """Return counters that grow while the main thread, or a child, computes or reads."""
     main = threading.main_thread().ident or 0  # None before a thread starts
     spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
-    return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _children()))
+    return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _child_pids()))
 
 
 def _read_bytes() -> int:
@@ -79,7 +79,7 @@ def _read_bytes() -> int:
     return 0
 
 
-def _children() -> list[int]:
+def _child_pids() -> list[int]:
     # Once a second: psutil's children() would look at every process of the node.
     try:
         return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEV = Path("/dev")
 
 
-def reachable_gpus(dev: Path = DEV) -> int:
+def count_openable_gpus(dev: Path = DEV) -> int:
     """Return how many of NVIDIA's GPUs this process may open, whatever variables show of them.
 
     A cgroup leaves the files of the others where they are; a container does not.
@@ -34,7 +34,7 @@ def reachable_gpus(dev: Path = DEV) -> int:
     return num
 
 
-def hidden_neighbours(reports: "Iterable[DeviceReport]") -> str | None:
+def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
     """Return a warning where ranks cannot open the GPUs of others on their node (pure)."""
     nodes: dict[int, list[DeviceReport]] = defaultdict(list)
     for report in reports:

@@ -28,8 +28,8 @@ NUM_CANDIDATE_PORTS = 16
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
 _LOOPBACK = ("127.0.0.1", "::1")
 # The others may know this host by an address of another network than its own name stands for.
-_EVERYWHERE, _WIDEN_AFTER_S = ("0.0.0.0", "::"), 5.0
-_LOOK_EVERY_S = 0.05  # whether all ranks are there
+_ALL_INTERFACES, _WIDEN_AFTER_S = ("0.0.0.0", "::"), 5.0
+_POLL_S = 0.05  # whether all ranks are there
 _HELLO_LIMIT_S = 2.0
 _MAX_MESSAGE_BYTES = 256 * 2**20
 
@@ -136,7 +136,7 @@ class StarChannel:
             return values
         values = [value]
         values += [_receive(self._peers[rank]) for rank in range(1, self._world.size)]
-        message = _message(values)  # once, not once for each of thousands
+        message = _encode_message(values)  # once, not once for each of thousands
         for rank in range(1, self._world.size):
             self._peers[rank].sendall(message)
         return values
@@ -165,8 +165,10 @@ class StarChannel:
                 if time.monotonic() > widen_s:
                     widen_s = deadline_s
                     open_ones.close()  # a port is taken for all addresses or for one
-                    listeners = [open_ones.enter_context(s) for s in _listen(_EVERYWHERE, ports)]
-                ready, _, _ = select.select(listeners, [], [], _LOOK_EVERY_S)
+                    listeners = [
+                        open_ones.enter_context(s) for s in _listen(_ALL_INTERFACES, ports)
+                    ]
+                ready, _, _ = select.select(listeners, [], [], _POLL_S)
                 for listener in ready:
                     peer, _ = listener.accept()
                     # A silent client of another kind must keep no rank waiting.
@@ -203,18 +205,17 @@ class StarChannel:
                     continue
                 for ip, port in itertools.product(ips, ports):
                     try:
-                        return self._greet(str(ip), port, limit_s)
+                        return self._handshake(str(ip), port, limit_s)
                     except (OSError, ValueError, AttributeError, WorldError) as error:
                         seen = f"{address} ({ip}) port {port}: {error}"
             time.sleep(0.2)
         raise WorldError(
             f"rank {self._world.rank} on {self._world.hostname} could not reach rank 0 at "
             f"{', '.join(addresses)} (ports {ports[0]}-{ports[-1]}) within {limit_s:.0f} s; last: "
-            f"{seen}. "
-            "Check that the compute nodes may connect to each other, or start with mpirun"
+            f"{seen}. Check that the compute nodes may connect to each other, or start with mpirun"
         )
 
-    def _greet(self, ip: str, port: int, limit_s: float) -> socket.socket:
+    def _handshake(self, ip: str, port: int, limit_s: float) -> socket.socket:
         """Return a connection to rank 0 of this job, or raise if it is not there."""
         peer = socket.create_connection((ip, port), timeout=_HELLO_LIMIT_S)
         try:
@@ -246,9 +247,13 @@ def _own_addresses(addresses: Sequence[str]) -> list[str]:
     for address in addresses:
         with contextlib.suppress(OSError):
             for ip in _resolve(address):
-                if not ipaddress.ip_address(ip).is_loopback and _is_own(ip) and ip not in own:
+                if (
+                    not ipaddress.ip_address(ip).is_loopback
+                    and _is_own_address(ip)
+                    and ip not in own
+                ):
                     own.append(ip)
-    return own or list(_EVERYWHERE)
+    return own or list(_ALL_INTERFACES)
 
 
 def _resolve(address: str) -> list[str]:
@@ -257,7 +262,7 @@ def _resolve(address: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _is_own(ip: str) -> bool:
+def _is_own_address(ip: str) -> bool:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as probe:
         probe.bind((ip, 0))
@@ -291,22 +296,22 @@ def _listen(hosts: Sequence[str], ports: Sequence[int]) -> list[socket.socket]:
 
 
 def _send(peer: socket.socket, value: Any) -> None:
-    peer.sendall(_message(value))
+    peer.sendall(_encode_message(value))
 
 
-def _message(value: Any) -> bytes:
+def _encode_message(value: Any) -> bytes:
     payload = json.dumps(value).encode()
     return struct.pack("!I", len(payload)) + payload
 
 
 def _receive(peer: socket.socket) -> Any:
-    (size,) = struct.unpack("!I", _read(peer, 4))
+    (size,) = struct.unpack("!I", _read_exactly(peer, 4))
     if size > _MAX_MESSAGE_BYTES:
         raise WorldError("an unknown client sent data to the rendezvous port")
-    return json.loads(_read(peer, size))
+    return json.loads(_read_exactly(peer, size))
 
 
-def _read(peer: socket.socket, num_bytes: int) -> bytes:
+def _read_exactly(peer: socket.socket, num_bytes: int) -> bytes:
     data = bytearray()
     while len(data) < num_bytes:
         try:

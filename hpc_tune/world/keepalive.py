@@ -35,14 +35,14 @@ from hpc_tune.errors import (
 )
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer
-from hpc_tune.world.failure import gone_error, ranks_of
+from hpc_tune.world.failure import gone_error, list_ranks
 from hpc_tune.world.processes import is_alive
 from hpc_tune.world.rendezvous import local_addresses
 
-Lost = Callable[[Comm, HpcTuneError], None]
-_KEY = "hpc_tune/reach"
+EndWorld = Callable[[Comm, HpcTuneError], None]
+_ADDRESS_KEY = "hpc_tune/reach"
 _LEAVE, _BYE = b"!", b"bye"  # the first with an exit code, once it is reported why
-_PIECE = 1 << 16
+_CHUNK_BYTES = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
@@ -50,7 +50,7 @@ _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 class HostWatch:
     """Watches the hosts and ranks of a world, until ``close``."""
 
-    def __init__(self, comm: Comm, address: str, limit_s: float, lost: Lost) -> None:
+    def __init__(self, comm: Comm, address: str, limit_s: float, lost: EndWorld) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
 
         ``lost`` ends the world. It is called in a thread, once, when a host has not answered for
@@ -59,9 +59,9 @@ class HostWatch:
         Raises:
             WorldError: if rank 0 cannot be reached now.
         """
-        self._comm, self._limit_s, self._lost = comm, limit_s, lost
+        self._comm, self._limit_s, self._end_world = comm, limit_s, lost
         # As the ranks are called now, while connections are counted as the launcher has.
-        self._now, self._launched = comm, [*range(comm.world.size)]
+        self._now, self._launch_ranks = comm, [*range(comm.world.size)]
         self.reported_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
@@ -69,11 +69,11 @@ class HostWatch:
         self._ranks: dict[socket.socket, int] = {}
         self._ended: dict[int, float] = {}  # when a rank's connection did
         self._left: set[int] = set()  # with a word
-        self._rest: dict[int, bytes] = {}  # of messages, by rank
+        self._partial_lines: dict[int, bytes] = {}  # of messages, by rank
         listener: socket.socket | None = None
         if comm.is_rank_0:
             listener = _listen(address, comm.world.size, {peer.node for peer in comm.roster} == {0})
-            comm.store.set(_KEY, json.dumps([address, listener.getsockname()[1]]))
+            comm.store.set(_ADDRESS_KEY, json.dumps([address, listener.getsockname()[1]]))
         else:
             self._ranks[self._connect()] = 0
         self._thread = threading.Thread(
@@ -83,21 +83,21 @@ class HostWatch:
 
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a word."""
-        ended = self._ended_of_others()
-        return {rank for rank, launched in enumerate(self._launched) if launched in ended}
+        ended = self._ended_on_other_hosts()
+        return {rank for rank, launched in enumerate(self._launch_ranks) if launched in ended}
 
     def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
         """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
-        self._now, self._launched = comm, [self._launched[rank] for rank in ranks]
+        self._now, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
 
-    def _ended_of_others(self) -> set[int]:
+    def _ended_on_other_hosts(self) -> set[int]:
         own, now_s = self._comm.world, time.monotonic()
         together = self._ended_together()
-        ended = {rank: at_s for rank, at_s in together.items() if not self._is_near(rank)}
+        ended = {rank: at_s for rank, at_s in together.items() if not self._is_on_this_host(rank)}
         if not ended or now_s - min(ended.values()) < liveness.HOST_SETTLE_S:
             return set()
         if own.rank and 0 in ended:
-            with_0 = {peer.rank for peer in self._of_node(self._comm.roster[0].node)}
+            with_0 = {peer.rank for peer in self._peers_on_node(self._comm.roster[0].node)}
             if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBOURS_REPORT_WITHIN_S:
                 return set()
             return with_0 | ended.keys()
@@ -117,10 +117,10 @@ class HostWatch:
         self._thread.join(liveness.HELLO_LIMIT_S + 1.0)
 
     def _connect(self) -> socket.socket:
-        address, port = json.loads(self._comm.store.get(_KEY))
+        address, port = json.loads(self._comm.store.get(_ADDRESS_KEY))
         try:
             peer = socket.create_connection((address, port), timeout=liveness.CONNECT_LIMIT_S)
-            self._probe(peer)
+            self._enable_keepalive(peer)
             peer.sendall(self._hello + self._comm.world.rank.to_bytes(4, "big"))
         except OSError as error:
             raise WorldError(
@@ -137,7 +137,7 @@ class HostWatch:
                 selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
             num_told = 0
             while not self._closed.is_set():
-                for key, _ in selector.select(self._seconds_to_look()):
+                for key, _ in selector.select(self._poll_timeout_s()):
                     ready: socket.socket = key.data
                     if ready is listener:
                         if (new_peer := self._accept_peer(listener)) is not None:
@@ -149,17 +149,21 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    self._leave(self._gone(self._ended_of_others() | self._ended_together().keys()))
+                    self._leave(
+                        self._gone_error(
+                            self._ended_on_other_hosts() | self._ended_together().keys()
+                        )
+                    )
                     return
 
-    def _gone(self, launched: Set[int]) -> GoneError:
+    def _gone_error(self, launched: Set[int]) -> GoneError:
         """Return the error that names ranks that have ended; one that idles has no number now."""
         roster = self._now.roster
-        known = [roster[rank] for rank, old in enumerate(self._launched) if old in launched]
+        known = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launched]
         if not known:
             roster = self._comm.roster
             known = [peer for peer in roster if peer.rank in launched]
-        return gone_error(known, roster, self._comm.doing[0])
+        return gone_error(known, roster, self._comm.activity[0])
 
     def _accept_peer(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
@@ -171,7 +175,7 @@ class HostWatch:
             hello = peer.recv(size, socket.MSG_WAITALL)
             rank = int.from_bytes(hello[-4:], "big")
             if len(hello) == size and hello[:-4] == self._hello and rank < self._comm.world.size:
-                self._probe(peer)
+                self._enable_keepalive(peer)
                 peer.settimeout(None)
                 self._ranks[peer] = rank
                 return peer
@@ -179,7 +183,7 @@ class HostWatch:
             peer.close()
         return None
 
-    def _probe(self, peer: socket.socket) -> None:
+    def _enable_keepalive(self, peer: socket.socket) -> None:
         """Let the kernel probe the other host, so that silence is an error within the limit."""
         every_s = max(1, int(self._limit_s / (liveness.NUM_PROBES + 1)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -191,19 +195,21 @@ class HostWatch:
         """Act on a message of rank 0 or the end of a connection; tell whether it goes on."""
         rank = self._ranks[peer]
         try:
-            message = peer.recv(_PIECE)
+            message = peer.recv(_CHUNK_BYTES)
         except OSError as error:
             if error.errno not in _PROCESS_ENDED:
                 del self._ranks[peer]
-                self._leave(self._lost_host(rank))
+                self._leave(self._lost_host_error(rank))
                 return False
             message = b""
         if not message:
             del self._ranks[peer]
             if rank not in self._left:
-                self._note([rank])
+                self._note_ended([rank])
             return False
-        *lines, self._rest[rank] = (self._rest.get(rank, b"") + message).split(b"\n")
+        *lines, self._partial_lines[rank] = (self._partial_lines.get(rank, b"") + message).split(
+            b"\n"
+        )
         for line in lines:
             if line == _BYE:
                 self._left.add(rank)
@@ -213,16 +219,18 @@ class HostWatch:
                 self.reported_code = int(line.removeprefix(_LEAVE))
                 self._leave(RemoteError("another rank has said why", self.reported_code))
             elif not line.startswith(_LEAVE):
-                self._note(json.loads(line))
+                self._note_ended(json.loads(line))
         return True
 
     def _ended_together(self) -> dict[int, float]:
         """Return when those ranks ended that did with the first: others leave when told."""
         ended = self._ended.copy()
         first_s = min(ended.values(), default=0.0)
-        return {rank: at_s for rank, at_s in ended.items() if at_s - first_s < liveness.TOGETHER_S}
+        return {
+            rank: at_s for rank, at_s in ended.items() if at_s - first_s < liveness.ENDED_TOGETHER_S
+        }
 
-    def _note(self, ended: list[int]) -> None:
+    def _note_ended(self, ended: list[int]) -> None:
         for rank in ended:
             self._ended.setdefault(rank, time.monotonic())
 
@@ -234,52 +242,52 @@ class HostWatch:
     def _seconds_left(self) -> float | None:
         """Return when this thread ends the world since ranks have ended, None if none has."""
         now_s = time.monotonic()
-        ends_s = [at_s + self._limit_of(rank) for rank, at_s in self._ended.items()]
+        ends_s = [at_s + self._report_limit_s(rank) for rank, at_s in self._ended.items()]
         return max(0.0, min(ends_s) - now_s) if ends_s else None
 
-    def _seconds_to_look(self) -> float | None:
+    def _poll_timeout_s(self) -> float | None:
         """Return when to look again: a process closes its connections before it is known to end."""
         left_s = self._seconds_left()
-        is_near = any(self._is_near(rank) for rank in self._ended)
+        is_near = any(self._is_on_this_host(rank) for rank in self._ended)
         return min(left_s, liveness.HOST_SETTLE_S) if left_s is not None and is_near else left_s
 
-    def _limit_of(self, rank: int) -> float:
+    def _report_limit_s(self, rank: int) -> float:
         """Return how long those who can name the end of a rank better have for it."""
         comm, peer = self._comm, self._comm.roster[rank]
-        if self._is_near(rank):
+        if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
             return liveness.HOST_SETTLE_S if is_dead else liveness.GONE_LIMIT_S
-        nobody_left = all(other.rank in self._ended for other in self._of_node(peer.node))
+        nobody_left = all(other.rank in self._ended for other in self._peers_on_node(peer.node))
         return liveness.NOBODY_LEFT_S if nobody_left or rank == 0 else liveness.GONE_LIMIT_S
 
-    def _of_node(self, node: int) -> list[Peer]:
+    def _peers_on_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]
 
-    def _is_near(self, rank: int) -> bool:
+    def _is_on_this_host(self, rank: int) -> bool:
         """Whether a rank is on this host."""
         return self._comm.roster[rank].node == self._comm.world.node
 
-    def _lost_host(self, rank: int) -> LostHostError:
+    def _lost_host_error(self, rank: int) -> LostHostError:
         own, peer = self._comm.world, self._comm.roster[rank]
-        of_host = self._of_node(peer.node)
-        places = [self._launched.index(p.rank) for p in of_host if p.rank in self._launched]
+        of_host = self._peers_on_node(peer.node)
+        places = [self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks]
         of_host = [self._now.roster[rank] for rank in sorted(places)] or of_host
         facts = {"lost_hosts": [peer.hostname], "lost_ranks": [other.rank for other in of_host]}
         return LostHostError(
-            f"host {peer.hostname} ({ranks_of(of_host)}) has not answered in {self._limit_s:.0f} s "
-            f"(run.host_timeout) while {self._comm.doing[0]}: it is down, or the network between "
-            f"it and {own.hostname} is cut",
+            f"host {peer.hostname} ({list_ranks(of_host)}) has not answered in {self._limit_s:.0f} "
+            f"s (run.host_timeout) while {self._comm.activity[0]}: it is down, or the network "
+            f"between it and {own.hostname} is cut",
             facts,
         )
 
     def _leave(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
             return
-        liveness.must_leave_soon()  # reporting may wait for what is beyond the cut
+        liveness.exit_soon()  # reporting may wait for what is beyond the cut
         if self._comm.is_rank_0:
             code = self.reported_code
             self._tell(_LEAVE if code is None else _LEAVE + str(code).encode())
-        self._lost(self._now, error)
+        self._end_world(self._now, error)
 
 
 def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.socket:

@@ -55,7 +55,7 @@ from hpc_tune.errors import EXIT_FAILED
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
 LEAVE_LIMIT_S = 6.0
-LOCKED_FACTOR = 2  # of run.timeout: a library that holds the interpreter's lock may still read
+GIL_FACTOR = 2  # of run.timeout: a library that holds the interpreter's lock may still read
 
 # HostWatch
 NUM_PROBES = 3  # a lost packet or two are no outage; each probe has a quarter of the limit
@@ -67,18 +67,18 @@ NEIGHBOURS_REPORT_WITHIN_S = 0.4
 # After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
 GONE_LIMIT_S = 10.0
 NOBODY_LEFT_S = 1.0  # to report there; the main thread, if it notices, knows more
-TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
+ENDED_TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
 
-# HangWatch; NUM_LOOKS are within a limit that is short
+# HangWatch; HANG_NUM_LOOKS are within a limit that is short
 HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
 
 # StepLimit and RollCall
-LOOK_EVERY_S, NUM_LOOKS = 5.0, 20
+STEP_LOOK_EVERY_S, STEP_NUM_LOOKS = 5.0, 20
 STEP_MARGIN_S = 60.0  # torch ends a collective later, since it does not know who is missing
 
 # NcclWatch
 NCCL_LOOK_EVERY_S = 1.0
-NAMED_WITHIN_S = 12.0  # more than GONE_LIMIT_S
+NCCL_NAMED_WITHIN_S = 12.0  # more than GONE_LIMIT_S
 SUSPENDED_S = 30.0  # without a look: no thread of a busy rank is that late
 
 # StartupWatchdog
@@ -96,16 +96,16 @@ END_LIMIT_S = 300.0
 CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
 
 # RunLock
-TOUCH_EVERY_S = 10.0
-SILENT_S = 120.0  # a thread of a busy rank may be late, and file systems show a time late, too
-SHOWS_WITHIN_S = 30.0  # on another host
+LOCK_TOUCH_EVERY_S = 10.0
+LOCK_STALE_S = 120.0  # a thread of a busy rank may be late, and file systems show a time late, too
+LOCK_VISIBLE_WITHIN_S = 30.0  # on another host
 LOCK_SETTLE_S = 0.5  # of two that take over at once, both see who was last
 LOCK_LOOK_EVERY_S = 1.0
 
 # HeartbeatFile
 HEARTBEAT_EVERY_S = 5.0
-QUIET_S = 12.0
-ALIVE_S = 30.0
+HEARTBEAT_LATE_S = 12.0
+HEARTBEAT_DEAD_S = 30.0
 
 # Who reports how a world fails
 STORE_LIMIT_S = 2.0
@@ -126,7 +126,7 @@ class Watcher:
 
     def __init__(self, name: str, every_s: float, *looks: Callable[[], bool | None]) -> None:
         self._name, self._every_s, self._looks = name, every_s, looks
-        self._over, self._deciding = threading.Event(), threading.Lock()
+        self._over, self._close_lock = threading.Event(), threading.Lock()
         self.has_started = False
 
     @property
@@ -153,15 +153,15 @@ class Watcher:
         """Wait within a look; tell whether it was closed meanwhile."""
         return self._over.wait(seconds)
 
-    def unless_over(self, act: Callable[[], object]) -> None:
+    def run_unless_over(self, act: Callable[[], object]) -> None:
         """Act if it is not closed; ``close`` returns only afterwards."""
-        with self._deciding:
+        with self._close_lock:
             if not self.is_over:
                 act()
 
     def close(self) -> None:
         """Look no more."""
-        with self._deciding:
+        with self._close_lock:
             self._over.set()
 
     def _run(self, look: Callable[[], bool | None]) -> None:
@@ -169,7 +169,7 @@ class Watcher:
             self._over.wait(self._every_s)
 
 
-def when_still(
+def make_stall_check(
     sign: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
 ) -> Callable[[], bool]:
     """Return a look, once every ``every_s``, that acts when the sign has not changed for a limit.
@@ -199,7 +199,7 @@ def start_limit_s(start_timeout: float | Literal["auto"], num_ranks: int) -> flo
     return START_LIMIT_S + START_LIMIT_PER_RANK_S * num_ranks
 
 
-def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
+def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
     """Act after some time, unless the returned timer is cancelled."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
@@ -207,6 +207,6 @@ def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-def must_leave_soon() -> None:
+def exit_soon() -> None:
     """End this process after ``LEAVE_LIMIT_S``, whatever reporting its error waits for."""
-    after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))
+    run_after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))

@@ -16,13 +16,13 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 
 # 0: the watchdog keeps an error for get_error; no thread ends a process whose watchdog is late.
-_OWN_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_OLDER_NAME = "NCCL_ASYNC_ERROR_HANDLING"
+_HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
 
-Errors = Callable[[], Iterable[str]]
+ReadErrors = Callable[[], Iterable[str]]
 
 
-def leave_errors_to_us(environ: MutableMapping[str, str]) -> None:
+def disable_torch_handling(environ: MutableMapping[str, str]) -> None:
     """Keep torch from ending the process, if it can tell of errors and the user has set nothing.
 
     Before groups are made.
@@ -30,12 +30,12 @@ def leave_errors_to_us(environ: MutableMapping[str, str]) -> None:
     from torch._C import _distributed_c10d
 
     backend = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
-    is_set = any(name in environ for name in (*_OWN_HANDLING, _OLDER_NAME))
+    is_set = any(name in environ for name in (*_HANDLING_OFF, _OLD_HANDLING_VARIABLE))
     if hasattr(backend, "get_error") and not is_set:
-        environ.update(_OWN_HANDLING)
+        environ.update(_HANDLING_OFF)
 
 
-def errors_of_groups() -> list[str]:
+def find_group_errors() -> list[str]:
     """Return the names of torch's ErrorType for all groups of this process that have an error."""
     import torch
     from torch.distributed import distributed_c10d
@@ -58,12 +58,12 @@ class NcclWatch:
         comm: Comm,
         timeout_s: float,
         lost: Callable[[Comm, HpcTuneError], None],
-        errors: Errors = errors_of_groups,
+        errors: ReadErrors = find_group_errors,
         every_s: float = liveness.NCCL_LOOK_EVERY_S,
     ) -> None:
         """Begin to look; ``timeout_s`` is run.timeout."""
-        self._comm, self._timeout_s, self._lost, self._errors = comm, timeout_s, lost, errors
-        self._looked_s, self._was_suspended = time.monotonic(), False
+        self._comm, self._timeout_s, self._end_world, self._errors = comm, timeout_s, lost, errors
+        self._last_look_s, self._was_suspended = time.monotonic(), False
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._look)
         self._watcher.start()
 
@@ -77,7 +77,7 @@ class NcclWatch:
 
     def _look(self) -> bool:
         now_s = time.monotonic()
-        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        gap_s, self._last_look_s = now_s - self._last_look_s, now_s
         self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
         names = {*self._errors()}
         if self._was_suspended:  # step_limit counts no time in which the job was suspended
@@ -85,22 +85,22 @@ class NcclWatch:
         if not names:
             return False
         # Whoever hears of a rank's end says more, and ends the world in this time.
-        if not self._watcher.wait(liveness.NAMED_WITHIN_S):
-            self._watcher.unless_over(lambda: self._end(names))
+        if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
+            self._watcher.run_unless_over(lambda: self._end(names))
         return True
 
     def _end(self, names: set[str]) -> None:
-        liveness.must_leave_soon()
+        liveness.exit_soon()
         if names == {"TIMEOUT"}:
             text = (
-                f"a collective of NCCL while {self._comm.doing[0]} was not over "
+                f"a collective of NCCL while {self._comm.activity[0]} was not over "
                 f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
                 "no rank is known to have ended"
             )
         else:
             text = (
                 "NCCL has lost its connection to another rank while "
-                f"{self._comm.doing[0]}, and no rank is known to have ended: look at the network "
-                "and its cards on both nodes, which NCCL_DEBUG=WARN names"
+                f"{self._comm.activity[0]}, and no rank is known to have ended: look at the "
+                "network and its cards on both nodes, which NCCL_DEBUG=WARN names"
             )
-        self._lost(self._comm, WorldError(text))
+        self._end_world(self._comm, WorldError(text))

@@ -23,7 +23,7 @@ def host_key() -> str:
     return " ".join(parts)
 
 
-def nodes_of(
+def number_nodes(
     by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
 ) -> list[int]:
     """Return each rank's node, numbered by its lowest rank (pure).
@@ -48,7 +48,7 @@ def nodes_of(
     )
 
 
-def place_of(rank: int, nodes: list[int]) -> dict[str, Any]:
+def node_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
     """Return the fields of ``World`` that follow from each rank's node."""
     node = nodes[rank]
     return {

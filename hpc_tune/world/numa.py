@@ -14,7 +14,7 @@ def pci_path(folder: Path, address: str) -> Path:
     return (folder / "bus" / "pci" / "devices" / address).resolve()
 
 
-def numa_of(device: Path) -> int | None:
+def read_numa_node(device: Path) -> int | None:
     """Return the NUMA node of a device; the kernel says -1 where there is but one."""
     with contextlib.suppress(OSError, ValueError):
         number = int((device / "numa_node").read_text())
@@ -22,7 +22,7 @@ def numa_of(device: Path) -> int | None:
     return None
 
 
-def cpus_of(folder: Path, node: int) -> frozenset[int]:
+def read_node_cpus(folder: Path, node: int) -> frozenset[int]:
     """Return the CPUs of a NUMA node; none where it has memory alone, or is not shown."""
     file = folder / "devices" / "system" / "node" / f"node{node}" / "cpulist"
     with contextlib.suppress(OSError, ValueError):

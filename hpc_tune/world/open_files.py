@@ -8,28 +8,28 @@ from hpc_tune.errors import ConfigError
 # Gloo connects each rank of a group to each other: the group of all, the one for control traffic,
 # and those of the layout, which add up to another. Rank 0 also has the store's connections. The
 # rest is for files, libraries and data.
-FILES, FILES_PER_RANK = 256, 4
-LEAST = 64  # with fewer a run of one or two ranks of the smallest model cannot begin
-SPARE = 16  # what tells why a run fails can be opened when nothing else can
+BASE_FILES, FILES_PER_RANK = 256, 4
+MIN_FILES = 64  # with fewer a run of one or two ranks of the smallest model cannot begin
+SPARE_FILES = 16  # what tells why a run fails can be opened when nothing else can
 
 _REMEDY = "ulimit -Hn {} before the launcher, or LimitNOFILE of the scheduler's daemon on the nodes"
 
 
-def needed(num_ranks: int) -> int:
+def files_needed(num_ranks: int) -> int:
     """Return how many files a rank opens in a world of that size (pure)."""
-    return FILES + FILES_PER_RANK * num_ranks
+    return BASE_FILES + FILES_PER_RANK * num_ranks
 
 
-def limit_of_files() -> int | None:
+def read_file_limit() -> int | None:
     """Return how many files this process may open, those kept back included; ``None``: any."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return None
-    return hard if soft == hard - SPARE else soft
+    return hard if soft == hard - SPARE_FILES else soft
 
 
 def raise_limit() -> int | None:
-    """Raise this process's soft limit to the hard one but for SPARE; return the hard one.
+    """Raise this process's soft limit to the hard one but for SPARE_FILES; return the hard one.
 
     ``None`` without a limit.
 
@@ -38,7 +38,7 @@ def raise_limit() -> int | None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_finite = hard != resource.RLIM_INFINITY
-    wanted = hard - SPARE if is_finite and hard >= LEAST + SPARE else hard
+    wanted = hard - SPARE_FILES if is_finite and hard >= MIN_FILES + SPARE_FILES else hard
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):  # no limit may be above fs.nr_open
@@ -46,32 +46,32 @@ def raise_limit() -> int | None:
     return hard if is_finite else None
 
 
-def use_spare() -> None:
+def release_spare_files() -> None:
     """Let this process open the files that ``raise_limit`` has kept back: it is about to end."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def require_least(limit: int | None) -> None:
+def require_min_files(limit: int | None) -> None:
     """Refuse a limit with which a rank would fail somewhere, of whatever library.
 
     Raises:
-        ConfigError: if it is below LEAST.
+        ConfigError: if it is below MIN_FILES.
     """
-    if limit is not None and limit < LEAST:
+    if limit is not None and limit < MIN_FILES:
         raise ConfigError(
-            f"a rank may open {limit} files, expected at least {LEAST}, and the hard limit allows "
-            f"no more: {_REMEDY.format(4096)}"
+            f"a rank may open {limit} files, expected at least {MIN_FILES}, and the hard limit "
+            f"allows no more: {_REMEDY.format(4096)}"
         )
 
 
-def shortage(limit: int | None, num_ranks: int) -> str | None:
+def shortage_warning(limit: int | None, num_ranks: int) -> str | None:
     """Return a warning if a rank may open too few files (pure)."""
-    if limit is None or limit >= needed(num_ranks):
+    if limit is None or limit >= files_needed(num_ranks):
         return None
     return (
-        f"a rank may open {limit} files, {num_ranks} ranks need about {needed(num_ranks)} "
-        f"({FILES_PER_RANK} connections to each other rank, {FILES} for the rest), and the hard "
-        f"limit allows no more: {_REMEDY.format(max(needed(num_ranks), 4096))}"
+        f"a rank may open {limit} files, {num_ranks} ranks need about {files_needed(num_ranks)} "
+        f"({FILES_PER_RANK} connections to each other rank, {BASE_FILES} for the rest), and the "
+        f"hard limit allows no more: {_REMEDY.format(max(files_needed(num_ranks), 4096))}"
     )

@@ -18,32 +18,32 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNED = 64  # bytes, so that values of any dtype and a processor's vectors may begin there
+_ALIGNMENT = 64  # bytes, so that values of any dtype and a processor's vectors may begin there
 _SMALL = 1 << 20  # what so few bytes lack to a power of two does not count
 _LARGE = 4 << 30  # a block takes two seconds to make, and is larger for a larger tensor alone
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockOffset:
     """Where in which block a tensor begins, in bytes."""
 
     block: int
     offset: int
 
 
-def rounded(num_bytes: int) -> int:
+def round_up_bytes(num_bytes: int) -> int:
     """Return the bytes of the block that torch makes for a request."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
-def carved_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of the blocks of ``pinned_like`` for tensors of so many bytes each."""
-    return sum(_carve([*sizes])[0])
+def pinned_blocks_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of the blocks of ``empty_pinned_like`` for tensors of so many bytes each."""
+    return sum(_pack_into_blocks([*sizes])[0])
 
 
-def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def empty_pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return contiguous tensors of these shapes and dtypes in pinned memory, without values."""
-    sizes, places = _carve([tensor.nbytes for tensor in tensors])
+    sizes, places = _pack_into_blocks([tensor.nbytes for tensor in tensors])
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
     return [
         _view(blocks[place.block], place.offset, tensor)
@@ -53,7 +53,7 @@ def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def give_back() -> None:
+def empty_pinned_cache() -> None:
     """Return blocks that nothing uses to the system; torch keeps them for good otherwise."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch._C._host_emptyCache()
@@ -63,44 +63,46 @@ def _view(block: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return block[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _carve(sizes: Sequence[int]) -> tuple[list[int], list[Place | None]]:
+def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset | None]]:
     """Return the bytes of blocks, and the places of tensors in them; None for one without bytes.
 
     The largest tensors come first, and the smaller ones fill what these leave: one block for all
     that is left, or the half of it as long as the rest then takes less.
     """
     waiting = sorted((n for n, size in enumerate(sizes) if size), key=lambda n: -sizes[n])
-    places: list[Place | None] = [None] * len(sizes)
+    places: list[BlockOffset | None] = [None] * len(sizes)
     filled: list[tuple[int, dict[int, int]]] = []  # blocks: bytes, and offsets of tensors
     best: list[tuple[int, dict[int, int]]] = []
     while waiting:
-        whole = rounded(sum(_aligned(sizes[n]) for n in waiting))
-        largest = rounded(sizes[waiting[0]])
+        whole = round_up_bytes(sum(_align(sizes[n]) for n in waiting))
+        largest = round_up_bytes(sizes[waiting[0]])
         most = max(_LARGE, largest)
         if whole <= most:
-            ends = [*filled, _fill(whole, waiting, sizes)]
+            ends = [*filled, _fill_block(whole, waiting, sizes)]
             if not best or sum(size for size, _ in ends) < sum(size for size, _ in best):
                 best = ends
         if whole <= max(_SMALL, largest):
             break
-        filled.append(_fill(min(most, max(whole // 2, largest)), waiting, sizes))
+        filled.append(_fill_block(min(most, max(whole // 2, largest)), waiting, sizes))
         waiting = [n for n in waiting if n not in filled[-1][1]]
     for block, (_, offsets) in enumerate(best):
         for number, offset in offsets.items():
-            places[number] = Place(block, offset)
+            places[number] = BlockOffset(block, offset)
     return [size for size, _ in best], places
 
 
-def _fill(block: int, waiting: Sequence[int], sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+def _fill_block(
+    block: int, waiting: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, dict[int, int]]:
     """Return a block with the offsets of those of the tensors that fit into it."""
     offsets: dict[int, int] = {}
     at = 0
     for number in waiting:
         if at + sizes[number] <= block:
             offsets[number] = at
-            at += _aligned(sizes[number])
+            at += _align(sizes[number])
     return block, offsets
 
 
-def _aligned(num_bytes: int) -> int:
-    return math.ceil(num_bytes / _ALIGNED) * _ALIGNED
+def _align(num_bytes: int) -> int:
+    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from hpc_tune.errors import require_descriptors
+from hpc_tune.errors import raise_if_out_of_files
 
 
 def is_alive(pid: int) -> bool:
@@ -23,7 +23,7 @@ def is_alive(pid: int) -> bool:
         return _exists(pid)
 
 
-def started_s(pid: int) -> float | None:
+def seconds_from_boot(pid: int) -> float | None:
     """Return when a process started, in seconds since the boot; None if it is not alive.
 
     psutil's create_time adds the time of the boot, which changes when the clock is set and is
@@ -35,7 +35,7 @@ def started_s(pid: int) -> float | None:
     except psutil.Error:
         return None
     except OSError as error:
-        require_descriptors(error)
+        raise_if_out_of_files(error)
         return None
 
 

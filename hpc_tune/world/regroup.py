@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _LEAVE_LIMIT_S = 10.0
-_ENDED, _LEFT, _FAILED = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
+_ENDED_KEY, _LEFT_KEY, _FAILED_KEY = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
 
 
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
@@ -44,7 +44,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     wait_for_idle_gloo()
     if comm.world.rank not in ranks:
         return None
-    roster = _renumbered(comm, ranks)
+    roster = _renumber_roster(comm, ranks)
     rank = list(ranks).index(comm.world.rank)
     on_node = [peer.rank for peer in roster if peer.node == roster[rank].node]
     world = dataclasses.replace(
@@ -81,10 +81,10 @@ def wait_as_idle_rank(comm: Comm) -> int:
     while code is None:
         time.sleep(_POLL_S)
         try:
-            if store.check([_ENDED]):
-                code = int(store.get(_ENDED))
-                store.add(_LEFT, 1)
-            elif store.check([_FAILED]):
+            if store.check([_ENDED_KEY]):
+                code = int(store.get(_ENDED_KEY))
+                store.add(_LEFT_KEY, 1)
+            elif store.check([_FAILED_KEY]):
                 code = EXIT_FAILED
         except RuntimeError:  # the store is gone with its rank
             code = EXIT_FAILED
@@ -97,13 +97,13 @@ def release_idle_ranks(store: "Store", num_outside: int, exit_code: int) -> None
     """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
     if not num_outside:
         return
-    store.set(_ENDED, str(exit_code))
+    store.set(_ENDED_KEY, str(exit_code))
     until_s = time.monotonic() + _LEAVE_LIMIT_S
-    while store.add(_LEFT, 0) < num_outside and time.monotonic() < until_s:
+    while store.add(_LEFT_KEY, 0) < num_outside and time.monotonic() < until_s:
         time.sleep(0.1)
 
 
-def _renumbered(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
+def _renumber_roster(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
     nodes: dict[int, int] = {}
     for rank in ranks:
         nodes.setdefault(comm.roster[rank].node, len(nodes))

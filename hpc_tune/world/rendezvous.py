@@ -26,8 +26,8 @@ from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import Channel
 
 PROBE_TIMEOUT_S = 3.0
-FAST_NAMES = ("hsn", "ib", "hfi", "opa")
-VIRTUAL_NAMES = ("docker", "virbr", "veth", "br-", "cni", "podman", "lxc")
+FAST_PREFIXES = ("hsn", "ib", "hfi", "opa")
+VIRTUAL_PREFIXES = ("docker", "virbr", "veth", "br-", "cni", "podman", "lxc")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Endpoint:
     """The chosen address; rank 0 also holds the listening socket, the others ``None``."""
 
     ip: str
@@ -49,7 +49,7 @@ class Meeting:
     warning: str | None
 
 
-def rendezvous(world: World, channel: Channel, interface: str | None) -> Meeting:
+def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoint:
     """Return an address of rank 0 that every node reaches; collective over ``channel``.
 
     Raises:
@@ -65,7 +65,7 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Meeting
         raise WorldError(offer["error"])
     nonce, endpoints = offer["nonce"], offer["endpoints"]
     answering = _Responder(listeners, nonce) if listeners else None
-    seen = _try_all(endpoints, nonce) if world.local_rank == 0 else None
+    seen = _probe_all(endpoints, nonce) if world.local_rank == 0 else None
     reports = [
         {"host": host, "seen": seen}
         for host, seen in channel.all_gather([world.hostname, seen])
@@ -75,23 +75,23 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Meeting
         answering.stop()
     # Otherwise a fast rank's store client would reach the responder of a slow rank 0 and fail.
     channel.all_gather(None)
-    chosen = choose(reports, len(endpoints))
+    chosen = choose_endpoint(reports, len(endpoints))
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()
     if chosen is None:
-        raise WorldError(_unreachable(endpoints, reports))
+        raise WorldError(_unreachable_message(endpoints, reports))
     warning = None
-    if interface and endpoints[chosen]["interface"] not in named(interface):
+    if interface and endpoints[chosen]["interface"] not in split_interfaces(interface):
         warning = (
             f"run.interface={interface} was not reached from every node; using "
             f"{endpoints[chosen]['interface']} ({endpoints[chosen]['ip']})"
         )
     kept = listeners[chosen] if listeners else None
-    return Meeting(endpoints[chosen]["ip"], endpoints[chosen]["port"], nonce, kept, warning)
+    return Endpoint(endpoints[chosen]["ip"], endpoints[chosen]["port"], nonce, kept, warning)
 
 
-def choose(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
+def choose_endpoint(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
     """Return the first endpoint that every report reached: ``seen`` has "" or a reason for each."""
     for index in range(num_endpoints):
         if all(report["seen"][index] == "" for report in reports):
@@ -99,12 +99,12 @@ def choose(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
     return None
 
 
-def named(interface: str | None) -> list[str]:
+def split_interfaces(interface: str | None) -> list[str]:
     """Return the names of run.interface, which may be several."""
     return [name.strip() for name in (interface or "").split(",") if name.strip()]
 
 
-def candidates(
+def candidate_addresses(
     addresses: Sequence[Address], num_nodes: int, interface: str | None
 ) -> list[Address]:
     """Return the addresses worth trying, best first (pure).
@@ -114,7 +114,7 @@ def candidates(
     link-local ones cannot be used across nodes.
     """
 
-    wanted = named(interface)
+    wanted = split_interfaces(interface)
 
     def grade(address: Address) -> tuple[int, int]:
         ip = ipaddress.ip_address(address.ip)
@@ -122,10 +122,10 @@ def candidates(
             kind = wanted.index(address.interface) - len(wanted)
         elif ip.is_loopback:
             kind = 1
-        elif address.interface.startswith(FAST_NAMES):
+        elif address.interface.startswith(FAST_PREFIXES):
             kind = 2
         else:
-            kind = 4 if address.interface.startswith(VIRTUAL_NAMES) else 3
+            kind = 4 if address.interface.startswith(VIRTUAL_PREFIXES) else 3
         return kind, ip.version
 
     usable = []
@@ -146,7 +146,7 @@ def local_addresses() -> list[Address]:
     ]
 
 
-def interface_towards(ip: str) -> str | None:
+def find_interface_to(ip: str) -> str | None:
     """Return the name of the interface whose address this host uses to speak to ``ip``."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
@@ -161,13 +161,17 @@ def interface_towards(ip: str) -> str | None:
 def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], list[socket.socket]]:
     addresses = local_addresses()
     names = sorted({address.interface for address in addresses})
-    if interface and not {*named(interface)} & {*names}:
+    if interface and not {*split_interfaces(interface)} & {*names}:
         known = ", ".join(names)
         return {
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
             f"is; it has {known}"
         }, []
-    usable, endpoints, listeners = candidates(addresses, world.num_nodes, interface), [], []
+    usable, endpoints, listeners = (
+        candidate_addresses(addresses, world.num_nodes, interface),
+        [],
+        [],
+    )
     for address in usable:
         family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
         try:
@@ -223,12 +227,12 @@ class _Responder:
         self._wake_write.close()
 
 
-def _try_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
+def _probe_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
     """Return "" or the reason of failure for each endpoint; all are tried at the same time."""
     reasons = ["no answer"] * len(endpoints)
 
     def attempt(index: int) -> None:
-        reasons[index] = _try(endpoints[index]["ip"], endpoints[index]["port"], nonce)
+        reasons[index] = _probe_endpoint(endpoints[index]["ip"], endpoints[index]["port"], nonce)
 
     threads = [threading.Thread(target=attempt, args=(i,)) for i in range(len(endpoints))]
     for thread in threads:
@@ -238,7 +242,7 @@ def _try_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
     return reasons
 
 
-def _try(ip: str, port: int, nonce: str) -> str:
+def _probe_endpoint(ip: str, port: int, nonce: str) -> str:
     try:
         with socket.create_connection((ip, port), timeout=PROBE_TIMEOUT_S) as peer:
             peer.sendall(_proof(nonce, "ask"))
@@ -261,7 +265,9 @@ def _read_line(peer: socket.socket) -> bytes:
     return data
 
 
-def _unreachable(endpoints: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -> str:
+def _unreachable_message(
+    endpoints: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]
+) -> str:
     lines = []
     for index, endpoint in enumerate(endpoints):
         failed = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]

@@ -22,7 +22,7 @@ from hpc_tune.world.comm import Comm
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_KEY = "hpc_tune/roll"
+_ROLL_KEY = "hpc_tune/roll"
 
 
 class RollCall:
@@ -30,24 +30,27 @@ class RollCall:
 
     def __init__(self, comm: Comm, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
         """Treat as stopped who does not answer for twice ``limit_s``, in seconds."""
-        self._comm, self._limit_s, self._lost = comm, liveness.LOCKED_FACTOR * limit_s, lost
-        self._every_s = every_s = min(liveness.LOOK_EVERY_S, limit_s / liveness.NUM_LOOKS)
-        self._num_heard = self._said = 0
+        self._comm, self._limit_s, self._end_world = comm, liveness.GIL_FACTOR * limit_s, lost
+        self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
+        self._num_store_answers = self._last_answer = 0
         # The others wait for the store to answer no more.
-        ends_if_silent = liveness.when_still(
-            lambda: self._num_heard, self._limit_s, every_s, partial(self._end, [comm.store_rank])
+        ends_if_silent = liveness.make_stall_check(
+            lambda: self._num_store_answers,
+            self._limit_s,
+            every_s,
+            partial(self._end, [comm.store_rank]),
         )
         has_store = comm.world.rank == comm.store_rank
-        look = partial(self._guard, self._call) if has_store else ends_if_silent
+        look = partial(self._stop_if_store_gone, self._call) if has_store else ends_if_silent
         self._watcher = liveness.Watcher(
-            "roll-call", every_s, partial(self._guard, self._answer), look
+            "roll-call", every_s, partial(self._stop_if_store_gone, self._answer), look
         )
 
     def over(self) -> AbstractContextManager[None]:
         """Call and answer during the block."""
         return self._watcher.over() if self._comm.world.size > 1 else nullcontext()
 
-    def _guard(self, look: Callable[[], bool]) -> bool:
+    def _stop_if_store_gone(self, look: Callable[[], bool]) -> bool:
         try:
             return look()
         except RuntimeError:  # the store is gone with its rank
@@ -55,11 +58,11 @@ class RollCall:
             return True
 
     def _answer(self) -> bool:
-        number = self._comm.store.add(_KEY, 0)
-        self._num_heard += 1
-        if number > self._said:
-            self._comm.store.set(f"{_KEY}/{self._comm.world.rank}", str(number))
-            self._said = number
+        number = self._comm.store.add(_ROLL_KEY, 0)
+        self._num_store_answers += 1
+        if number > self._last_answer:
+            self._comm.store.set(f"{_ROLL_KEY}/{self._comm.world.rank}", str(number))
+            self._last_answer = number
         return False
 
     def _call(self) -> bool:
@@ -67,12 +70,12 @@ class RollCall:
         that has the store.
         """
         store, own = self._comm.store, self._comm.world.rank
-        number = store.add(_KEY, 1)
+        number = store.add(_ROLL_KEY, 1)
         silent = [rank for rank in range(self._comm.world.size) if rank != own]
         for _ in range(round(self._limit_s / self._every_s)):
             if self._watcher.wait(self._every_s):
                 return True
-            silent = [rank for rank in silent if _answer_of(store, rank) < number]
+            silent = [rank for rank in silent if _read_answer(store, rank) < number]
             if not silent:
                 return self._watcher.wait(self._limit_s / 4 - self._every_s)
         self._end(silent)
@@ -85,16 +88,16 @@ class RollCall:
             said.append(f"{len(peers) - len(said)} more")
         verb = "does" if len(peers) == 1 else "do"
         if not self._watcher.is_over:
-            self._lost(
+            self._end_world(
                 StalledError(
-                    f"{', '.join(said)} {verb} not answer while {self._comm.doing[0]}, for "
-                    f"{self._limit_s:.0f} s ({liveness.LOCKED_FACTOR} x run.timeout): a process is "
+                    f"{', '.join(said)} {verb} not answer while {self._comm.activity[0]}, for "
+                    f"{self._limit_s:.0f} s ({liveness.GIL_FACTOR} x run.timeout): a process is "
                     "stopped, or hangs outside of Python",
                     {"late_ranks": silent},
                 )
             )
 
 
-def _answer_of(store: "Store", rank: int) -> int:
-    key = f"{_KEY}/{rank}"
+def _read_answer(store: "Store", rank: int) -> int:
+    key = f"{_ROLL_KEY}/{rank}"
     return int(store.get(key)) if store.check([key]) else 0

@@ -22,22 +22,22 @@ from types import FrameType
 from hpc_tune.errors import HpcTuneError, StalledError
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer
-from hpc_tune.world.failure import dead_peers
+from hpc_tune.world.failure import find_dead_peers
 
-_KEY = "hpc_tune/stalled"
-_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_STALL_KEY = "hpc_tune/stalled"
+_COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankProgress:
     """Where a rank is: how many parts of training it has entered, the newest, a line of code.
 
     ``waits``: it is in a collective.
     """
 
     entered: int
-    doing: str
+    activity: str
     line: str
     waits: bool
 
@@ -55,29 +55,29 @@ class StepLimit:
         """Stand still for ``limit_s`` at most. ``keep_trace`` writes a file and returns its folder,
         if there is anything to write.
         """
-        self._comm, self._limit_s, self._lost = comm, limit_s, lost
+        self._comm, self._limit_s, self._end_world = comm, limit_s, lost
         self._keep_trace = keep_trace
-        self._every_s = every_s = min(liveness.LOOK_EVERY_S, limit_s / liveness.NUM_LOOKS)
-        ends_if_still = liveness.when_still(self._progress, limit_s, every_s, self._end)
+        self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
+        ends_if_still = liveness.make_stall_check(self._stall_sign, limit_s, every_s, self._end)
         self._watcher = liveness.Watcher("step-limit", every_s, ends_if_still, self._answer)
-        self._entered, self._doing = 0, "the first step"
-        self._telling = threading.Lock()
-        self._has_told = False
+        self._num_entered, self._activity = 0, "the first step"
+        self._send_lock = threading.Lock()
+        self._has_sent = False
         self._trace: str | None = None
 
     def enter(self, doing: str) -> None:
         """Begin a part of training, which all ranks begin in the same order."""
-        self._entered, self._doing = self._entered + 1, doing
+        self._num_entered, self._activity = self._num_entered + 1, doing
         self._comm.begin(doing)
 
     def over(self) -> contextlib.AbstractContextManager[None]:
         """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
         return self._watcher.over() if self._comm.world.size > 1 else contextlib.nullcontext()
 
-    def _progress(self) -> tuple[object, ...]:
+    def _stall_sign(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
         frame = _main_frame()
-        place = (self._entered, id(frame), frame.f_lasti if frame is not None else 0)
+        place = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
         if self._comm.device.type != "cpu":
             return place  # it spins while it waits for a GPU
         main = threading.main_thread().ident or 0
@@ -86,38 +86,38 @@ class StepLimit:
     def _end(self, wait_s: float | None = None) -> None:
         wait_s = 2 * (3 * self._every_s + liveness.LEAVE_LIMIT_S) if wait_s is None else wait_s
         own = self._comm.world.rank
-        places = {own: self._place()}
+        places = {own: self._own_progress()}
         # The store may be behind a cut network.
-        asking = threading.Thread(target=self._ask, args=(places,), daemon=True)
+        asking = threading.Thread(target=self._gather_progress, args=(places,), daemon=True)
         asking.start()
         asking.join(wait_s)
-        liveness.must_leave_soon()
+        liveness.exit_soon()
         if not self._watcher.is_over:
-            gone = {peer.rank for peer in dead_peers(self._comm)}
-            roster, doing = self._comm.roster, self._doing
+            gone = {peer.rank for peer in find_dead_peers(self._comm)}
+            roster, doing = self._comm.roster, self._activity
             first = self._comm.store_rank
             if own != first and asking.is_alive():  # the others may well answer
                 places |= {peer.rank: places[own] for peer in roster if peer.rank != first}
-            self._lost(stalled(places, roster, doing, self._limit_s, gone, self._trace))
+            self._end_world(stalled_error(places, roster, doing, self._limit_s, gone, self._trace))
 
-    def _ask(self, places: dict[int, Place]) -> None:
+    def _gather_progress(self, places: dict[int, RankProgress]) -> None:
         """Fill ``places`` with those of the ranks that answer, and let them keep their traces."""
         store, left = self._comm.store, set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
-            store.set(_KEY, "")
+            store.set(_STALL_KEY, "")
             self._tell()
             while left and time.monotonic() < until_s:
                 for rank in sorted(left):
-                    if store.check([f"{_KEY}/{rank}"]):
-                        place, has_trace = json.loads(store.get(f"{_KEY}/{rank}"))
-                        places[rank] = Place(**place)
+                    if store.check([f"{_STALL_KEY}/{rank}"]):
+                        place, has_trace = json.loads(store.get(f"{_STALL_KEY}/{rank}"))
+                        places[rank] = RankProgress(**place)
                         left -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
     def _answer(self) -> bool:
         try:
-            if not self._comm.store.check([_KEY]):
+            if not self._comm.store.check([_STALL_KEY]):
                 return False
             self._tell()
         except RuntimeError:  # the store is gone with its rank
@@ -126,27 +126,27 @@ class StepLimit:
 
     def _tell(self) -> None:
         """Tell once where this rank is, and again when its trace is there: that may take longer."""
-        with self._telling:
-            if not self._has_told:
-                self._has_told = True
-                key, place = f"{_KEY}/{self._comm.world.rank}", asdict(self._place())
+        with self._send_lock:
+            if not self._has_sent:
+                self._has_sent = True
+                key, place = f"{_STALL_KEY}/{self._comm.world.rank}", asdict(self._own_progress())
                 self._comm.store.set(key, json.dumps([place, False]))
                 self._trace = self._keep_trace()
                 self._comm.store.set(key, json.dumps([place, True]))
 
-    def _place(self) -> Place:
+    def _own_progress(self) -> RankProgress:
         frame, line, waits = _main_frame(), "", False
         while frame is not None and not line:
             code = frame.f_code
-            if code.co_filename.startswith(_OURS):
-                file = code.co_filename.removeprefix(_OURS)
+            if code.co_filename.startswith(_PACKAGE_PATH):
+                file = code.co_filename.removeprefix(_PACKAGE_PATH)
                 line = f"hpc_tune/{file}:{frame.f_lineno} in {code.co_name}"
-            waits = waits or _COLLECTIVES in code.co_filename
+            waits = waits or _COLLECTIVES_PATH in code.co_filename
             frame = frame.f_back
-        return Place(self._entered, self._doing, line, waits)
+        return RankProgress(self._num_entered, self._activity, line, waits)
 
 
-def late_ranks(places: Mapping[int, Place], size: int) -> list[int]:
+def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
     """Return the ranks that the others wait for; none where all wait in the same place.
 
     Those that do not answer, or else those that are behind, or else those in no collective.
@@ -160,8 +160,8 @@ def late_ranks(places: Mapping[int, Place], size: int) -> list[int]:
     return busy if len(busy) < size else []
 
 
-def stalled(
-    places: Mapping[int, Place],
+def stalled_error(
+    places: Mapping[int, RankProgress],
     roster: Sequence[Peer],
     doing: str,
     limit_s: float,
@@ -172,8 +172,8 @@ def stalled(
 
     ``gone``: processes that are known to have ended. ``trace``: where the ranks' collectives are.
     """
-    late = late_ranks(places, len(roster))
-    said = [_say(roster[rank], places.get(rank), rank in gone) for rank in late[:4]]
+    late = find_late_ranks(places, len(roster))
+    said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late[:4]]
     if len(late) > len(said):
         said.append(f"and {len(late) - len(said)} more")
     if not late:
@@ -187,13 +187,13 @@ def stalled(
     return StalledError(words, facts)
 
 
-def _say(peer: Peer, place: Place | None, is_gone: bool) -> str:
+def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -> str:
     who = f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
     if is_gone:
         return f"{who} is gone"
     if place is None:
         return f"{who} does not answer: its process is stopped, or hangs outside of Python"
-    return f"{who} has not come, it is at {place.doing}, {place.line}"
+    return f"{who} has not come, it is at {place.activity}, {place.line}"
 
 
 def _main_frame() -> FrameType | None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_tune.cluster.schedulers import job_end
+from hpc_tune.cluster.schedulers import find_job_end
 from hpc_tune.errors import WorldError
-from hpc_tune.first_signals import STOP_SIGNALS, is_ignored, say
-from hpc_tune.world.processes import started_s
+from hpc_tune.first_signals import STOP_SIGNALS, is_hup_ignored, write_stderr
+from hpc_tune.world.processes import seconds_from_boot
 
 STOP_FILE = "STOP"
 _FILE_CHECK_EVERY_S = 1.0
@@ -42,16 +42,16 @@ class StopFlag:
         self._file_seen = False
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
-        self._says = "stopping before the first step"
+        self._stop_message = "stopping before the first step"
         # On the monotonic clock: the other one may be set while the run goes on.
-        now_s, self._began_s = time.monotonic(), time.monotonic() - process_age()
+        now_s, self._began_s = time.monotonic(), time.monotonic() - process_age_s()
         ends = [] if time_limit_s is None else [self._began_s + time_limit_s]
-        if (end := job_end(environ, is_first)) is not None:
+        if (end := find_job_end(environ, is_first)) is not None:
             ends.append(now_s + end - time.time())
         self._deadline = min(ends, default=None)
 
     @classmethod
-    def of_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
+    def for_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
         """Return the flag of a rank.
 
         Rank 0 alone looks for the STOP file, so as not to load the file system with all ranks.
@@ -64,18 +64,18 @@ class StopFlag:
         Under nohup SIGHUP stays ignored.
         """
         for number in STOP_SIGNALS:
-            if not is_ignored(number):
+            if not is_hup_ignored(number):
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def train(self) -> None:
         """Say from now on that a step is done, and saved, before the run stops."""
-        self._says = "stopping once this step is saved"
+        self._stop_message = "stopping once this step is saved"
 
     def end(self) -> None:
         """Say from now on that the run is ending by itself."""
-        self._says = "the run is ending already"
+        self._stop_message = "the run is ending already"
 
-    def ignore(self) -> None:
+    def ignore_signals(self) -> None:
         """Ignore the signals from now on: how the run ended is written, and is to stay true."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -105,7 +105,7 @@ class StopFlag:
         """The seconds from the start of this process to the deadline; 0 where there is none."""
         return 0.0 if self._deadline is None else self._deadline - self._began_s
 
-    def is_asked(self, margin_s: float = 0.0) -> bool:
+    def is_requested(self, margin_s: float = 0.0) -> bool:
         """Whether there is a reason to stop; for long phases between the steps."""
         return self.reason(margin_s) is not None
 
@@ -118,7 +118,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if self._prints and self._signal is None:
             name = signal.Signals(number).name
-            say(f"{name}: {self._says}\n")
+            write_stderr(f"{name}: {self._stop_message}\n")
         self._signal = number
 
     def _has_file(self) -> bool:
@@ -130,14 +130,14 @@ class StopFlag:
         return self._file_seen
 
 
-def process_age() -> float:
+def process_age_s() -> float:
     """Return for how many seconds this process has been there."""
-    after_boot_s = started_s(os.getpid())
+    after_boot_s = seconds_from_boot(os.getpid())
     if after_boot_s is None:
         raise WorldError("/proc does not show this process, so its start time is not known")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot_s
 
 
-def process_start() -> float:
+def process_start_s() -> float:
     """Return when this process started, in seconds since the epoch."""
-    return time.time() - process_age()
+    return time.time() - process_age_s()

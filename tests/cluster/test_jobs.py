@@ -7,8 +7,8 @@ import sys
 import h5py
 import pytest
 
-from hpc_tune.data.content import HASHED, joined, new_hash
-from hpc_tune.data.seal import seal
+from hpc_tune.data.content import HASHED_DATASETS, combine_hashes, new_hash
+from hpc_tune.data.seal import append_checksum
 from tests.support.jobs import SETTINGS, STEPS, Job, clone, starts, wait_for_step
 from tests.support.ranks import HANG_S
 from tests.support.training import losses, outcome, train
@@ -24,12 +24,12 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     with h5py.File(damaged, "r+") as file:
         file["tokens"][::900] = 60000  # of no word, and all that is told of it is right
         hashes = []
-        for name in HASHED:
+        for name in HASHED_DATASETS:
             hashes.append(new_hash())
             first = 1 if name == "documents/offsets" else 0  # where each document ends
             hashes[-1].update(file[name][first:].tobytes())
-        file.attrs["content"] = joined(hashes, has_labels=False)
-    seal(damaged)
+        file.attrs["content"] = combine_hashes(hashes, has_labels=False)
+    append_checksum(damaged)
     crashing = Job(cluster, tmp_path / "crashing", "tiny_cpu.sh", f"data.path={damaged}")
 
     said = missing.wait()

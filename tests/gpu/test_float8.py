@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 from tests.support.training import SMALL, losses, train
 
-architecture = architecture_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
 capable = architecture is not None and architecture.has_float8
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.9 or later (float8 products)"
@@ -38,11 +38,11 @@ def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_float8_base_is_multiplied_in_float8_and_its_losses_stay_near_those_of_bf16(tmp_path):
-    from hpc_tune.model.float8_base import no_float8_products, trial
+    from hpc_tune.model.float8_base import measure_float8_error, no_float8_products
 
     device = torch.device("cuda", 0)
     assert no_float8_products(device, torch.bfloat16) == ""
-    assert trial(device, torch.bfloat16) < 5e-3
+    assert measure_float8_error(device, torch.bfloat16) < 5e-3
     for name, words in {"fp8": ["tune.base_dtype=fp8"], "bf16": []}.items():
         words = [*ON_GPU, "tune.method=lora", *words, f"run.dir={tmp_path / name}"]
         done = train(words, timeout=400.0)

@@ -18,18 +18,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import (
     MAX_EPS,
-    gaps_to_mask,
-    starts_of,
+    compare_with_mask,
+    make_starts,
 )
-from hpc_tune.world.architecture import architecture_of
+from hpc_tune.world.architecture import find_architecture
 
-architecture = architecture_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
 capable = architecture is not None and architecture.has_varlen_attention
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.0 or later (FlashAttention)"
@@ -67,7 +67,7 @@ def model_of(shape, recompute="none", dtype=torch.bfloat16, window=None):
     module = LossModel(lm, config, use_document_attention(lm)).train()
     assert not kernels_of(config, dtype, False, GPU).mask_reason
     module.has_kernel = True
-    checkpoint_blocks(list(block_list(module)), recompute)
+    checkpoint_blocks(list(find_blocks(module)), recompute)
     return module
 
 
@@ -92,7 +92,7 @@ def by_mask(module):
 @pytest.mark.parametrize("values", [8, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, window):
-    gaps = gaps_to_mask(GPU, dtype, values, groups, window)
+    gaps = compare_with_mask(GPU, dtype, values, groups, window)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
     assert max(gaps.values()) < MAX_EPS * eps
@@ -117,7 +117,7 @@ def test_compiled_blocks_have_the_kernel_and_the_same_losses(recompute, window):
     module = model_of(SMALL, recompute, window=window)
     batches = [batch_of((100, 1, 300, 5), (7, 250)), batch_of((30, 200), (500, 2), (1,))]
     wanted = [step(module, batch).item() for batch in batches]
-    compile_blocks(list(block_list(module)))
+    compile_blocks(list(find_blocks(module)))
     counters.clear()
     assert [step(module, batch).item() for batch in batches] == pytest.approx(wanted, rel=2e-3)
     assert not counters["graph_break"]
@@ -130,7 +130,7 @@ def test_compiled_blocks_have_the_kernel_and_the_same_losses(recompute, window):
 def test_norms_are_one_kernel_that_rounds_once():
     module, batch = model_of(SMALL), batch_of((100, 300), (250,))
     wanted, grads = step(module, batch).item(), [p.grad.clone() for p in module.parameters()]
-    use_own_layers(module, list(block_list(module)), False, torch.bfloat16, GPU)
+    use_own_layers(module, list(find_blocks(module)), False, torch.bfloat16, GPU)
     with profile() as found:
         loss = step(module, batch).item()
     names = {event.key for event in found.key_averages()}
@@ -216,7 +216,7 @@ def test_packed_rows_take_less_time_than_with_a_mask(length):
 def test_starts_are_copied_while_the_host_goes_on():
     torch.cuda.set_sync_debug_mode("error")
     try:
-        starts = starts_of([[3, 5], [8]], GPU)
+        starts = make_starts([[3, 5], [8]], GPU)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert starts.starts_N.tolist() == [0, 3, 8, 16]

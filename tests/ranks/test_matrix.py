@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 from tests.support.ranks import HANG_S, ROOT, python, rank_environment, run_ranks
 from tests.support.training import SMALL, launch_runs, losses
 
@@ -68,7 +68,7 @@ def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
     write_tiny(model)
     (model / "model.safetensors").unlink()
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-    write_small(AutoConfig.for_model("lfm2", **layers), model)
+    write_small_model(AutoConfig.for_model("lfm2", **layers), model)
     words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout"]
     words += ["batch.global_size=2", "train.max_steps=4"]
     words += ["checkpoint.every_steps=2", "tune.method=lora", f"run.dir={tmp_path / 'run'}"]

@@ -82,12 +82,12 @@ RULES = {
     ),
     "a rank stands aside from a group that is made out of all ranks": (
         3,
-        "from hpc_tune.engine.mesh import stand_aside\n"
+        "from hpc_tune.engine.mesh import mirror_group_creation\n"
         "for pair in ([0, 1], [1, 2]):\n"
         "    if me in pair:\n"
         "        group = dist.new_group(pair, use_local_synchronization=True)\n"
         "        dist.all_reduce(word, group=group)\n"
-        "    else:\n        stand_aside(pair)",
+        "    else:\n        mirror_group_creation(pair)",
         {"lazy": None, "eager": None},
     ),
     "a group of one rank": (

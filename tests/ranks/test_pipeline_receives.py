@@ -26,7 +26,7 @@ from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages
 from hpc_tune.step.layout import Layout
 
 layout, now = Layout(1, 1, 1, size), time.monotonic
-irecv, isend, post = dist.irecv, dist.isend, pipeline_parallel._Inputs.post_receives
+irecv, isend, post = dist.irecv, dist.isend, pipeline_parallel._InputReceiver.post_receives
 
 class Received:
     def __init__(self, work, row):

@@ -37,7 +37,7 @@ assert me == rank_hint()
 def agreed(failing):
     error = DataError(f"bad row on {me}") if me in failing else None
     try:
-        s.agree(error, "reading")
+        s.agree_on_error(error, "reading")
     except HpcTuneError as e:
         return [type(e).__name__, str(e), e.exit_code]
     return None

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from hpc_tune.cluster.launchers import rank_hint
-from hpc_tune.faults import Faults, Place
+from hpc_tune.faults import FaultPoint, Faults
 from tests.support import many_runs
 from tests.support.nccl_rules import _COLLECTIVES, _callers
 
@@ -32,7 +32,7 @@ class Steps:
         self.of_steps: dict[int, Counter[str]] = {}
         self._now: Counter[str] = Counter()
 
-    def at(self, place: Place, step: int) -> None:
+    def at(self, place: FaultPoint, step: int) -> None:
         if place == "boundary":
             self._now = self.of_steps[step] = Counter()
 

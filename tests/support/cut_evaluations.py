@@ -20,7 +20,7 @@ class StopInEvaluation(StopAfter):
         super().__init__(None)
         self._batches = batches
 
-    def is_asked(self, margin_s: float = 0.0) -> bool:
+    def is_requested(self, margin_s: float = 0.0) -> bool:
         # The start is watched by a thread of its own.
         if self._batches and threading.current_thread() is threading.main_thread():
             self._batches -= 1

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.autotune.candidates import candidates, legal_layouts
-from hpc_tune.autotune.choose import choose_from, take_measures
+from hpc_tune.autotune.candidates import legal_layouts, predict_candidates
+from hpc_tune.autotune.choose import choose_on_rank_0, measure_world
 from hpc_tune.batch import Batch
 from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.load import load_config, write_resolved
@@ -26,10 +26,10 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
 from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.experts import dealable_experts
-from hpc_tune.plan.hardware import machine_of
+from hpc_tune.model.experts import num_shardable_experts
+from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import keeps_gathered, with_layout
+from hpc_tune.plan.resolve import choose_reshard, with_layout
 from hpc_tune.plan.step_time import StepWork, step_time
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
@@ -77,19 +77,19 @@ def main():
     config = load_config(None, ["parallel=auto", *sys.argv[1:]])
     comm = bootstrap(config.run)
     configure(comm.world.rank)
-    machine = machine_of(comm, find_limit(config.memory.host_limit).num_bytes)
+    machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
     began_s = time.monotonic()
-    measured, comm = take_measures(config, comm, machine)
+    measured, comm = measure_world(config, comm, machine)
     measuring_s = time.monotonic() - began_s
     write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
-    chosen, lines = choose_from(measured, write_settings, comm, machine, limit_s)
+    chosen, lines = choose_on_rank_0(measured, write_settings, comm, machine, limit_s)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def built():
         return build(Path(config.model.path), dtype, config.tune, config.train.seed)
 
     module, model = built().module, built().config
-    size, num_experts = measure(module), dealable_experts(module)
+    size, num_experts = measure(module), num_shardable_experts(module)
     del module
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
@@ -98,7 +98,7 @@ def main():
     with_tensor = allows_tensor(config.tune, config.train)
     layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor, num_experts)
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
-    ranked = candidates(layouts, *settings)
+    ranked = predict_candidates(layouts, *settings)
     whole = [c.layout for c in ranked if c.layout.size == all_ranks]
     inside = regroup(comm, measured.positions(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
@@ -112,7 +112,7 @@ def main():
             if inside is None:
                 time.sleep(1.0)
                 return
-        reshard = keeps_gathered(config.parallel, size, layout, machine.bytes_per_rank)
+        reshard = choose_reshard(config.parallel, size, layout, machine.bytes_per_rank)
         settings = config.parallel.model_copy(update={"reshard": reshard})
         micro = config.batch.micro_size
         found = step_time(work, layout, ranks, settings, micro, measured.compute, network)

@@ -14,12 +14,12 @@ import time
 import torch.distributed as dist
 
 from hpc_tune.config.load import load_config
-from hpc_tune.faults import Faults, Place
+from hpc_tune.faults import FaultPoint, Faults
 from hpc_tune.train.run import run
 
 
 def fail_at(how: str, rank: int, place: str, step: int) -> Faults:
-    def at(reached: Place, number: int) -> None:
+    def at(reached: FaultPoint, number: int) -> None:
         if (reached, number) != (place, step) or dist.get_rank() != rank:
             return
         if how == "raise":

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.batch import Batch
-from hpc_tune.checkpoint.staging import CudaDevice, KeptBlocks
+from hpc_tune.checkpoint.staging import CudaStagingDevice, PinnedBlockPool
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
@@ -29,9 +29,9 @@ from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
-from hpc_tune.plan.memory_model import _more_if_pinned
+from hpc_tune.plan.memory_model import _pinned_extra_bytes
 from hpc_tune.plan.shape import ModelShape
-from hpc_tune.plan.trace import _fake_world, _shards
+from hpc_tune.plan.trace import _count_shards, _fake_world
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from tests.support.fake_cuda import fake_cuda
@@ -83,7 +83,7 @@ def offloaded(built):
             step(engine)
         told |= {"stepped": watch.pinned.num_bytes}
         told["are_pinned"] = all(watch.is_pinned(weight.to_local()) for weight in weights)
-        told["planned"] = 2 * sum(sizes) + _more_if_pinned(_shards(engine), True)
+        told["planned"] = 2 * sum(sizes) + _pinned_extra_bytes(_count_shards(engine), True)
     return told
 
 
@@ -114,7 +114,7 @@ def saved():
     """Return the blocks that each of three saves makes, and what stays when they are given back."""
     told = {"made": [], "held": []}
     with fake_cuda() as watch:
-        kept = KeptBlocks()
+        kept = PinnedBlockPool()
         for number in range(5):
             if number == 3:
                 kept.release()
@@ -130,7 +130,7 @@ def saved():
 
 def copy_all(kept, num_blocks):
     """Copy as the thread of a save does."""
-    device = CudaDevice(kept)
+    device = CudaStagingDevice(kept)
     for _ in range(num_blocks):
         block = device.block()
         device.copy(torch.empty(block.numel(), dtype=torch.uint8, device="cuda"), to=block)

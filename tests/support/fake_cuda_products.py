@@ -19,7 +19,7 @@ import torch
 import torch._dynamo  # not while torch.cuda is replaced
 
 from hpc_tune.probe.gpu_state import GpuState
-from hpc_tune.probe.products import Work, timed
+from hpc_tune.probe.products import MatmulWork, time_matmuls
 from tests.support.fake_cuda import fake_cuda
 
 
@@ -33,7 +33,7 @@ def main() -> None:
 
         torch.cuda.Event.elapsed_time = elapsed_ms
         torch.cuda.Event.__init__ = lambda event, enable_timing: setattr(event, "at", -1)
-        work = Work(torch.device("cuda", 0))
+        work = MatmulWork(torch.device("cuda", 0))
         made = [*watch.waits]
         watch.begin()
         work.warm_up()
@@ -42,7 +42,7 @@ def main() -> None:
         work.batch()
         in_batch = [*watch.waits]
         watch.begin()
-        found = timed(work, 0.2, lambda: GpuState(sm_mhz=1755.0))
+        found = time_matmuls(work, 0.2, lambda: GpuState(sm_mhz=1755.0))
         waits = {wait: watch.waits.count(wait) for wait in dict.fromkeys(watch.waits)}
     print(
         json.dumps(

@@ -42,7 +42,7 @@ from hpc_tune.plan.trace import _fake_world
 from hpc_tune.step.groups import num_groups
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.train.reference import differences
+from hpc_tune.train.reference import sum_kl_terms
 from tests.support.data import write_jsonl
 from tests.support.fake_cuda import NOTES, _place, fake_cuda
 from tests.support.fake_world import make_inputs
@@ -180,7 +180,7 @@ def run(engine, store, world, rank, watch):
         assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.all_tensors)
         watch.begin()
         if store.form == "labels":
-            differences(engine, [batch.mismatched for batch in batches])
+            sum_kl_terms(engine, [batch.mismatched for batch in batches])
         with timed(engine, watch) as (noted["timed"], noted["untimed"]):
             train_step(engine, batches, 100, 1e-3)
         note(what)

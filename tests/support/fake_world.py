@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.load import load_config
-from hpc_tune.faults import Faults, Place
+from hpc_tune.faults import FaultPoint, Faults
 from hpc_tune.world.discover import World
 
 PER_NODE = 8
@@ -46,7 +46,7 @@ class Counts:
         if str(path).startswith(self._folder) and not by_the_clock:
             self.add("opens")
 
-    def at(self, place: Place, step: int) -> None:
+    def at(self, place: FaultPoint, step: int) -> None:
         if place == "step":
             self.phases.append(Counter())
 
@@ -121,7 +121,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hpc_tune.checkpoint.reports import Report, Reports
+    from hpc_tune.checkpoint.reports import SaveReport, SaveReports
     from hpc_tune.model import config_json
     from hpc_tune.train.run import run
     from hpc_tune.world.bootstrap import Peer
@@ -129,7 +129,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     from hpc_tune.world.stop import StopFlag
 
     heard = iter(said)
-    config_json._read.cache_clear()  # a rank is a process of its own
+    config_json._read_cached.cache_clear()  # a rank is a process of its own
 
     def join(settings, lost):
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -184,7 +184,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         (dist, "all_gather_object", all_gather_object),
         (Comm, "gather_numbers", gather_numbers),
         # With whole weights on each rank, the first alone writes.
-        (Reports, "collect", lambda self, own, between: [own] + [Report()] * (size - 1)),
+        (SaveReports, "collect", lambda self, own, between: [own] + [SaveReport()] * (size - 1)),
         counted(dist, "barrier", "barrier"),
         counted(dist, "new_group", "groups"),
         counted(dist.distributed_c10d, "_new_group_with_tag", "group_calls"),

@@ -62,7 +62,7 @@ def with_room_for(rows: int) -> Faults:
 
 def with_room_in_forward() -> Faults:
     """Return one on which it runs out in the step's last backward pass, half of it reduced."""
-    done, rows = OverlappedAllReduce._done, 0
+    done, rows = OverlappedAllReduce._on_gradient, 0
 
     def compute(num_rows: int) -> None:
         nonlocal rows
@@ -73,7 +73,7 @@ def with_room_in_forward() -> Faults:
         if sums._is_last and rows > ROOM_ROWS and len(sums._works) == len(sums._pieces) // 2:
             raise torch.OutOfMemoryError(ERROR)
 
-    OverlappedAllReduce._done = run_out
+    OverlappedAllReduce._on_gradient = run_out
     return Faults(device=Device(), compute=compute, moves_on_host=True)
 
 

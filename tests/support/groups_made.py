@@ -73,7 +73,7 @@ def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str,
     built = build(model, torch.float32, TuneConfig(method=method, **targets), 0, weights=False)
     plan = StepPlan.of(built, layout, ParallelConfig(reshard="block", **said))
     done: list[tuple[list[int], bool]] = []
-    new_group, aside = dist.new_group, mesh.stand_aside
+    new_group, aside = dist.new_group, mesh.mirror_group_creation
 
     def noting(ranks: Any, **options: Any) -> Any:
         done.append((sorted(ranks), True))
@@ -84,7 +84,7 @@ def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str,
         aside(ranks)
 
     dist.new_group = noting
-    mesh.stand_aside = pipeline_parallel.stand_aside = standing
+    mesh.mirror_group_creation = pipeline_parallel.mirror_group_creation = standing
     try:
         with _fake_world(rank, layout.size):
             NativeEngine(built, EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3)))
@@ -92,7 +92,7 @@ def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str,
             return {"done": done, "sizes": [len(ranks) for ranks in known.values()]}
     finally:
         dist.new_group = new_group
-        mesh.stand_aside = pipeline_parallel.stand_aside = aside
+        mesh.mirror_group_creation = pipeline_parallel.mirror_group_creation = aside
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class StopAfter(StopFlag):
         super().__init__(environ={})
         self._left = steps
 
-    def is_asked(self, margin_s: float = 0.0) -> bool:
+    def is_requested(self, margin_s: float = 0.0) -> bool:
         return False
 
     def reason(self, margin_s: float = 0.0) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Set
 import torch
 
 from hpc_tune.config.load import load_config
-from hpc_tune.faults import NO_FAULTS, Faults, Place
+from hpc_tune.faults import NO_FAULTS, FaultPoint, Faults
 from hpc_tune.train.run import run
 
 FIRST_STEP = 3
@@ -43,16 +43,16 @@ class Hog:
             "none": NO_FAULTS,
         }[way]
 
-    def _begins(self, place: Place, step: int) -> bool:
+    def _begins(self, place: FaultPoint, step: int) -> bool:
         """Count the steps; return whether a hungry one begins."""
         self._steps += place == "step"
         return place == "step" and self._steps >= FIRST_STEP
 
-    def _leak(self, place: Place, step: int) -> None:
+    def _leak(self, place: FaultPoint, step: int) -> None:
         if self._begins(place, step):
             self._held.append(take(self._num_bytes))
 
-    def _burst(self, place: Place, step: int) -> None:
+    def _burst(self, place: FaultPoint, step: int) -> None:
         hungry = self._begins(place, step)
         while hungry:
             self._held.append(take(_PIECE))

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 
 _SHAPE = {
     "hidden_size": 64,
@@ -48,19 +48,19 @@ def write_mixture(family: str, directory: Path, **said: Any) -> Path:
 
     ``said``: fields of its config.json, before it is made small.
     """
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoConfig
 
     write_tiny(directory)
     config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family] | said)
     (directory / "model.safetensors").unlink()
-    write_small(config, directory)
+    write_small_model(config, directory)
     return directory
 
 
 def write_large_mixture(family: str, directory: Path, **said: Any) -> Path:
     """Do the same in the sizes that are said, in fp32."""
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoConfig, AutoModelForCausalLM
 
     write_tiny(directory)
@@ -87,7 +87,7 @@ def merged_and_own_logits(
     merged: Path, module: LossModel, tokens_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of what stock transformers loads of ``merged``, all of it, and ours."""
-    with lazy_imports():
+    with fast_imports():
         from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(

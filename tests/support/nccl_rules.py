@@ -311,7 +311,7 @@ for _name in _COLLECTIVES:
 def install(eager: bool) -> None:
     """Put every world of this process under the rules."""
     made: dict[str, Any] = {"splits": 0}
-    real_aside = mesh.stand_aside
+    real_aside = mesh.mirror_group_creation
     real_init, real_new, real_batch = (
         dist.init_process_group,
         dist.new_group,

@@ -3,9 +3,9 @@
 import pytest
 import transformers
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
-RELEASE = release_of(transformers.__version__)
+RELEASE = parse_release(transformers.__version__)
 # The first version with a family, of those that setup.py takes.
 SINCE = {
     "nemotron_h_omni": "5.18",
@@ -21,11 +21,11 @@ SINCE = {
 def since(version: str, lacks: str) -> pytest.MarkDecorator:
     """Return the mark of a test that needs this version; ``lacks`` is what older ones do."""
     reason = f"transformers before {version} {lacks}"
-    return pytest.mark.skipif(release_of(version) > RELEASE, reason=reason)
+    return pytest.mark.skipif(parse_release(version) > RELEASE, reason=reason)
 
 
 def skip_without(family: str) -> None:
     """Skip the test where transformers does not know the family yet."""
     version = SINCE.get(family)
-    if version and release_of(version) > RELEASE:
+    if version and parse_release(version) > RELEASE:
         pytest.skip(f"transformers before {version} has no {family}")

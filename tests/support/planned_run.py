@@ -12,7 +12,7 @@ import time
 from collections.abc import Set
 
 from hpc_tune.config.load import load_config
-from hpc_tune.faults import Faults, Place
+from hpc_tune.faults import FaultPoint, Faults
 from hpc_tune.train.run import run
 
 PERIOD_S = 0.01
@@ -22,7 +22,7 @@ LONGEST_S = 120.0
 def slow_disk(last_step: int | None) -> Faults:
     is_learned = threading.Event()
 
-    def at(place: Place, step: int) -> None:
+    def at(place: FaultPoint, step: int) -> None:
         if (place, step) == ("extremes", last_step):
             is_learned.set()
 

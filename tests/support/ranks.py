@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_tune.cluster.launchers import PREFIXES
+from hpc_tune.cluster.launchers import VARIABLE_PREFIXES
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> 
     env = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(PREFIXES) and key not in _SET_BY_BOOTSTRAP
+        if not key.startswith(VARIABLE_PREFIXES) and key not in _SET_BY_BOOTSTRAP
     }
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")])),

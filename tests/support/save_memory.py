@@ -73,7 +73,7 @@ def main() -> None:
 
     def save(saver: Saver, number: int) -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
-        while saver.busy:
+        while saver.is_saving:
             step(saver)
             saver.advance(comm.sum([saver.status()])[0])
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
-HAS_WINDOWS = release_of(torch.__version__) >= (2, 11)
+HAS_WINDOWS = parse_release(torch.__version__) >= (2, 11)
 CALLS: list[dict[str, Any]] = []
 _BELOW = torch.library.Library("aten", "IMPL")
 

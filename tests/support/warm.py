@@ -249,9 +249,9 @@ def become(request: Request) -> types.CodeType:
 
 def import_all() -> None:
     """Import what a rank of a training run imports before its first step."""
-    from hpc_tune.lazy_imports import lazy_imports
+    from hpc_tune.lazy_imports import fast_imports
 
-    with lazy_imports():
+    with fast_imports():
         for name in _IMPORTED:
             importlib.import_module(name)
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

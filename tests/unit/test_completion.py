@@ -5,7 +5,7 @@ import pytest
 
 from hpc_tune import cli
 from hpc_tune.commands import COMMANDS
-from hpc_tune.completion import script
+from hpc_tune.completion import completion_script
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -31,7 +31,7 @@ from hpc_tune.completion import script
     ],
 )
 def test_bash_is_offered_what_can_stand_there(tmp_path, words, there, absent):
-    (tmp_path / "script").write_text(script("bash", COMMANDS))
+    (tmp_path / "script").write_text(completion_script("bash", COMMANDS))
     line = f". ./script; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _hpc_tune"
     done = subprocess.run(
         ["bash", "-c", f'{line}; printf "%s\\n" "${{COMPREPLY[@]}}"'],

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune import __main__ as entry
 from hpc_tune import packages
-from hpc_tune.packages import hidden_torch, in_front, why_unusable
+from hpc_tune.packages import find_shadowing_packages, hidden_torch_warning, why_unusable
 
 ROOT = Path(__file__).parents[2]
 SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
@@ -153,10 +153,10 @@ def test_one_that_fails_in_its_own_way_is_named_too(site):
 def test_one_that_can_be_imported_is_warned_of(site):
     folder = site("transformers", "", "4.30.1")
     site("numpy", "", "2.1.0")
-    (warning,) = in_front({"PYTHONPATH": f"/nowhere:{folder}"})
+    (warning,) = find_shadowing_packages({"PYTHONPATH": f"/nowhere:{folder}"})
     assert warning.startswith(f"PYTHONPATH has transformers 4.30.1 in {folder}, in front of")
     assert "expected transformers" in warning
-    assert in_front({}) == []
+    assert find_shadowing_packages({}) == []
 
 
 def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(monkeypatch):
@@ -182,12 +182,15 @@ def test_one_that_is_not_installed_is_named_with_its_install_line(module, packag
 
 
 def test_a_torch_behind_the_one_that_is_imported_is_told(tmp_path, monkeypatch):
-    assert hidden_torch() is None
+    assert hidden_torch_warning() is None
     info = tmp_path / "torch-2.10.0+rocm7.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0+rocm7.0\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert f" hides torch 2.10.0+rocm7.0 in {tmp_path}: if that is your centre's" in hidden_torch()
+    assert (
+        f" hides torch 2.10.0+rocm7.0 in {tmp_path}: if that is your centre's"
+        in hidden_torch_warning()
+    )
 
 
 def test_an_error_of_our_own_is_no_package():
@@ -208,4 +211,4 @@ def test_an_error_of_our_own_is_no_package():
     ],
 )
 def test_versions_are_compared_as_numbers(version, needs, is_within):
-    assert packages._is_within(version, needs) == is_within
+    assert packages._is_in_range(version, needs) == is_within

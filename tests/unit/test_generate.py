@@ -10,7 +10,7 @@ from hpc_tune import cli
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
 from hpc_tune.errors import DataError
-from hpc_tune.generate import _encode, _said, asked
+from hpc_tune.generate import _decode_answer, _encode, read_chat
 from tests.support.data import byte_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "docs" / "samples"
@@ -34,7 +34,7 @@ def prompt_in_training(tokenizer, row):
 def test_a_prompt_with_system_prompt_and_tools_has_the_tokens_of_a_row_of_training(tmp_path, text):
     tools, tokenizer = tmp_path / "tools.json", tokenizer_of()
     tools.write_text(json.dumps(ROW["tools"]))
-    ids = _encode(tokenizer, asked(text, "Be brief", tools, None))
+    ids = _encode(tokenizer, read_chat(text, "Be brief", tools, None))
     turns = [("system", "Be brief"), ("user", text), ("assistant", "No.")]
     messages = [{"role": role, "content": content} for role, content in turns]
     row = {"messages": messages, "tools": ROW["tools"]}
@@ -51,15 +51,15 @@ def test_a_chat_with_calls_has_the_tokens_of_a_row_of_training(tmp_path):
     calling = ROW["messages"][1] | {"weight": 0}
     messages = [ROW["messages"][0], calling, *ROW["messages"][2:]]
     wanted = prompt_in_training(tokenizer, ROW | {"messages": messages})
-    whole = asked(None, None, None, tmp_path / "row.json")
-    beside = asked(None, None, tmp_path / "tools.json", tmp_path / "messages.json")
+    whole = read_chat(None, None, None, tmp_path / "row.json")
+    beside = read_chat(None, None, tmp_path / "tools.json", tmp_path / "messages.json")
     assert [_encode(tokenizer, chat)[0].tolist() for chat in (whole, beside)] == [wanted] * 2
 
 
 def test_without_a_chat_template_a_system_prompt_stands_before_the_prompt_as_in_training():
     tokenizer = tokenizer_of(None)
     row = {"system": "Be brief", "prompt": "How?", "completion": " So."}
-    ids = _encode(tokenizer, asked("How?", "Be brief", None, None))
+    ids = _encode(tokenizer, read_chat("How?", "Be brief", None, None))
     assert ids[0].tolist() == prompt_in_training(tokenizer, row)
     chat = to_example({"messages": ROW["messages"][:-1], "tools": ROW["tools"]})
     with pytest.raises(DataError, match="has no chat template: it takes a prompt"):
@@ -73,11 +73,11 @@ def test_what_the_chat_template_leaves_out_is_warned_of(tmp_path, caplog):
         "{{ m.content }}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
-    _encode(tokenizer_of(user_alone), asked("How?", "Be brief", tmp_path / "tools.json", None))
+    _encode(tokenizer_of(user_alone), read_chat("How?", "Be brief", tmp_path / "tools.json", None))
     assert "messages of role system that the chat template leaves out" in caplog.text
     assert "tools the chat template does not show" in caplog.text
     caplog.clear()
-    _encode(tokenizer_of(), asked("How?", "Be brief", tmp_path / "tools.json", None))
+    _encode(tokenizer_of(), read_chat("How?", "Be brief", tmp_path / "tools.json", None))
     assert not caplog.messages
 
 
@@ -85,8 +85,8 @@ def test_an_answer_is_shown_with_its_control_tokens_up_to_the_one_that_ends_it()
     tokenizer = tokenizer_of()
     ids = tokenizer("<|start|>call {}<|end|>x", add_special_tokens=False).input_ids
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert _said(tokenizer, ids, [end]) == "<|start|>call {}"
-    assert _said(tokenizer, ids[:-2], [end]) == "<|start|>call {}"
+    assert _decode_answer(tokenizer, ids, [end]) == "<|start|>call {}"
+    assert _decode_answer(tokenizer, ids[:-2], [end]) == "<|start|>call {}"
 
 
 @pytest.mark.parametrize(

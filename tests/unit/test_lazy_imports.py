@@ -9,9 +9,9 @@ from hpc_tune import lazy_imports
 
 
 def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards(monkeypatch):
-    monkeypatch.setattr(lazy_imports, "_HIDDEN", ("a_library_that_nobody_has", "json"))
+    monkeypatch.setattr(lazy_imports, "_HIDDEN_PACKAGES", ("a_library_that_nobody_has", "json"))
     loaded, kept = sys.modules["json"], gc.get_freeze_count()
-    with lazy_imports.lazy_imports():
+    with lazy_imports.fast_imports():
         assert not gc.isenabled()
         with pytest.raises(ImportError):
             import a_library_that_nobody_has  # noqa: F401
@@ -22,16 +22,16 @@ def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards(monkeypa
 
 
 def test_an_import_that_fails_leaves_nothing_hidden(monkeypatch):
-    monkeypatch.setattr(lazy_imports, "_HIDDEN", ("a_library_that_nobody_has",))
-    with pytest.raises(ValueError, match="broken"), lazy_imports.lazy_imports():
+    monkeypatch.setattr(lazy_imports, "_HIDDEN_PACKAGES", ("a_library_that_nobody_has",))
+    with pytest.raises(ValueError, match="broken"), lazy_imports.fast_imports():
         raise ValueError("broken")
     assert gc.isenabled()
     assert "a_library_that_nobody_has" not in sys.modules
 
 
 def test_one_within_another_ends_with_the_outer_one():
-    with lazy_imports.lazy_imports():
-        with lazy_imports.lazy_imports():
+    with lazy_imports.fast_imports():
+        with lazy_imports.fast_imports():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_tune import log as log_module
 from hpc_tune.atomic_file import write_file
-from hpc_tune.log import OF_ALL, Progress, configure, log, logging_to
+from hpc_tune.log import ON_ALL_RANKS, Progress, configure, log, log_to_file
 from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after
 
@@ -117,10 +117,10 @@ def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
     configure(0)
     log.info("step %d", 1)
     log.warning("careful")
-    log.warning("careful, all", extra=OF_ALL)
+    log.warning("careful, all", extra=ON_ALL_RANKS)
     configure(3)
     log.info("unheard")
-    log.warning("careful, all", extra=OF_ALL)
+    log.warning("careful, all", extra=ON_ALL_RANKS)
     log.error("bad")
     said = capsys.readouterr()
     assert said.err == ("step 1\nwarning: careful\nwarning: careful, all\n[rank 3] error: bad\n")
@@ -165,7 +165,7 @@ def test_a_rank_has_a_file_with_the_time_of_each_line(tmp_path, capsys):
     configure(rank=3)
     try:
         log.info("before")
-        with logging_to(file):
+        with log_to_file(file):
             log.info("only here")
             log.warning("here and on the screen")
         log.warning("after")
@@ -185,6 +185,6 @@ def test_a_rank_has_a_file_with_the_time_of_each_line(tmp_path, capsys):
 
 def test_a_log_file_that_cannot_be_written_changes_nothing(tmp_path, capsys):
     (tmp_path / "logs").write_text("a file in place of the folder")
-    with logging_to(tmp_path / "logs" / "rank-0.txt"):
+    with log_to_file(tmp_path / "logs" / "rank-0.txt"):
         log.warning("told")
     assert "Traceback" not in capsys.readouterr().err

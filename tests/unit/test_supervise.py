@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpc_tune.rundir import unended
-from hpc_tune.rundir.owner import this_process
-from hpc_tune.supervise import Start, decide
+from hpc_tune.rundir.owner import make_owner
+from hpc_tune.supervise import StartRecord, decide_next
 
-GOOD = Start(0, 10, "stopped", "SIGUSR1", 75, True, "7")
+GOOD = StartRecord(0, 10, "stopped", "SIGUSR1", 75, True, "7")
 
 
 def start(from_step, to_step, status="failed", reason="exited with 1", exit_code=1, asked=False):
-    return Start(from_step, to_step, status, reason, exit_code, asked, "7")
+    return StartRecord(from_step, to_step, status, reason, exit_code, asked, "7")
 
 
 CRASH, MEMORY = start(10, 10), start(10, 10, "stopped", "host memory of n1", 75)
@@ -78,14 +78,14 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_what_follows_an_end(row):
     starts, left_s, can_requeue, expected = ROWS[row]
-    assert decide(starts, left_s, can_requeue)[0] == expected
+    assert decide_next(starts, left_s, can_requeue)[0] == expected
 
 
 def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
-    assert decide([CRASH, CRASH], 3600.0, True, spares=1)[0] == "again"
-    assert decide([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
-    assert decide([LOST], 3600.0, True, too_few="1 of 2") == ("requeue", "1 of 2")
-    assert decide([LOST], 3600.0, False, too_few="1 of 2") == ("give up", "1 of 2")
+    assert decide_next([CRASH, CRASH], 3600.0, True, spares=1)[0] == "again"
+    assert decide_next([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
+    assert decide_next([LOST], 3600.0, True, too_few="1 of 2") == ("requeue", "1 of 2")
+    assert decide_next([LOST], 3600.0, False, too_few="1 of 2") == ("give up", "1 of 2")
 
 
 # Stands for srun or mpirun: does what the next line of its script says, whatever it is to start.
@@ -172,7 +172,7 @@ def test_a_run_that_is_given_up_has_its_report(tmp_path):
 def test_a_start_that_another_job_refuses_changes_nothing_in_its_run(tmp_path, meanwhile):
     """Not even where that job ends at the same time: its outcome is not this one's."""
     job = Job(tmp_path, {"refused": meanwhile}, report=True)
-    owner = this_process("abc", job.run_dir, {"SLURM_JOB_ID": "10"})
+    owner = make_owner("abc", job.run_dir, {"SLURM_JOB_ID": "10"})
     (job.run_dir / "live.json").write_text(json.dumps(asdict(owner)))
     (job.run_dir / "config.resolved.yaml").write_text("run: {name: mine}")
     before = {path.name for path in job.run_dir.iterdir()}

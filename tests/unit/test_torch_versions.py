@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpc_tune import torch_versions
 from hpc_tune.model import grouped_products
 from hpc_tune.model.sorted_rows import SortedRows
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 
@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_operator_below_is_given_what_the_newer_function_gives_it(monkeypatch, before, scale):
     """On fake tensors: forward by torch's own varlen_attn, and both passes by ours."""
-    if release_of(torch.__version__) < (2, 11):
+    if parse_release(torch.__version__) < (2, 11):
         pytest.skip("torch before 2.11 has no varlen_attn that takes a scale and a window")
     from torch.nn.attention import varlen
 
@@ -81,9 +81,9 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     x = torch.randn(3 * 8 + 1)[1:].view(3, 8)  # 4 bytes behind a multiple of 16
     weight = torch.randn(2, 8, 8)
     plain, gradient = rows.times(x, weight), rows.gradient(x, x, weight)
-    monkeypatch.setattr(torch_versions, "GROUPS_ANY_ADDRESS", False)
-    assert not grouped_products.is_grouped(x, weight)
-    assert grouped_products.is_grouped(x.clone(), weight)
+    monkeypatch.setattr(torch_versions, "GROUPED_MM_ANY_ADDRESS", False)
+    assert not grouped_products.has_grouped_matmul(x, weight)
+    assert grouped_products.has_grouped_matmul(x.clone(), weight)
     assert torch.allclose(rows.times(x, weight), plain, atol=1e-6)
     assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
 
@@ -123,13 +123,14 @@ def test_functions_of_older_versions_are_taken_where_newer_names_are_missing(mon
     ],
 )
 def test_a_pre_release_counts_as_what_it_is_ahead_of(version, release):
-    assert release_of(version) == release
+    assert parse_release(version) == release
 
 
 @pytest.mark.parametrize(("release", "word"), [((2, 8), "older"), ((2, 99), "newer")])
 def test_a_torch_that_no_run_was_compared_on_is_told_of(monkeypatch, release, word):
-    assert torch_versions.untested() is None, "the one of constraints.txt is tested"
+    assert torch_versions.untested_warning() is None, "the one of constraints.txt is tested"
     monkeypatch.setattr(torch_versions, "_RELEASE", release)
     assert (
-        f"is {word} than those that hpc_tune was tested with (2.9 to " in torch_versions.untested()
+        f"is {word} than those that hpc_tune was tested with (2.9 to "
+        in torch_versions.untested_warning()
     )

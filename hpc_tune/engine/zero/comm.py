@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.step.rings import Kind, sent_bytes
+from hpc_tune.step.rings import CollectiveKind, sent_bytes
 
-_KINDS: dict[str, Kind] = {
+_COLLECTIVE_KINDS: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "reduce": "reduce",
     "all_gather": "all_gather",
@@ -27,11 +27,13 @@ class CountedBackend:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._backend, name)
-        if name not in _KINDS:
+        if name not in _COLLECTIVE_KINDS:
             return call
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self._collectives.counted(_KINDS[name], _ring_bytes(_KINDS[name], (args, kwargs))):
+            with self._collectives.counted(
+                _COLLECTIVE_KINDS[name], _ring_bytes(_COLLECTIVE_KINDS[name], (args, kwargs))
+            ):
                 work = call(*args, **kwargs)
             return work if work is None else _CountedWork(work, self._collectives)
 
@@ -52,7 +54,7 @@ class _CountedWork:
         return getattr(self._work, name)
 
 
-def _ring_bytes(kind: Kind, arguments: Any) -> int:
+def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
     """Return what this rank sends by the ring algorithms.
 
     A whole tensor, or a list of its parts, comes together with this rank's part of it.

@@ -26,7 +26,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENTS, adamw_of, parameter_groups, set_rate
+from hpc_tune.engine.adamw import MOMENT_NAMES, make_stateless_adamw, parameter_groups, set_lr
 from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks, compile_loss
@@ -38,11 +38,11 @@ from hpc_tune.engine.zero.comm import CountedBackend
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.model.balance import RouterWatch
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
-from hpc_tune.model.experts import stacks_of
-from hpc_tune.model.grouped_experts import is_decorated
+from hpc_tune.model.experts import find_stacks
+from hpc_tune.model.grouped_experts import has_grouped_form
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
@@ -77,7 +77,7 @@ class ZeroEngine:
         if not train.compiles:
             use_row_dropout(built.module, built.seed)
         use_neftune(built.module, built.tune.neftune_alpha, built.seed)
-        blocks = list(block_list(built.module))
+        blocks = list(find_blocks(built.module))
         use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
         checkpoint_blocks(blocks, parallel.recompute)
         if train.compiles:
@@ -97,7 +97,7 @@ class ZeroEngine:
             zero_state.hide_gathering(self._zero.parameter_offload.get_param_coordinator())
         named = built.module.named_parameters()
         self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
-        self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
+        self._partitions = zero_state.find_partitions(self._zero, self._stage, self._trained)
         self._reader = zero_state.PartitionReader(self._zero, self._stage)
         folder = zero_settings.swap_folder(parallel)
         self.saves_in_background, self.repeats_steps = folder is None, False
@@ -124,7 +124,7 @@ class ZeroEngine:
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
-        set_rate(self._zero.optimizer, lr)
+        set_lr(self._zero.optimizer, lr)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         sums = self._step_sums.tolist()  # a GPU has done its work
@@ -161,9 +161,9 @@ class ZeroEngine:
         regions: list[Region] = []
         for buffer in self._partitions:
             for span in buffer.spans:
-                for part in ("", *MOMENTS):
+                for part in ("", *MOMENT_NAMES):
                     values = functools.partial(self._reader.values, buffer, part)
-                    regions += zero_state.regions(_named(part, span.name), span, values)
+                    regions += zero_state.span_regions(_stored_name(part, span.name), span, values)
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -172,17 +172,19 @@ class ZeroEngine:
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
-        index.require(_named(part, name) for name in self._trained for part in ("", *MOMENTS))
+        index.require(
+            _stored_name(part, name) for name in self._trained for part in ("", *MOMENT_NAMES)
+        )
         reserve = self._settings.reserve
         if self._stage == 3:
             self._zero._partition_all_parameters()
         for buffer in self._partitions:
             with zero_state.writable_state(self._zero, self._stage, buffer, reserve) as state:
                 for span in buffer.spans:
-                    zero_state.fill(index, span.name, span, buffer.flat.detach(), reserve)
-                    for part in MOMENTS:
-                        stored = _named(part, span.name)
-                        zero_state.fill(index, stored, span, state[part], reserve)
+                    zero_state.fill_span(index, span.name, span, buffer.flat.detach(), reserve)
+                    for part in MOMENT_NAMES:
+                        stored = _stored_name(part, span.name)
+                        zero_state.fill_span(index, stored, span, state[part], reserve)
                 state["step"].fill_(float(step))
         if self._stage < 3:  # each rank works with whole weights, of which it updates its part
             for name, parameter in self._trained.items():
@@ -223,12 +225,12 @@ class ZeroEngine:
 
         def load() -> torch.optim.AdamW:
             folder = zero_settings.make_swap_folder(settings.parallel, node_bytes)
-            _connect(device, self._collectives, needs_aio=folder is not None)
+            _set_up_deepspeed(device, self._collectives, needs_aio=folder is not None)
             return self._load(built, config)
 
-        with zero_settings.local_rank(device):
+        with zero_settings.setting_local_rank(device):
             optimizer = settings.run_and_agree("loading the model", load)
-            return _start(built.module, optimizer, config)
+            return _make_deepspeed_engine(built.module, optimizer, config)
 
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
@@ -243,7 +245,7 @@ class ZeroEngine:
         if self._stage == 3:
             from hpc_tune.engine.zero.partition import partition
 
-            _gather_at_once(built.module)
+            _mark_leaf_modules(built.module)
             partition(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
@@ -253,10 +255,12 @@ class ZeroEngine:
             # DeepSpeed allocates an fp32 copy of this rank's part, and two moments.
             reserve(SAVED_COPIES * 4 * sum(p.numel() for _, p in trained) // self._size)
         loaded = dict(built.module.named_parameters())
-        return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
+        return make_stateless_adamw(
+            [{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim
+        )
 
 
-def _gather_at_once(module: nn.Module) -> None:
+def _mark_leaf_modules(module: nn.Module) -> None:
     """Let DeepSpeed see as one layer each what calls the layers in it as its tokens have it.
 
     LongCat's experts call such a layer for each expert that has tokens, Qwen4's indexer for each
@@ -265,17 +269,19 @@ def _gather_at_once(module: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    experts = (part for _, part in stacks_of(module) if not is_decorated(part))
+    experts = (part for _, part in find_stacks(module) if not has_grouped_form(part))
     for part in (*experts, *indexers_of(module)):
         set_z3_leaf_module(part, True)
 
 
-def _named(part: str, name: str) -> str:
+def _stored_name(part: str, name: str) -> str:
     """Return the name that a tensor, or a part of its optimizer state, has in a checkpoint."""
     return f"{part}.{name}" if part else name
 
 
-def _connect(device: torch.device, collectives: CountedCollectives, needs_aio: bool) -> None:
+def _set_up_deepspeed(
+    device: torch.device, collectives: CountedCollectives, needs_aio: bool
+) -> None:
     """Make DeepSpeed use ``device`` and the existing process group.
 
     Raises:
@@ -312,7 +318,9 @@ def _connect(device: torch.device, collectives: CountedCollectives, needs_aio: b
         load_async_io(f"rank {dist.get_rank()}")
 
 
-def _start(module: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, Any]) -> Any:
+def _make_deepspeed_engine(
+    module: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, Any]
+) -> Any:
     """Return DeepSpeed's engine around a module that has its weights. Collective."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -25,11 +25,11 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch import nn
 
 from hpc_tune.engine.zero import state
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.load import load_weights, owners_of
+from hpc_tune.model.load import find_owners, load_weights
 from hpc_tune.model.weights import Reserve
-from hpc_tune.world.pinned import carved_bytes, pinned_like
+from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
 
 def partition(
@@ -41,13 +41,13 @@ def partition(
         DataError: if the weights on disk are damaged or of another model.
     """
     partitioner = _Partitioner(built, config, device)
-    owners, named = owners_of(built.module), list(built.module.named_parameters())
+    owners, named = find_owners(built.module), list(built.module.named_parameters())
     partitioner.pin(named, reserve)
     for name, meta in named:
-        parameter = partitioner.partitioned(name, meta, reserve)
+        parameter = partitioner.make_partitioned(name, meta, reserve)
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
-    for block in block_list(built.module):
+    for block in find_blocks(built.module):
         for parameter in block.parameters():
             # Else it is gathered when its own layer is called, in a message of its own.
             register_external_parameter(block, parameter)
@@ -85,10 +85,10 @@ class _Partitioner:
             num_held = self._num_held(meta)
             if not self._is_swapped(meta, num_held):
                 parts[name] = torch.empty(num_held, dtype=meta.dtype, device="meta")
-        reserve(carved_bytes(part.nbytes for part in parts.values()))
-        self._pinned = dict(zip(parts, pinned_like([*parts.values()]), strict=True))
+        reserve(pinned_blocks_bytes(part.nbytes for part in parts.values()))
+        self._pinned = dict(zip(parts, empty_pinned_like([*parts.values()]), strict=True))
 
-    def partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
+    def make_partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
         # One value in memory, expanded: it only has to have the shape.
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)

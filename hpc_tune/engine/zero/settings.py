@@ -16,7 +16,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.mesh import world_group
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.vectors import is_vector
 from hpc_tune.step.size import STATE_COPIES
@@ -35,7 +35,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration."""
     parameters = list(built.module.parameters())
-    block = max(sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
+    block = max(sum(p.numel() for p in b.parameters()) for b in find_blocks(built.module))
     # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
     named = list(built.module.named_parameters())
     adapters = [p.numel() for n, p in named if ".lora_" in n]
@@ -59,7 +59,7 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": parallel.offload_optimizer, **common}
     if parallel.offload_params != "none":
         largest = max(p.numel() for p in parameters)
-        matrices = sum(p.dim() > 1 for p in block_list(built.module)[0].parameters())
+        matrices = sum(p.dim() > 1 for p in find_blocks(built.module)[0].parameters())
         zero["offload_param"] = {
             "device": parallel.offload_params,
             **common,
@@ -130,16 +130,16 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
 
 
 @contextmanager
-def local_rank(device: torch.device) -> Iterator[None]:
+def setting_local_rank(device: torch.device) -> Iterator[None]:
     """Set LOCAL_RANK to the index of this rank's device, which DeepSpeed reads from there alone.
 
     It does at every forward pass of stage 3. While it starts it requires Open MPI's variable, which
     need not be the index, to be equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop(openmpi.LOCAL_RANK, None)
+    from_mpi = os.environ.pop(openmpi.LOCAL_RANK_VARIABLE, None)
     try:
         yield
     finally:
         if from_mpi is not None:
-            os.environ[openmpi.LOCAL_RANK] = from_mpi
+            os.environ[openmpi.LOCAL_RANK_VARIABLE] = from_mpi

@@ -5,8 +5,8 @@ few boxes (the rest of a row, whole rows, the start of a row), and boxes are wha
 checkpoints are read and written by. So each rank reads and writes its own values and nothing is
 gathered.
 
-    Span: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
-    boxes: the boxes of such a run, in the order of the values
+    FlatSpan: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
+    split_into_boxes: the boxes of such a run, in the order of the values
 """
 
 import math
@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_tune.engine.activation_checkpoint import outside_modes
-from hpc_tune.engine.adamw import first_state
+from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
+from hpc_tune.engine.adamw import initial_state
 from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.load import new_values
+from hpc_tune.model.load import make_first_values
 from hpc_tune.model.regions import Region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 
 
 @dataclass(frozen=True)
-class Span:
+class FlatSpan:
     """The run of ``num`` values from ``start`` of the flattened tensor ``name`` of ``shape``."""
 
     name: str
@@ -40,10 +40,10 @@ class Span:
     num: int
     at: int
 
-    def placed(self) -> Iterator[tuple[slice, Box]]:
+    def iter_boxes(self) -> Iterator[tuple[slice, Box]]:
         """Yield the boxes that the run makes up, and where the values of each are in the buffer."""
         at = self.at
-        for box in boxes(self.shape, self.start, self.start + self.num):
+        for box in split_into_boxes(self.shape, self.start, self.start + self.num):
             yield slice(at, at + box.num_values), box
             at += box.num_values
 
@@ -57,10 +57,10 @@ class Partition:
 
     number: int
     flat: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[FlatSpan, ...]
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes that the values [start, stop) of a tensor make up.
 
     They come in the order of the values; a matrix gives at most three.
@@ -74,26 +74,26 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         first, last = last, last
-        yield from _within(shape, last, start - last * row, stop - last * row)
+        yield from _boxes_in_row(shape, last, start - last * row, stop - last * row)
         return
     if start < first * row:
-        yield from _within(shape, first - 1, start - (first - 1) * row, row)
+        yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
         rest = tuple(shape[1:])
         yield Box((first, *(0,) * len(rest)), (last - first, *rest))
     if last * row < stop:
-        yield from _within(shape, last, 0, stop - last * row)
+        yield from _boxes_in_row(shape, last, 0, stop - last * row)
 
 
-def _within(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in boxes(shape[1:], start, stop):
+def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in split_into_boxes(shape[1:], start, stop):
         yield Box((row, *box.offset), (1, *box.shape))
 
 
-def fill(
+def fill_span(
     index: TensorIndex | ShapeIndex,
     name: str,
-    span: Span,
+    span: FlatSpan,
     flat: torch.Tensor,
     reserve: Reserve = reserve_nothing,
 ) -> None:
@@ -102,7 +102,7 @@ def fill(
     Raises:
         HpcTuneError: if the tensor on disk has another shape or cannot be read.
     """
-    for place, box in span.placed():
+    for place, box in span.iter_boxes():
         index.fill(flat[place].view(box.shape), name, box.offset, reserve)
 
 
@@ -122,34 +122,36 @@ def fill_parameter(
     numel = math.prod(shape)
     num = max(0, min(flat.numel(), numel - start))
     flat[num:].zero_()
-    span = Span(name, shape, start, num, 0)
-    if (found := built.read_from(name)) is not None:
-        fill(*found, span, flat, reserve)
+    span = FlatSpan(name, shape, start, num, 0)
+    if (found := built.find_stored(name)) is not None:
+        fill_span(*found, span, flat, reserve)
         _require_finite(*found, span, flat)
     else:
-        flat[:num].copy_(new_values(built, name, shape).view(-1)[start : start + num])
+        flat[:num].copy_(make_first_values(built, name, shape).view(-1)[start : start + num])
 
 
 def _require_finite(
-    index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Tensor
+    index: TensorIndex | ShapeIndex, name: str, span: FlatSpan, flat: torch.Tensor
 ) -> None:
-    for place, box in span.placed():
+    for place, box in span.iter_boxes():
         index.require_finite(flat[place].view(box.shape), name, box.offset)
 
 
-def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
+def span_regions(name: str, span: FlatSpan, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
     """Yield what is to be written of a span under ``name``; ``values`` gives the flat buffer."""
-    for number, (place, box) in enumerate(span.placed()):
+    for number, (place, box) in enumerate(span.iter_boxes()):
         stored_name = f"{name}#{number}" if number else ""
-        cut = partial(_cut, values, place)
+        cut = partial(_slice_values, values, place)
         yield Region(name, torch.float32, box, span.shape, cut, stored_name)
 
 
-def _cut(values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
+def _slice_values(values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
     return values().detach()[place]
 
 
-def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:
+def find_partitions(
+    zero: Any, stage: int, trained: Mapping[str, nn.Parameter]
+) -> tuple[Partition, ...]:
     """Return which values of the tensors ``trained`` this rank's optimizer updates."""
     names = {parameter: name for name, parameter in trained.items()}
     buffers = []
@@ -161,7 +163,7 @@ def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tu
                 start = held * dist.get_rank()
                 num = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
                 if num > 0:
-                    spans.append(Span(names[p], tuple(p.ds_shape), start, num, at))
+                    spans.append(FlatSpan(names[p], tuple(p.ds_shape), start, num, at))
                 at += held
             flat = zero.fp32_partitioned_groups_flat[number]
             buffers.append(Partition(number, flat, tuple(spans)))
@@ -172,7 +174,7 @@ def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tu
             if (mapping := p._hp_mapping) is not None:
                 start, num = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                 at = mapping.hp_fragment_address.start
-                spans.append(Span(names[p], tuple(p.shape), start, num, at))
+                spans.append(FlatSpan(names[p], tuple(p.shape), start, num, at))
         flat = zero.single_partition_of_fp32_groups[number]
         buffers.append(Partition(number, flat, tuple(spans)))
     return tuple(buffers)
@@ -216,7 +218,7 @@ def writable_state(
         zero._optimizer_states_and_gradient_swap_in(partition.number)
     state = zero.optimizer.state.setdefault(partition.flat, {})
     if not state:
-        state.update(first_state(partition.flat.detach(), reserve))
+        state.update(initial_state(partition.flat.detach(), reserve))
     yield state
     if stage == 3:
         zero._reassign_or_swap_out_partitioned_parameters(partition.number)
@@ -255,7 +257,7 @@ def hide_gathering(coordinator: Any) -> None:
     that is still there when the block is recomputed, or the other way round.
     """
     for name in ("fetch_sub_module", "release_sub_module"):
-        setattr(coordinator, name, outside_modes(getattr(coordinator, name)))
+        setattr(coordinator, name, without_dispatch_modes(getattr(coordinator, name)))
 
 
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError
 from hpc_tune.world.comm import Comm
 
 # A node's local disk may have another path on each node.
-_PER_NODE = {"parallel.offload_path"}
+_NODE_LOCAL_SETTINGS = {"parallel.offload_path"}
 _MAX_NAMED = 5
 
 
@@ -22,7 +22,9 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
     Raises:
         ConfigError: on every rank, naming the fields that differ, their values and their ranks.
     """
-    own = {name: value for name, value in flat(settings).items() if name not in _PER_NODE}
+    own = {
+        name: value for name, value in flatten(settings).items() if name not in _NODE_LOCAL_SETTINGS
+    }
     first = comm.broadcast(own)
     others = {name: value for name, value in own.items() if value != first[name]}
     if not comm.sum([bool(others)])[0]:
@@ -39,7 +41,7 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
         f"the ranks have different settings: {'; '.join(lines[:_MAX_NAMED])}. Give all nodes the "
         "same file, arguments and environment"
     )
-    comm.agree(error if comm.is_rank_0 else None, "comparing the settings")
+    comm.agree_on_error(error if comm.is_rank_0 else None, "comparing the settings")
 
 
 def _ranks(ranks: list[int]) -> str:

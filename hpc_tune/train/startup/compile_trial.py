@@ -25,29 +25,37 @@ from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
-from hpc_tune.engine.activation_checkpoint import Level, checkpoint_blocks
-from hpc_tune.engine.compile import compile_blocks, compile_loss, compiled_alone, require_compiler
+from hpc_tune.engine.activation_checkpoint import RecomputeLevel, checkpoint_blocks
+from hpc_tune.engine.compile import (
+    compile_blocks,
+    compile_loss,
+    compiling_in_process,
+    require_compiler,
+)
 from hpc_tune.errors import HpcTuneError, first_line
-from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.log import OF_ALL, log
-from hpc_tune.memory.device import give_back_cache
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.lazy_imports import fast_imports
+from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.memory.device import empty_caches
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.language import read_config
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.stock import NoTrial, write_small
+from hpc_tune.model.stock import NoTrial, write_small_model
 from hpc_tune.train.job import Job
-from hpc_tune.train.startup.proof import trial_file
+from hpc_tune.train.startup.proof import trial_cache_file
 
 # Tokens of the documents of each batch's rows: two rows of other lengths, then one.
 BATCHES = (((24, 40), (17, 31)), ((33, 14, 48),))
-TIMES = 2.0  # as far from fp32 as blocks that are not compiled
-LEAST = {torch.float32: 1e-4, torch.bfloat16: 0.01}  # and more: of the loss, of a gradient's norm
+MAX_ERROR_RATIO = 2.0  # as far from fp32 as blocks that are not compiled
+MIN_TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.01,
+}  # and more: of the loss, of a gradient's norm
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepValues:
     """Losses of both batches, and the gradients of their sum by name."""
 
     losses: tuple[float, ...]
@@ -63,13 +71,16 @@ def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
     if why := why_not_compiled(parallel, built.tune, train, is_mixture(built.module)):
         log.info(said, why)
     elif why := comm.on_rank_0(
-        "trying compiled blocks", lambda: wrong_compiled(built, parallel.recompute, comm.device)
+        "trying compiled blocks",
+        lambda: check_compiled_cached(built, parallel.recompute, comm.device),
     ):
-        log.warning(said, why, extra=OF_ALL)
+        log.warning(said, why, extra=ON_ALL_RANKS)
     return train.model_copy(update={"compile": not why})
 
 
-def wrong_compiled(built: BuiltModel, recompute: Level, device: torch.device) -> str:
+def check_compiled_cached(
+    built: BuiltModel, recompute: RecomputeLevel, device: torch.device
+) -> str:
     """Return why compiled blocks cannot be used on a device, "" if they can; from a cache if known.
 
     Takes up to a minute where it is not.
@@ -81,20 +92,20 @@ def wrong_compiled(built: BuiltModel, recompute: Level, device: torch.device) ->
     model = read_config(built.directory)
     kind = f"{built.dtype} {recompute} {built.module.within_documents} {_device_name(device)}"
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
-    file = trial_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
+    file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["why"])
     except (OSError, ValueError, TypeError, KeyError):
         pass
     log.info("compiling a small %s model, to compare it with one that is not", model.model_type)
     try:
-        why = try_compiled(model, built.tune, built.dtype, device, recompute)
+        why = check_compiled(model, built.tune, built.dtype, device, recompute)
     except NoTrial as error:
         return f"no small model of this kind could be tried: {error}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
     finally:
-        give_back_cache()
+        empty_caches()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps({"why": why}))
@@ -103,8 +114,12 @@ def wrong_compiled(built: BuiltModel, recompute: Level, device: torch.device) ->
     return why
 
 
-def try_compiled(
-    model: Any, tune: TuneConfig, dtype: torch.dtype, device: torch.device, recompute: Level
+def check_compiled(
+    model: Any,
+    tune: TuneConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: RecomputeLevel,
 ) -> str:
     """Return how a small compiled model of the architecture differs, "" if it does not.
 
@@ -112,23 +127,25 @@ def try_compiled(
         NoTrial: if no small model can be made.
     """
     method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
-    with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
-        write_small(model, directory := Path(folder))
-        run = functools.partial(_run, directory, method, device=device, recompute=recompute)
+    with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+        write_small_model(model, directory := Path(folder))
+        run = functools.partial(_run_step, directory, method, device=device, recompute=recompute)
         exact = run(torch.float32, compiled=False)
         plain = exact if dtype == torch.float32 else run(dtype, compiled=False)
-        with compiled_alone(directory):
+        with compiling_in_process(directory):
             compiled = run(dtype, compiled=True)
-        return differs(exact, plain, compiled, LEAST.get(dtype, 0.01))
+        return compare_steps(exact, plain, compiled, MIN_TOLERANCES.get(dtype, 0.01))
 
 
-def differs(exact: _Step, plain: _Step, compiled: _Step, least: float) -> str:
+def compare_steps(
+    exact: _StepValues, plain: _StepValues, compiled: _StepValues, least: float
+) -> str:
     """Return by what compiled blocks are farther from fp32 than plain ones are, "" if they are not.
 
     ``least``: of a loss, and of a gradient's norm, that any may be off.
     """
     for loss, ours, theirs in zip(exact.losses, compiled.losses, plain.losses, strict=True):
-        if not abs(ours - loss) <= TIMES * abs(theirs - loss) + least * abs(loss):
+        if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + least * abs(loss):
             return f"a small model's loss is {ours:.6g} with compiled blocks, {theirs:.6g} without"
     for name, gradient in exact.gradients.items():
         norm = gradient.norm().item()
@@ -136,7 +153,7 @@ def differs(exact: _Step, plain: _Step, compiled: _Step, least: float) -> str:
             (step.gradients[name] - gradient).norm().item() if name in step.gradients else norm
             for step in (compiled, plain)
         )
-        if not ours <= TIMES * theirs + least * norm + 1e-7:
+        if not ours <= MAX_ERROR_RATIO * theirs + least * norm + 1e-7:
             return (
                 f"the gradient of a small model's {name} is off by {ours / norm:.1e} of its norm "
                 f"with compiled blocks, by {theirs / norm:.1e} without"
@@ -144,16 +161,16 @@ def differs(exact: _Step, plain: _Step, compiled: _Step, least: float) -> str:
     return ""
 
 
-def _run(
+def _run_step(
     directory: Path,
     tune: TuneConfig,
     dtype: torch.dtype,
     compiled: bool,
     device: torch.device,
-    recompute: Level,
-) -> _Step:
+    recompute: RecomputeLevel,
+) -> _StepValues:
     built = build(directory, dtype, tune, 0)
-    blocks = list(block_list(built.module))
+    blocks = list(find_blocks(built.module))
     shares = not compiled or recompute == "none"
     use_own_layers(built.module, blocks, compiled, dtype, device, shares_inputs=shares)
     checkpoint_blocks(blocks, recompute)
@@ -177,7 +194,7 @@ def _run(
         loss.backward()
         losses.append(loss.item())
     gradients = {n: p.grad.float() for n, p in trained.items() if p.grad is not None}
-    return _Step(tuple(losses), gradients)
+    return _StepValues(tuple(losses), gradients)
 
 
 def _batch(rows: Sequence[Sequence[int]]) -> Batch:

@@ -13,34 +13,34 @@ from typing import Any
 import torch
 
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.schedulers import job_of
+from hpc_tune.cluster.schedulers import find_job
 from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
-from hpc_tune.config.secrets import mask
+from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.files import shown
-from hpc_tune.data.mixture import reached
-from hpc_tune.data.subset import tokens_of
-from hpc_tune.engine.adamw import for_batch, learning_rate
+from hpc_tune.data.files import join_paths
+from hpc_tune.data.mixture import compute_progress
+from hpc_tune.data.subset import count_tokens
+from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
-from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
+from hpc_tune.model.experts import OTHERS, chosen_expert_share, num_chosen_experts
 from hpc_tune.model.float8_base import no_float8_products
 from hpc_tune.model.tf32 import multiplies_in_tf32
-from hpc_tune.plan.resolve import Resolved
+from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
-from hpc_tune.probe.facts import library_of_torch
-from hpc_tune.probe.software import git_commit, versions
-from hpc_tune.probe.topology import cards_of
+from hpc_tune.probe.facts import find_nccl
+from hpc_tune.probe.software import git_commit, package_versions
+from hpc_tune.probe.topology import find_cards
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.sources import Opened
+from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
-from hpc_tune.world.allocator import VARIABLES, not_read, read_settings
-from hpc_tune.world.architecture import Architecture, architecture_of
+from hpc_tune.world.allocator import ALLOC_CONF_VARIABLES, read_settings, unread_settings_warning
+from hpc_tune.world.architecture import Architecture, find_architecture
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 from hpc_tune.world.numa import SYS
@@ -49,7 +49,9 @@ _FEW_STEPS = 5  # updates in an epoch
 _QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)
 
 
-def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
+def log_start(
+    job: Job, model: Model, resolved: ResolvedLayout, forecast: Forecast, data: Data
+) -> None:
     """Log the model, method, data, layout, memory, batch and learning rate, a line each, and write
     them into events.jsonl with what a bug report needs (kind ``start``).
 
@@ -60,21 +62,21 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     config, comm, layout = model.config, job.setup_comm, resolved.layout
     rows, total_steps = config.batch.global_size, data.total_steps
     lines: dict[str, Any] = {
-        "world": _world(comm),
+        "world": _describe_world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
-        + arithmetic_of(config.train, model.built.dtype, architecture_of(comm.device)),
-        "method": method_of(config.tune, model.size),
-        **({"experts": said} if (said := experts_of(model.size, model.built.config)) else {}),
-        "data": _data(config.data, data),
-        **_evals(data, config.checkpoint.keep_best),
+        + describe_arithmetic(config.train, model.built.dtype, find_architecture(comm.device)),
+        "method": describe_method(config.tune, model.size),
+        **({"experts": said} if (said := describe_experts(model.size, model.built.config)) else {}),
+        "data": _describe_data(config.data, data),
+        **_describe_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
-        "memory": forecast.verdict + allocator_of(comm.device, os.environ),
-        "kernels": str(model.kernels(comm.device)) + products_of(model, comm.device),
-        "batch": _batch(rows, layout, data),
-        "rate": rate_of(config.optim, config.tune, rows, total_steps),
+        "memory": forecast.verdict + describe_allocator(comm.device, os.environ),
+        "kernels": str(model.kernels(comm.device)) + describe_float8_base(model, comm.device),
+        "batch": _describe_batch(rows, layout, data),
+        "rate": describe_rate(config.optim, config.tune, rows, total_steps),
     }
-    batch_job: dict[str, Any] = _batch_job(os.environ)
-    sources = reached(data.mixture.phases, data.loader.total_rows) if data.mixture else []
+    batch_job: dict[str, Any] = _batch_job_fields(os.environ)
+    sources = compute_progress(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     for name, text in lines.items():
         if name != "world" or job.chosen is not None:
             log.info("%-7s %s", name, text)
@@ -86,37 +88,41 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         size=comm.world.size,
         num_nodes=comm.world.num_nodes,
         total_steps=total_steps,
-        command=[sys.executable, "-m", "hpc_tune", *map(mask, sys.argv[1:])],
+        command=[sys.executable, "-m", "hpc_tune", *map(mask_secrets, sys.argv[1:])],
         launcher=comm.world.launcher,
         folder=os.getcwd(),
         **batch_job,
-        hardware=_hardware(comm),
+        hardware=_describe_hardware(comm),
         links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
-        counts=_counts(data),
+        counts=_count_data(data),
         remarks=data.counters.remarks(),
         mixture=[asdict(source) for source in sources],
-        versions=versions(),
+        versions=package_versions(),
         commit=git_commit(),
     )
-    for warning in (
-        *slow_bf16(comm.device, model.built.dtype),
-        *of_gpus(comm, os.environ),
-        *idle_ranks(rows, resolved.layout),
-        *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
-        *lost_best(config.train, config.checkpoint),
-        *of_8bit(config.optim, model.size, comm.device),
-    ):
+    for warning in _list_warnings(comm, model, layout, data):
         log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
 
 
-def _batch_job(environ: Environ) -> dict[str, str]:
-    job = job_of(environ)
+def _list_warnings(comm: Comm, model: Model, layout: Layout, data: Data) -> Iterator[str]:
+    config, rows = model.config, model.config.batch.global_size
+    yield from warn_slow_bf16(comm.device, model.built.dtype)
+    yield from warn_gpu_setup(comm, os.environ)
+    yield from warn_idle_ranks(rows, layout)
+    epoch_rows = data.loader.num_rows_per_epoch
+    yield from warn_few_steps(config.train, config.optim, rows, data.total_steps, epoch_rows)
+    yield from warn_best_not_kept(config.train, config.checkpoint)
+    yield from warn_8bit_useless(config.optim, model.size, comm.device)
+
+
+def _batch_job_fields(environ: Environ) -> dict[str, str]:
+    job = find_job(environ)
     return {} if job is None else {"job": job.id, "scheduler": job.scheduler.name}
 
 
-def slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+def warn_slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     """Yield a warning where a CPU has to emulate the dtype."""
     if device.type == "cpu" and dtype == torch.bfloat16 and not cpu_has_bf16():
         yield (
@@ -125,7 +131,7 @@ def slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         )
 
 
-def idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
+def warn_idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
     """Yield a warning where a step has fewer rows than there are ranks to share them."""
     ranks, each = layout.data_size, layout.size // layout.data_size
     if rows < ranks:
@@ -136,7 +142,7 @@ def idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
         )
 
 
-def lost_best(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+def warn_best_not_kept(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a warning where a run that stops early does not keep its best weights."""
     if (num_evals := train.stop_after_evals) is None:
         return
@@ -153,7 +159,7 @@ def lost_best(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]
         )
 
 
-def of_8bit(optim: OptimConfig, size: ModelSize, device: torch.device) -> Iterator[str]:
+def warn_8bit_useless(optim: OptimConfig, size: ModelSize, device: torch.device) -> Iterator[str]:
     """Yield a warning where moments in 8 bits gain nothing, or take long."""
     if optim.is_8bit and not size.spared_bytes:
         yield (
@@ -167,7 +173,7 @@ def of_8bit(optim: OptimConfig, size: ModelSize, device: torch.device) -> Iterat
         )
 
 
-def few_steps(
+def warn_few_steps(
     train: TrainConfig, optim: OptimConfig, rows: int, total_steps: int, rows_per_epoch: int
 ) -> Iterator[str]:
     """Yield a warning where a run is too short for its batch of ``rows`` or for its warm-up."""
@@ -193,9 +199,9 @@ def few_steps(
         )
 
 
-def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -> str:
+def describe_rate(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -> str:
     """Return the peak learning rate, where it comes from, its warm-up and its schedule."""
-    peak = for_batch(optim, rows).peak_lr
+    peak = with_scaled_lr(optim, rows).peak_lr
     if (reference := optim.reference_batch) is not None:
         why = f"optim.lr={optim.peak_lr:.3g} is for {reference} rows per step "
         why += f"({optim.batch_scaling})"
@@ -214,14 +220,16 @@ def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -
     return f"{peak:.3g} ({why}): {before}{how}"
 
 
-def arithmetic_of(train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None) -> str:
+def describe_arithmetic(
+    train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
+) -> str:
     """Return the dtype of the model, and in which precision a GPU multiplies it if not in that."""
     name = str(dtype).removeprefix("torch.")
     is_less = multiplies_in_tf32(train, dtype, architecture)
     return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
 
 
-def products_of(model: Model, device: torch.device) -> str:
+def describe_float8_base(model: Model, device: torch.device) -> str:
     """Return in which dtype a base in float8 is multiplied, and why if it is another."""
     if not model.config.tune.base_dtype:
         return ""
@@ -230,36 +238,39 @@ def products_of(model: Model, device: torch.device) -> str:
     return f"; the base is multiplied in {f'{str(dtype)[6:]}: {why}' if why else 'float8'}"
 
 
-def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:
+def describe_allocator(device: torch.device, environ: Mapping[str, str]) -> str:
     """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
-    found = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
+    found = [f"{name}={environ[name]}" for name in ALLOC_CONF_VARIABLES if name in environ]
     return f"; {found[0]}" if device.type == "cuda" and found else ""
 
 
-def of_gpus(comm: Comm, environ: Environ) -> list[str]:
+def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
     """Return warnings of how GPUs send, and of an allocator that has not read the environment."""
     if comm.device.type != "cuda":
         return []
-    return [*slow_network(comm, environ), *filter(None, [not_read(environ, read_settings())])]
+    return [
+        *warn_slow_network(comm, environ),
+        *filter(None, [unread_settings_warning(environ, read_settings())]),
+    ]
 
 
-def slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[str]:
+def warn_slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[str]:
     """Return a warning where NCCL sends by TCP although rank 0's node has a faster network."""
     if comm.device.type != "cuda" or comm.world.num_nodes == 1:
         return []
-    kinds, library = [card.kind for card in cards_of(folder)], library_of_torch()
+    kinds, library = [card.kind for card in find_cards(folder)], find_nccl()
     names = environ.get("NCCL_SOCKET_IFNAME", "")
-    return [*filter(None, [fabric.sends_by_tcp(kinds, library.name, library.plugin, names)])]
+    return [*filter(None, [fabric.tcp_warning(kinds, library.name, library.plugin, names)])]
 
 
-def _world(comm: Comm) -> str:
+def _describe_world(comm: Comm) -> str:
     world = comm.world
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     return f"{ranks} on {nodes}, via {world.launcher}, {comm.device.type}"
 
 
-def method_of(tune: TuneConfig, size: ModelSize) -> str:
+def describe_method(tune: TuneConfig, size: ModelSize) -> str:
     """Return the method with its settings, and how many parameters it trains of each kind."""
     is_full = tune.method == "full"
     vectors = "magnitudes" if tune.method == "dora" else "norms and biases"
@@ -283,7 +294,7 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
     return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"
 
 
-def experts_of(size: ModelSize, model: Any) -> str:
+def describe_experts(size: ModelSize, model: Any) -> str:
     """Return how many experts a token has, and which parts of a mixture are trained.
 
     Nothing for a dense model.
@@ -296,13 +307,14 @@ def experts_of(size: ModelSize, model: Any) -> str:
         f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
         for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHERS, item[0]))
     ]
-    each = f"{chosen_experts(model)} of {round(chosen_experts(model) / chosen_share(model))}"
+    num_chosen = num_chosen_experts(model)
+    each = f"{num_chosen} of {round(num_chosen / chosen_expert_share(model))}"
     return f"{each} for a token; {', '.join(parts)}" if parts else ""
 
 
-def _data(config: DataConfig, data: Data) -> str:
+def _describe_data(config: DataConfig, data: Data) -> str:
     loader = data.loader
-    what = f"{len(data.sources)} sources" if config.path is None else shown(config.path)
+    what = f"{len(data.sources)} sources" if config.path is None else join_paths(config.path)
     return (
         f"{what}: {format_count(_num_documents(data.sources))} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
@@ -310,11 +322,11 @@ def _data(config: DataConfig, data: Data) -> str:
     )
 
 
-def _num_documents(sources: Sequence[Opened]) -> int:
+def _num_documents(sources: Sequence[OpenSource]) -> int:
     return sum(source.limit or source.store.num_documents for source in sources)
 
 
-def _evals(data: Data, goes_by_it: bool) -> dict[str, str]:
+def _describe_evals(data: Data, goes_by_it: bool) -> dict[str, str]:
     """Return what the held-out loss is, where it is of several sources."""
     if len(data.held_out) < 2:
         return {}
@@ -323,7 +335,7 @@ def _evals(data: Data, goes_by_it: bool) -> dict[str, str]:
     return {"evals": f"of {names}; the held-out loss is their mean{best}"}
 
 
-def _batch(rows: int, layout: Layout, data: Data) -> str:
+def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
     ranks, epochs = layout.data_size, data.loader.total_rows / data.loader.num_rows_per_epoch
     fewest, more = divmod(rows, ranks)
     each = f"{fewest} each"
@@ -340,7 +352,7 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
     )
 
 
-def _hardware(comm: Comm) -> str:
+def _describe_hardware(comm: Comm) -> str:
     """Return what rank 0 computes on."""
     if comm.device.type == "cuda":
         return torch.cuda.get_device_name(comm.device)
@@ -348,12 +360,12 @@ def _hardware(comm: Comm) -> str:
     return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''} per rank"
 
 
-def _counts(data: Data) -> dict[str, float]:
+def _count_data(data: Data) -> dict[str, float]:
     """Return what the data gave, as numbers; of a source with a limit what is used of it."""
     counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
-    used = [tokens_of(source.store, source.limit) for source in data.sources]
+    used = [count_tokens(source.store, source.limit) for source in data.sources]
     tokens, learned = map(sum, zip(*used, strict=True))
     counts |= {"tokens": tokens, "loss_tokens": learned}
     counts["documents"] = _num_documents(data.sources)

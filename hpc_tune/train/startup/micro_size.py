@@ -7,16 +7,16 @@ import torch
 
 from hpc_tune.batch import full_batch
 from hpc_tune.checkpoint.state import RunState, Settings
-from hpc_tune.config.section import flat
+from hpc_tune.config.section import flatten
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
-from hpc_tune.memory.device import DeviceMemory, what_failed
+from hpc_tune.memory.device import DeviceMemory, describe_failed_allocation
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.memory.policy import DEVICE, HOST
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
 from hpc_tune.plan.memory_model import GPU_SLACK
-from hpc_tune.plan.resolve import most_micro_rows, rows_per_rank
+from hpc_tune.plan.resolve import max_micro_rows, rows_per_rank
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
@@ -27,8 +27,8 @@ from hpc_tune.world.comm import Comm
 POLL_S = 0.002
 # Times the rows that would fit if all that the first takes were the cost of each: what a small
 # difference between two peaks may not exceed.
-_MOST_AS_MANY = 8
-_DECIDES = (  # what a row takes in a layout, and what there is room for
+_MAX_ROW_RATIO = 8
+_MEMORY_SETTINGS = (  # what a row takes in a layout, and what there is room for
     *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
     *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
     *("parallel.zero_stage", "parallel.offload_params", "parallel.offload_optimizer"),
@@ -46,9 +46,9 @@ def decide_micro_size(
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
     now = job.config.model_dump()
-    if saved is not None and saved.layout == layout.saved and _takes_as_much(saved, now):
+    if saved is not None and saved.layout == layout.saved and _needs_same_memory(saved, now):
         return saved.micro_size
-    most_rows = most_micro_rows(config.batch, layout)
+    most_rows = max_micro_rows(config.batch, layout)
     limit = job.step_limit()
     limit.enter("measuring micro-batches")
     with limit.over():
@@ -57,9 +57,9 @@ def decide_micro_size(
         )
 
 
-def _takes_as_much(saved: RunState, settings: Settings) -> bool:
-    before, now = flat(saved.config), flat(settings)
-    return all(before.get(name, now[name]) == now[name] for name in _DECIDES)
+def _needs_same_memory(saved: RunState, settings: Settings) -> bool:
+    before, now = flatten(saved.config), flatten(settings)
+    return all(before.get(name, now[name]) == now[name] for name in _MEMORY_SETTINGS)
 
 
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
@@ -93,9 +93,9 @@ def largest_micro_size(
         return 1
     device = monitor.device
     if device is not None:
-        needed_by, room_bytes = _needs_on_device(engine, monitor, device, seq_len)
+        needed_by, room_bytes = _measure_on_device(engine, monitor, device, seq_len)
     else:
-        needed_by, room_bytes = _needs_on_host(engine, monitor, seq_len)
+        needed_by, room_bytes = _measure_on_host(engine, monitor, seq_len)
         room_bytes //= comm.world.local_size
 
     def on_every_rank(rows: int) -> int:
@@ -105,30 +105,32 @@ def largest_micro_size(
     one_bytes = max(needed_by(1), 1)
     rows = on_every_rank(room_bytes // one_bytes)
     if 1 < rows < most_rows:
-        added_bytes = max(needed_by(2) - one_bytes, one_bytes // _MOST_AS_MANY, 1)
+        added_bytes = max(needed_by(2) - one_bytes, one_bytes // _MAX_ROW_RATIO, 1)
         rows = on_every_rank(1 + (room_bytes - one_bytes) // added_bytes)
     return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
-def _needs_on_device(
+def _measure_on_device(
     engine: Engine, monitor: Monitor, device: DeviceMemory, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
     """Return what measures the bytes that rows take at their peak, and the bytes there are."""
     before = device.sample()
     # The allocator's fragments grow with what it gives out.
-    filled_bytes = (DEVICE.filled * before.limit_bytes - before.others_bytes) / (1 + GPU_SLACK)
+    filled_bytes = (DEVICE_LIMITS.filled * before.limit_bytes - before.others_bytes) / (
+        1 + GPU_SLACK
+    )
 
     def needed_by(rows: int) -> int:
         failed = None
         try:
             engine.run_once(full_batch(rows, seq_len))
         except torch.OutOfMemoryError as error:
-            failed = what_failed(error)
+            failed = describe_failed_allocation(error)
         found = device.sample()
         if failed is not None:
             raise MemoryBudgetError(
                 f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
-                f"{monitor.device_need(found).words}; {failed}. Set parallel.recompute=full, a "
+                f"{monitor.device_shortage(found).words}; {failed}. Set parallel.recompute=full, a "
                 "shorter data.seq_len, or parallel.offload_params=cpu, or use more ranks with "
                 "parallel.shard; python -m hpc_tune plan predicts what each takes"
             )
@@ -137,19 +139,21 @@ def _needs_on_device(
     return needed_by, int(filled_bytes) - before.allocated_bytes
 
 
-def _needs_on_host(
+def _measure_on_host(
     engine: Engine, monitor: Monitor, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
     """Return what measures the bytes that rows take at their peak, and the bytes of all ranks."""
     before_bytes = own_bytes()
 
     def needed_by(rows: int) -> int:
-        return _peak_of(lambda: engine.run_once(full_batch(rows, seq_len))) - before_bytes
+        return (
+            _measure_peak_bytes(lambda: engine.run_once(full_batch(rows, seq_len))) - before_bytes
+        )
 
-    return needed_by, int(HOST.filled * monitor.limit.num_bytes) - monitor.used_bytes()
+    return needed_by, int(HOST_LIMITS.filled * monitor.limit.num_bytes) - monitor.used_bytes()
 
 
-def _peak_of(work: Callable[[], None]) -> int:
+def _measure_peak_bytes(work: Callable[[], None]) -> int:
     """Return the most bytes of host memory that this process had while ``work`` ran."""
     peak = own_bytes()
     finished = threading.Event()

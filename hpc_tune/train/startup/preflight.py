@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_tune.cluster.own_command import why_it_failed
+from hpc_tune.cluster.own_command import why_command_failed
 from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, spare_bytes
-from hpc_tune.memory.policy import DEVICE, HOST
-from hpc_tune.memory.process_bytes import PLANNING_BYTES
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
+from hpc_tune.memory.process_bytes import PLAN_BYTES
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import most_bytes, surely_fits
+from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
 from hpc_tune.plan.process import run_plan
-from hpc_tune.plan.resolve import Resolved, least_micro_rows
+from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir import nearby
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -43,15 +43,15 @@ class Forecast:
     verdict: str
 
 
-def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Forecast:
+def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> Forecast:
     """Return what this run will take. Collective.
 
     Raises:
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
     config, comm, machine = model.config, job.setup_comm, resolved.machine
-    tokens = least_micro_rows(config.batch) * config.data.seq_len
-    most = most_bytes(model.size, resolved.layout, model.built.config, tokens, machine)
+    tokens = min_micro_rows(config.batch) * config.data.seq_len
+    most = upper_bound_bytes(model.size, resolved.layout, model.built.config, tokens, machine)
     room = machine.bytes_per_rank
     if surely_fits(most, machine):
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
@@ -61,15 +61,15 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
     masked = ["--masked"] if on_gpu and model.kernels(comm.device).mask_reason else []
-    plan = comm.on_rank_0("planning", lambda: _plan(job, machine, masked, limit_s))
+    plan = comm.on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")
-    job.monitor.expect(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
+    job.monitor.expect_usage(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
     if plan["fits"]:
-        return Forecast(plan, _verdict(plan, machine))
+        return Forecast(plan, _describe_fit(plan, machine))
     bad = [p for p in plan["phases"] if not p["fits"] and not p["optional"]]
     text = "this run does not fit into memory:\n" + "\n".join(
-        f"  - {line}" for phase in bad for line in _lacking(phase, machine)
+        f"  - {line}" for phase in bad for line in _describe_shortage(phase, machine)
     )
     advice = "\n".join(f"  - {line}" for line in plan["advice"])
     text += f"\nWhat would help:\n{advice}"
@@ -80,24 +80,24 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     return Forecast(plan, "does not fit by the plan; started with --force")
 
 
-def _lacking(phase: dict[str, Any], machine: Machine) -> Iterator[str]:
+def _describe_shortage(phase: dict[str, Any], machine: Machine) -> Iterator[str]:
     """Yield what a phase of ``plan --json`` needs and does not have, in words."""
     what = {"steady": "a step", "load": "loading"}.get(phase["name"], phase["name"])
     needs, has = phase["device_bytes"], machine.device_bytes
-    if has is not None and not DEVICE.fit(needs, has):
+    if has is not None and not DEVICE_LIMITS.allows(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of each device's memory; there are "
             f"{format_bytes(has)}"
         )
     needs, has = phase["node_bytes"], machine.host_bytes
-    if not HOST.fit(needs, has):
+    if not HOST_LIMITS.allows(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of host memory per node; there are "
             f"{format_bytes(has)}"
         )
 
 
-def _verdict(plan: dict[str, Any], machine: Machine) -> str:
+def _describe_fit(plan: dict[str, Any], machine: Machine) -> str:
     host, device = machine.host_bytes, machine.device_bytes
     fullest = max(plan["phases"], key=lambda phase: phase["node_bytes"])
     text = f"fits: {format_bytes(fullest['node_bytes'])} of {format_bytes(host)} on a node"
@@ -125,7 +125,7 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
     job.events.write("memory", phases=phases)
 
 
-def _plan(
+def _run_plan_command(
     job: Job, machine: Machine, arguments: Sequence[str], limit_s: float
 ) -> dict[str, Any] | None:
     """Run the plan command on the run's own configuration; None where it fails.
@@ -135,16 +135,16 @@ def _plan(
     """
     limit = find_limit()
     left = spare_bytes(limit)
-    if left < PLANNING_BYTES:
+    if left < PLAN_BYTES:
         log.warning(
             "memory  not planned: that takes %s, and %s of %s are left",
-            *map(format_bytes, (PLANNING_BYTES, left, limit.num_bytes)),
+            *map(format_bytes, (PLAN_BYTES, left, limit.num_bytes)),
         )
         return None
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(job.dir / nearby.STARTING, machine, arguments, limit_s)
+        done = run_plan(job.dir / nearby.STARTING_CONFIG, machine, arguments, limit_s)
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()
@@ -156,7 +156,7 @@ def _plan(
             words = f"stopped while planning ({reason})"
             raise ResumableStop(reason, job.resume_point.step, words=words) from None
         is_killed = isinstance(error, subprocess.CalledProcessError)
-        why = printed.splitlines()[-1] if printed and not is_killed else why_it_failed(error)
+        why = printed.splitlines()[-1] if printed and not is_killed else why_command_failed(error)
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
     return plan

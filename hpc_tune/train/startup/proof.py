@@ -31,36 +31,36 @@ from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.log import log
-from hpc_tune.model.balance import Score, score_of
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.balance import Score, find_router_score
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.four_bit import require_bitsandbytes
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.packed_base import with_plain_linears
+from hpc_tune.model.packed_base import unpack_linears
 from hpc_tune.model.scoped import MicroBatch, batch_context
-from hpc_tune.model.stock import NoTrial, reference, software
+from hpc_tune.model.stock import NoTrial, compute_reference, software
 from hpc_tune.model.weights import ADAPTER_PREFIX
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients, unlike_gradient
+from hpc_tune.train.startup.two_threads import ThreadAxis, find_unlike_gradient, merge_gradients
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
-FULL = TuneConfig(method="full")
+FULL_TUNING = TuneConfig(method="full")
 
 
-class _Raised(str):
+class _ErrorText(str):
     """How a trial ended by an exception: for want of memory or a library, as may be, not always."""
 
 
 @dataclass(frozen=True)
-class Proof:
+class ArchitectureCheck:
     """What fails with an architecture, in words; empty where nothing does.
 
     ``loss``: it cannot be trained. ``attention``: not with attention document by document.
@@ -83,19 +83,19 @@ class Proof:
     score: Score = ""
 
 
-def prove(config: Any, tune: TuneConfig = FULL) -> Proof:
+def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
     """Return the result of a trial of the architecture of ``config``, cached if possible.
 
     Of ``tune`` the method and the targets count.
     """
-    file = trial_file(config, tune)
+    file = trial_cache_file(config, tune)
     try:
-        return Proof(**json.loads(file.read_text(encoding="utf-8")))
+        return ArchitectureCheck(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     log.info("trying a small %s model against transformers' own", config.model_type)
-    proof = try_out(config, tune)
-    if any(isinstance(said, _Raised) for said in vars(proof).values()):
+    proof = check_architecture(config, tune)
+    if any(isinstance(said, _ErrorText) for said in vars(proof).values()):
         return proof  # the next start may have more luck
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,62 +105,64 @@ def prove(config: Any, tune: TuneConfig = FULL) -> Proof:
     return proof
 
 
-def try_out(config: Any, tune: TuneConfig = FULL) -> Proof:
+def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
     """Try the architecture of ``config``; takes seconds on one core."""
-    if tune.method == "qlora":  # before lazy_imports, which would hide it
+    if tune.method == "qlora":  # before fast_imports, which would hide it
         require_bitsandbytes()
-    with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+    with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
         try:
-            documents = _documents()
-            wanted, gradients = reference(config, directory, documents)
+            documents = _random_documents()
+            wanted, gradients = compute_reference(config, directory, documents)
         except NoTrial as why:
-            return Proof(loss=_Raised(f"no small model of this kind could be tried: {why}"))
+            return ArchitectureCheck(
+                loss=_ErrorText(f"no small model of this kind could be tried: {why}")
+            )
         trial = _Trial(directory, documents, wanted, gradients)
         try:
-            built = _loaded(trial.build())
+            built = _load(trial.build())
         except HpcTuneError as error:
             said = str(error).replace(str(directory), "a small model of this kind")
-            return Proof(loss=_Raised(said))
+            return ArchitectureCheck(loss=_ErrorText(said))
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-            return Proof(loss=_failed(error))
+            return ArchitectureCheck(loss=_describe_error(error))
         attention = ""
-        if (loss := _guarded(trial.wrong_loss, built)) and built.module.within_documents:
+        if (loss := _run_check(trial.check_loss, built)) and built.module.within_documents:
             built.module.within_documents = trial.within_documents = False
-            attention, loss = loss, _guarded(trial.wrong_loss, built)
+            attention, loss = loss, _run_check(trial.check_loss, built)
         if loss:
-            return Proof(loss=loss)
-        untrained = _without_gradient(built)
-        packing = _guarded(trial.wrong_packing, built)
+            return ArchitectureCheck(loss=loss)
+        untrained = _list_without_gradient(built)
+        packing = _run_check(trial.check_packing, built)
         adapters = ""
         if tune.method != "full":
-            adapters, untrained = trial.of_adapters(tune)
-        return Proof(
+            adapters, untrained = trial.check_adapters(tune)
+        return ArchitectureCheck(
             attention=attention,
-            kernel="" if packing else _guarded(trial.wrong_by_starts, built),
+            kernel="" if packing else _run_check(trial.check_document_starts, built),
             packing=packing,
-            pipeline=_guarded(trial.wrong_stages),
-            tensor=_guarded(trial.wrong_slices),
+            pipeline=_run_check(trial.check_stages),
+            tensor=_run_check(trial.check_slices),
             adapters=adapters,
             untrained=untrained,
             score=trial.score(built),
         )
 
 
-def _guarded(check: Callable[..., str], *given: Any) -> str:
+def _run_check(check: Callable[..., str], *given: Any) -> str:
     """Return what ``check`` returns, or how it failed."""
     try:
         return check(*given)
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-        return _failed(error)
+        return _describe_error(error)
 
 
-def _failed(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     what = f"{type(error).__name__}: {first_line(error)}"
-    return _Raised(f"a small model of this kind fails with {what}")
+    return _ErrorText(f"a small model of this kind fails with {what}")
 
 
-def _documents() -> list[torch.Tensor]:
+def _random_documents() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
 
@@ -178,7 +180,7 @@ def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None
     return make_batch(laid, sum(LENGTHS), 0)
 
 
-def _loaded(built: BuiltModel) -> BuiltModel:
+def _load(built: BuiltModel) -> BuiltModel:
     """Allocate and load a model; values that nothing fills are nan, and spread to the loss."""
     allocate(built.module, torch.device("cpu"))
     with torch.no_grad():
@@ -189,7 +191,7 @@ def _loaded(built: BuiltModel) -> BuiltModel:
     return built
 
 
-def _differ(actual: float, expected: float) -> bool:
+def _is_different(actual: float, expected: float) -> bool:
     return not abs(actual - expected) <= LOSS_TOLERANCE * abs(expected)
 
 
@@ -205,31 +207,31 @@ class _Trial:
 
     def build(self) -> BuiltModel:
         built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
-        blocks, cpu = list(block_list(built.module)), torch.device("cpu")
+        blocks, cpu = list(find_blocks(built.module)), torch.device("cpu")
         use_own_layers(built.module, blocks, False, built.dtype, cpu)
         built.module.within_documents &= self.within_documents
         return built
 
     def wanted(self, built: BuiltModel) -> dict[str, torch.Tensor]:
         """Return the gradients of transformers under our names, where we have them at all."""
-        ours = {built.names.of_whole(n.removeprefix("model.")): n for n in built.base_names}
+        ours = {built.names.name_in_whole(n.removeprefix("model.")): n for n in built.base_names}
         return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
 
-    def wrong_loss(self, built: BuiltModel) -> str:
+    def check_loss(self, built: BuiltModel) -> str:
         module = built.module
         module.zero_grad()
         for tokens_T, stock in zip(self.documents, self.losses, strict=True):
             loss = module(_batch([[tokens_T]])).item()
-            if _differ(loss, stock):
+            if _is_different(loss, stock):
                 return f"a document's loss is {loss:.6g} here and {stock:.6g} in transformers"
         total = module(_batch([[tokens_T] for tokens_T in self.documents]))
-        if _differ(total.item(), sum(self.losses)):
+        if _is_different(total.item(), sum(self.losses)):
             return (
                 f"three documents of other lengths have the loss {total.item():.6g} in one batch "
                 f"and {sum(self.losses):.6g} one by one"
             )
         total.backward()
-        if wrong := _wrong_gradient(
+        if wrong := _compare_gradients(
             {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
             self.wanted(built),
         ):
@@ -241,7 +243,7 @@ class _Trial:
             module(make_batch([[(tokens_T.numpy(), learned)]], len(first), 0)).item()
             for tokens_T in (first, changed)
         ]
-        if _differ(*losses):
+        if _is_different(*losses):
             return "what a token is predicted from has later tokens in it: this is no causal LM"
         with torch.no_grad():  # where the head is frozen, the loss is computed another way
             for parameter in module.parameters():
@@ -249,15 +251,15 @@ class _Trial:
             frozen = module(_batch([self.documents[:1]])).item()
             for parameter in module.parameters():
                 parameter.requires_grad_(parameter.is_floating_point())
-        if _differ(frozen, self.losses[0]):
+        if _is_different(frozen, self.losses[0]):
             return (
                 f"under a frozen head a document's loss is {frozen:.6g}, not {self.losses[0]:.6g}"
             )
         return ""
 
-    def wrong_packing(self, built: BuiltModel) -> str:
+    def check_packing(self, built: BuiltModel) -> str:
         loss = built.module(_batch([self.documents])).item()
-        if _differ(loss, sum(self.losses)):
+        if _is_different(loss, sum(self.losses)):
             return (
                 f"three documents in one row have the loss {loss:.6g}, each in its own "
                 f"{sum(self.losses):.6g}"
@@ -266,29 +268,29 @@ class _Trial:
         losses = [
             built.module(_batch([row], learned=(1, 2))).item() for row in (self.documents, others)
         ]
-        if _differ(*losses):
+        if _is_different(*losses):
             return (
                 "a document in a row sees the one before it: with another one there its loss is "
                 f"{losses[1]:.6g} instead of {losses[0]:.6g}"
             )
         return ""
 
-    def wrong_by_starts(self, built: BuiltModel) -> str:
+    def check_document_starts(self, built: BuiltModel) -> str:
         """Layers are told where documents begin, as on a GPU; its kernel takes no fp32: a mask."""
         built.module.has_kernel = built.module.kernel_has_windows = True
         try:
-            return self.wrong_packing(built)
+            return self.check_packing(built)
         finally:
             built.module.has_kernel = False
 
     def score(self, built: BuiltModel) -> Score:
-        return score_of(built.module, lambda: built.module(_batch([self.documents])))
+        return find_router_score(built.module, lambda: built.module(_batch([self.documents])))
 
-    def wrong_stages(self) -> str:
+    def check_stages(self) -> str:
         built = self.build()
         if staging_problems(built.config, 2, 1):
             return ""  # refused elsewhere, with a reason
-        blocks, said = len(list(block_list(built.module))), built.config.num_hidden_layers
+        blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
         if blocks != said:  # LongCat's have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {said} layers"
         plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
@@ -296,41 +298,41 @@ class _Trial:
         out: Any = None  # hidden states, then the loss
         for rank in range(2):
             (stage,) = cut_stages(built, plan, rank)
-            out = _loaded(stage).module(batch, out)
+            out = _load(stage).module(batch, out)
         loss: float = out.item()
-        if _differ(loss, sum(self.losses)):
+        if _is_different(loss, sum(self.losses)):
             return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
         return ""
 
-    def of_adapters(self, tune: TuneConfig) -> tuple[str, str]:
+    def check_adapters(self, tune: TuneConfig) -> tuple[str, str]:
         """Return what fails with adapters, and where they get no gradient."""
         try:
             wanted = TuneConfig(
                 method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
             )
-            built = _loaded(build(self.directory, torch.float32, wanted, 0))
+            built = _load(build(self.directory, torch.float32, wanted, 0))
             built.module.within_documents &= self.within_documents
-            use_lora_linear(block_list(built.module))  # peft's DoRA multiplies with bytes
+            use_lora_linear(find_blocks(built.module))  # peft's DoRA multiplies with bytes
             loss = built.module(_batch([self.documents[:1]]))
             loss.backward()
         except ConfigError:  # the run's own model says it, or has targets that a small one lacks
             return "", ""
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-            return _failed(error), ""
-        untrained = _without_gradient(built)
+            return _describe_error(error), ""
+        untrained = _list_without_gradient(built)
         if not loss.isfinite():
             return f"a document's loss is {loss.item()}", untrained
-        return self._wrong_codes(built) if tune.packed_base else "", untrained
+        return self._check_packed_weights(built) if tune.packed_base else "", untrained
 
-    def _wrong_codes(self, built: BuiltModel) -> str:
+    def _check_packed_weights(self, built: BuiltModel) -> str:
         """Return what shows that a model's own code takes packed bytes for weights."""
         batch = _batch([[tokens_T] for tokens_T in self.documents])
         packed: float = built.module(batch).item()
-        plain: float = with_plain_linears(built.module)(batch).item()
+        plain: float = unpack_linears(built.module)(batch).item()
         text = f"with packed weights the loss is {packed:.6g}, of the same values {plain:.6g}"
-        return text if _differ(packed, plain) else ""
+        return text if _is_different(packed, plain) else ""
 
-    def wrong_slices(self) -> str:
+    def check_slices(self) -> str:
         if slicing_problems(self.build().config, 2):
             return ""  # refused elsewhere, with a reason
         shared: list[Any] = [None, None]
@@ -341,9 +343,9 @@ class _Trial:
 
         def work(rank: int) -> None:
             try:
-                sliced, partial = slice_model(self.build(), TwoThreads(rank, shared, barrier))
+                sliced, partial = slice_model(self.build(), ThreadAxis(rank, shared, barrier))
                 sliced.module.within_documents = False  # its state is shared by all threads
-                loss = _loaded(sliced).module(batch)
+                loss = _load(sliced).module(batch)
                 loss.backward()
                 models[rank], losses[rank] = (sliced, partial), loss.item()
             except Exception as error:  # noqa: BLE001 - of a thread: raised again below
@@ -359,27 +361,27 @@ class _Trial:
                 thread.join()
         if errors:
             raise errors[0]
-        if any(_differ(loss, sum(self.losses)) for loss in losses):
+        if any(_is_different(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
-        if name := unlike_gradient(models):
+        if name := find_unlike_gradient(models):
             return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
-        return _wrong_gradient(joined_gradients(models), self.wanted(self.build()))
+        return _compare_gradients(merge_gradients(models), self.wanted(self.build()))
 
 
-def _without_gradient(built: BuiltModel) -> str:
-    """Return what is trained and got no gradient, a line each; see ``Proof``."""
+def _list_without_gradient(built: BuiltModel) -> str:
+    """Return what is trained and got no gradient, a line each; see ``ArchitectureCheck``."""
     trained = built.module.named_parameters()
     names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
-    return "\n".join(dict.fromkeys(trained_part(name) for name in names))
+    return "\n".join(dict.fromkeys(name_pattern(name) for name in names))
 
 
-def trained_part(saved: str) -> str:
-    """Return what ``Proof.untrained`` calls a trained tensor, by its name in checkpoints."""
+def name_pattern(saved: str) -> str:
+    """Return how ``untrained`` names a trained tensor, by its name in checkpoints."""
     layer = re.split(r"\.lora_", saved.removeprefix(ADAPTER_PREFIX))[0]
     return re.sub(r"\.\d+\.", ".*.", layer)
 
 
-def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
+def _compare_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
     for name, gradient in expected.items():
         if name not in actual:
             return f"{name} gets no gradient"
@@ -389,21 +391,21 @@ def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
     return ""
 
 
-def trial_file(config: Any, tune: TuneConfig) -> Path:
+def trial_cache_file(config: Any, tune: TuneConfig) -> Path:
     """Return the cache file of a configuration, what is trained of it and this software."""
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(f"{software()} {tune.method} {tune.base_dtype} {tune.targets}".encode())
-    digest.update(_own_code().encode())
+    digest.update(_hash_package().encode())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached
     return cache / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"
 
 
 @functools.cache
-def _own_code() -> str:
+def _hash_package() -> str:
     """Return a hash of the package's code: a trial runs much of it, directly or not."""
     package, digest = Path(__file__).parents[2], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

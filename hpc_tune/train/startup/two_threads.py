@@ -8,7 +8,7 @@ import torch
 from hpc_tune.engine.tensor_parallel import Axis
 
 
-class TwoThreads(Axis):
+class ThreadAxis(Axis):
     """Two threads where an axis has two ranks."""
 
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
@@ -25,7 +25,7 @@ class TwoThreads(Axis):
         """How many threads there are."""
         return 2
 
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         rank, shared, barrier = self.__dict__["_at"]
         shared[rank] = x.detach().clone()
         barrier.wait()
@@ -35,15 +35,15 @@ class TwoThreads(Axis):
 
     def all_reduce(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
         """Return the sum or the maximum of both threads' values."""
-        one, other = self._all(x)
+        one, other = self._exchange(x)
         return one + other if op == torch.distributed.ReduceOp.SUM else torch.maximum(one, other)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return both threads' values, in order."""
-        return torch.cat(self._all(x), dim=-1)
+        return torch.cat(self._exchange(x), dim=-1)
 
 
-def joined_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
+def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
     """Return the whole gradients of two slices."""
     (one, partial), (other, _) = models
     others, joined = dict(other.module.named_parameters()), {}
@@ -59,7 +59,7 @@ def joined_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def unlike_gradient(models: list[Any]) -> str:
+def find_unlike_gradient(models: list[Any]) -> str:
     """Return the first parameter that both slices hold whole, with different gradients; or ""."""
     (one, partial), (other, _) = models
     others = dict(other.module.named_parameters())

@@ -9,23 +9,27 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hpc_tune.autotune.candidates import candidates, legal_layouts, orders, ring_order
-from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
-from hpc_tune.autotune.search import as_json, as_lines, choose, choose_for, from_json
+from hpc_tune.autotune.candidates import legal_layouts, predict_candidates, rank_orders, ring_order
+from hpc_tune.autotune.measured import (
+    Measurements,
+    compute_from_data_sheet,
+    measurements_from_data_sheet,
+)
+from hpc_tune.autotune.search import as_json, as_lines, choose_for_command, from_json, search_layout
 from hpc_tune.config.constraints import allows_expert, allows_tensor, check
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.experts import dealable_experts
+from hpc_tune.model.experts import num_shardable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Machine
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import most_micro_rows
+from hpc_tune.plan.resolve import max_micro_rows
 from hpc_tune.plan.step_time import Compute, StepWork
-from hpc_tune.probe.links import Links, Pair
+from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, Weights, measure
+from hpc_tune.step.size import ModelSize, WeightGroup, measure
 from tests.support.mixtures import write_mixture
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
@@ -36,7 +40,7 @@ GIB = 1 << 30
 def sized(frozen=(0, 0), trained=(0, 0)):
     """A model whose values and bytes are all in slices of its blocks."""
     weights = tuple(
-        Weights("blocks", "slice", is_trained, False, *both)
+        WeightGroup("blocks", "slice", is_trained, False, *both)
         for is_trained, both in ((False, frozen), (True, trained))
         if both[0]
     )
@@ -50,7 +54,7 @@ def config(**parts):
 def network(size, rate=1e9, nodes=None, slow=()):
     nodes = nodes or range(size)
     pairs = [
-        Pair((a, b), (nodes[a], nodes[b]), 1e-5, dict(slow).get((a, b), rate))
+        Link((a, b), (nodes[a], nodes[b]), 1e-5, dict(slow).get((a, b), rate))
         for a in range(size)
         for b in range(a + 1, size)
     ]
@@ -67,7 +71,9 @@ def ranked(settings, work, room, compute, net):
     """The candidates on ranks with GPUs of ``room`` bytes, the fastest first."""
     layouts = legal_layouts(settings.parallel, MODEL, len(net.nodes))
     machine = Machine(len(net.nodes), 1, room, 0)
-    return candidates(layouts, settings.parallel, settings.batch, work, machine, compute, net)
+    return predict_candidates(
+        layouts, settings.parallel, settings.batch, work, machine, compute, net
+    )
 
 
 def test_every_way_to_multiply_to_four_and_to_fewer_is_looked_at():
@@ -103,12 +109,12 @@ def test_of_many_ranks_only_some_numbers_are_looked_at():
 def test_the_first_rank_always_works_and_slow_links_are_left_out():
     slow = {(1, 2): 1e6, (2, 3): 1e6, (2, 4): 1e6, (0, 2): 1e6, (2, 5): 1e6, (2, 6): 1e6}
     net = network(7, slow=slow)
-    assert orders(net, 6)
-    assert all(0 in order for order in orders(net, 6))
-    assert all(2 not in order for order in orders(net, 6))
-    assert (0, 1, 2, 3, 4, 5, 6) in orders(net, 7)
-    assert len(orders(network(4), 4)) == 24
-    assert all(0 in order for order in orders(network(4), 2))
+    assert rank_orders(net, 6)
+    assert all(0 in order for order in rank_orders(net, 6))
+    assert all(2 not in order for order in rank_orders(net, 6))
+    assert (0, 1, 2, 3, 4, 5, 6) in rank_orders(net, 7)
+    assert len(rank_orders(network(4), 4)) == 24
+    assert all(0 in order for order in rank_orders(network(4), 2))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_the_first_rank_always_works_and_slow_links_are_left_out():
 )
 def test_pipelines_are_counted_with_the_micro_batches_that_a_run_takes(micro_size, layout, rows):
     settings = config(batch={"global_size": 64, "micro_size": micro_size})
-    assert most_micro_rows(settings.batch, layout) == rows
+    assert max_micro_rows(settings.batch, layout) == rows
 
 
 def test_experts_are_dealt_over_every_number_of_shards_that_divides_them():
@@ -157,14 +163,14 @@ def test_a_number_of_ranks_that_experts_cannot_be_dealt_over_is_refused():
     parallel = {"layout": "auto", "expert": 2}
     settings = config(model={"path": "shape:llama3-8b"}, parallel=parallel)
     with pytest.raises(ConfigError, match="experts of a llama model can be dealt over no ranks"):
-        choose_for(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
+        choose_for_command(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
 
 
 def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
     directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
     built = build(directory, torch.float32, config().tune, 0, weights=False)
     work = StepWork(measure(built.module), built.config, 4, 0, 4)
-    assert dealable_experts(built.module) == 8
+    assert num_shardable_experts(built.module) == 8
 
     def fastest(seq_len):
         settings = config(batch={"global_size": 4, "micro_size": 1}, parallel={"shard": 4})
@@ -172,7 +178,7 @@ def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
         machine = Machine(4, 1, GIB, 0)
         of_rows = replace(work, seq_len=seq_len)
         places = (settings.parallel, settings.batch, of_rows, machine, COMPUTE, network(4, 1e7))
-        return candidates(layouts, *places)[0].layout
+        return predict_candidates(layouts, *places)[0].layout
 
     assert fastest(8) == Layout(1, 4, expert=4)
     assert fastest(8192) == Layout(1, 4)
@@ -216,7 +222,7 @@ def test_fewer_ranks_are_taken_where_more_are_slower():
 @pytest.mark.soak
 def test_among_512_ranks_the_layouts_are_compared_in_seconds():
     """It took minutes when each order of ranks was looked for again for each layout."""
-    measured = by_data_sheet(CLUSTERS["h100-ib400"], 64, 8)
+    measured = measurements_from_data_sheet(CLUSTERS["h100-ib400"], 64, 8)
     net = Network.measured(measured.links, measured.nodes)
     work = StepWork(ADAPTERS, MODEL, 512, 128, 2)
     began_s = time.monotonic()
@@ -233,12 +239,12 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
         None, ["parallel=auto", "parallel.pipeline=4", "batch.micro_size=1", "data.seq_len=128"]
     )
     pairs = [
-        Pair((a, b), (a, b), 1e-5, 1e3 if (a, b) == (1, 2) else 1e9)
+        Link((a, b), (a, b), 1e-5, 1e3 if (a, b) == (1, 2) else 1e9)
         for a in range(4)
         for b in range(a + 1, 4)
     ]
-    measured = Measured((0, 1, 2, 3), Links(tuple(pairs), ()), COMPUTE)
-    choice = choose(settings, Machine(4, 1, None, 8 * GIB), measured)
+    measured = Measurements((0, 1, 2, 3), Links(tuple(pairs), ()), COMPUTE)
+    choice = search_layout(settings, Machine(4, 1, None, 8 * GIB), measured)
     assert choice.best.layout == Layout(1, 1, 1, 4)
     neighbours = list(zip(choice.best.ranks, choice.best.ranks[1:], strict=False))
     assert (1, 2) not in neighbours
@@ -252,7 +258,7 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
 def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_is_of_its_layout():
     settings = load_config(None, ["parallel=auto"])
     machine = Machine(2, 2, 80 * GIB, 512 * GIB)
-    choice, used, chosen = choose_for(settings, machine, None, "h100-ib400")
+    choice, used, chosen = choose_for_command(settings, machine, None, "h100-ib400")
     assert chosen.parallel.layout == "simple"
     assert chosen.parallel.replicate == choice.best.layout.replicate
     assert used.world_size == choice.best.layout.size
@@ -267,7 +273,7 @@ def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
     with pytest.raises(
         ConfigError, match=r"(?s)were found to take .* of 1.60 GiB, with .*recompute"
     ):
-        choose_for(settings, machine, None, "h100-ib400")
+        choose_for_command(settings, machine, None, "h100-ib400")
     planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]
     assert 1 <= len(planned) <= 6, planned
 
@@ -285,12 +291,12 @@ def test_what_cannot_be_chosen_is_said():
     settings = load_config(None, ["parallel=auto"])
     machine = Machine(1, 4, 80 * GIB, 512 * GIB)
     with pytest.raises(ConfigError, match="doctor --json"):
-        choose_for(settings, machine, None, None)
+        choose_for_command(settings, machine, None, None)
     with pytest.raises(ConfigError, match="h100-ib400"):
-        choose_for(settings, machine, None, "cray-1")
+        choose_for_command(settings, machine, None, "cray-1")
     impossible = load_config(None, ["parallel=auto", "parallel.tensor=3"])
     with pytest.raises(ConfigError, match="no layout of up to 4 ranks is possible"):
-        choose_for(impossible, machine, None, "h100-ib400")
+        choose_for_command(impossible, machine, None, "h100-ib400")
 
 
 def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
@@ -298,26 +304,26 @@ def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
     for text in ("", "{}", '{"links": 1, "ranks": []}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match="doctor --json"):
-            Measured.read(file)
+            Measurements.read(file)
     with pytest.raises(ConfigError, match="no such|No such"):
-        Measured.read(tmp_path / "gone.json")
+        Measurements.read(tmp_path / "gone.json")
 
 
 def test_measured_links_survive_the_way_to_the_plan(tmp_path):
-    links = Links((Pair((0, 1), (0, 0), 1e-5, 1e9),), (), 3, 2.0, (1, 0))
-    told = Measured((0, 0), links, COMPUTE)
+    links = Links((Link((0, 1), (0, 0), 1e-5, 1e9),), (), 3, 2.0, (1, 0))
+    told = Measurements((0, 0), links, COMPUTE)
     file = tmp_path / "measured.json"
     file.write_text(told.to_json())
-    assert Measured.read(file) == told
+    assert Measurements.read(file) == told
     assert told.positions([0, 1]) == [1, 0]
     without = {**json.loads(told.to_json()), "compute": None}
     file.write_text(json.dumps(without))
-    assert Measured.read(file).compute is None
+    assert Measurements.read(file).compute is None
 
 
 def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
     cluster = CLUSTERS["h100-ib400"]
-    measured = by_data_sheet(cluster, 2, 8)
+    measured = measurements_from_data_sheet(cluster, 2, 8)
     net = Network.measured(measured.links, measured.nodes)
     assert net.rate(0, 7) == cluster.within_bytes_per_s
     assert net.rate(3, 12) == cluster.across_bytes_per_s
@@ -325,7 +331,7 @@ def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
         num_hidden_layers=2, hidden_size=10, vocab_size=100, tie_word_embeddings=True
     )
     size = ModelSize(5_000, 100, 10_000, 400)
-    compute = compute_by_data_sheet(cluster, size, model, 16, recompute=False)
+    compute = compute_from_data_sheet(cluster, size, model, 16, recompute=False)
     # 4 flops per frozen value and 6 per trained one, of which the head has 4 x 1000
     whole = 4 * 5_000 + 6 * 100 + 6 * 2 * 10 * 16
     flops = (2 * compute.block_s + compute.head_s) * 0.4 * cluster.flops

@@ -15,11 +15,11 @@ from safetensors.torch import load, load_file
 
 from hpc_tune.checkpoint import staging
 from hpc_tune.checkpoint.staging import (
-    CudaDevice,
-    KeptBlocks,
-    bytes_of,
-    bytes_to_copy,
-    pieces_of_all,
+    CudaStagingDevice,
+    PinnedBlockPool,
+    block_bytes,
+    choose_staging_bytes,
+    cut_pieces,
 )
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
@@ -187,7 +187,7 @@ def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
     monkeypatch.setattr(staging, "PIECE_BYTES", 4096)
     mixed = {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(0), "c": torch.ones(3000)}
     saved = regions_of(mixed)
-    pieces = list(pieces_of_all(saved))
+    pieces = list(cut_pieces(saved))
     for number, region in enumerate(saved):
         mine = [piece for piece in pieces if piece.region == number]
         assert [i for p in mine for i in range(p.start, p.stop)] == list(range(region.box.shape[0]))
@@ -196,8 +196,8 @@ def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
     assert all(piece.offset + piece.num_bytes <= 4096 for piece in pieces)
     assert all(piece.offset % 16 == 0 for piece in pieces)
     # 10 bytes, 6 to the next multiple of 16, and 12,000 more: three blocks.
-    assert bytes_of(saved) == 3 * 4096
-    assert bytes_of([]) == 0
+    assert block_bytes(saved) == 3 * 4096
+    assert block_bytes([]) == 0
 
 
 ROOM, MIB = 1 << 30, 1 << 20
@@ -215,26 +215,26 @@ ROOM, MIB = 1 << 30, 1 << 20
     ],
 )
 def test_how_much_is_copied_for_a_save(wanted, total, on_device, copied):
-    assert bytes_to_copy(wanted, total, on_device, lambda size, why: size <= ROOM) == copied
+    assert choose_staging_bytes(wanted, total, on_device, lambda size, why: size <= ROOM) == copied
 
 
 def test_nothing_is_copied_where_there_is_no_memory():
-    assert bytes_to_copy("auto", ROOM, True, lambda size, why: False) == 0
+    assert choose_staging_bytes("auto", ROOM, True, lambda size, why: False) == 0
 
 
 def test_copies_need_no_more_memory_than_the_last_save_has_left():
     asked = []
-    found = bytes_to_copy("auto", 5, True, lambda size, why: not asked.append(size), kept=3)
+    found = choose_staging_bytes("auto", 5, True, lambda size, why: not asked.append(size), kept=3)
     assert (found, asked) == (5, [2])
-    assert bytes_to_copy("auto", 5, True, lambda size, why: size == 0, kept=9) == 5
+    assert choose_staging_bytes("auto", 5, True, lambda size, why: size == 0, kept=9) == 5
 
 
 def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):
     """A save on a file system that hung may end after the one that followed it."""
     given_back = []
-    monkeypatch.setattr(staging, "give_back", lambda: given_back.append(True))
+    monkeypatch.setattr(staging, "empty_pinned_cache", lambda: given_back.append(True))
     monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
-    kept = KeptBlocks()
+    kept = PinnedBlockPool()
     first, second = [kept.take(), kept.take()], [kept.take(), kept.take()]
     kept.put_back(second)
     assert (kept.num_bytes, given_back) == (2 * staging.PIECE_BYTES, [])
@@ -247,9 +247,9 @@ def test_blocks_that_a_gpu_may_still_write_to_are_not_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
-    kept = KeptBlocks()
+    kept = PinnedBlockPool()
     for waits, num_kept in ((False, 0), (True, 1)):
-        device = CudaDevice(kept)
+        device = CudaStagingDevice(kept)
         device.block()
         if waits:
             device.wait()
@@ -361,7 +361,7 @@ def test_a_save_makes_no_context_on_another_gpu(monkeypatch):
         "_maybe_exchange_device": gpus.maybe_set,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    device = CudaDevice(KeptBlocks())
+    device = CudaStagingDevice(PinnedBlockPool())
 
     def copy():
         with device.stream():

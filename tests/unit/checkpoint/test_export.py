@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export, merge
-from hpc_tune.checkpoint.card import _license_of
+from hpc_tune.checkpoint.card import _read_license
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
@@ -340,9 +340,9 @@ def test_an_export_has_a_model_card_and_the_settings_of_its_training(bases, tmp_
     ],
 )
 def test_the_licence_is_what_the_bases_card_says(tmp_path, card, head):
-    assert _license_of(tmp_path) == {"license": "unknown"}
+    assert _read_license(tmp_path) == {"license": "unknown"}
     (tmp_path / "README.md").write_text(card)
-    assert _license_of(tmp_path) == head
+    assert _read_license(tmp_path) == head
 
 
 def test_full_fine_tuning_has_no_adapter_to_export(tmp_path):

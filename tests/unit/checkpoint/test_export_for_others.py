@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hpc_tune.checkpoint.base_name import BaseName, name_of
+from hpc_tune.checkpoint.base_name import BaseName, find_base_name
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.tune import TuneConfig
@@ -129,7 +129,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M"
 )
 def test_a_base_has_the_name_that_people_know_it_by(tmp_path, folder, name, place, revision):
     path = tmp_path / folder
-    assert name_of(path) == BaseName(name, place or str(path), revision)
+    assert find_base_name(path) == BaseName(name, place or str(path), revision)
 
 
 def test_a_base_behind_a_link_has_the_links_name_or_the_hubs(tmp_path, monkeypatch):
@@ -137,11 +137,11 @@ def test_a_base_behind_a_link_has_the_links_name_or_the_hubs(tmp_path, monkeypat
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "mine").symlink_to(tmp_path / f"store/{REVISION}")
     (tmp_path / "cached").symlink_to(tmp_path / CACHED)
-    assert name_of(tmp_path / "mine") == BaseName("mine", str(tmp_path / "mine"))
-    assert name_of(tmp_path / "cached") == BaseName(HUB, HUB, REVISION)
+    assert find_base_name(tmp_path / "mine") == BaseName("mine", str(tmp_path / "mine"))
+    assert find_base_name(tmp_path / "cached") == BaseName(HUB, HUB, REVISION)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert name_of(Path()).name == "here"
+    assert find_base_name(Path()).name == "here"
 
 
 def test_exports_name_a_base_of_the_hubs_cache_as_the_hub_does(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.chat_template import write_template
-from hpc_tune.checkpoint.export import copy_tokenizer, replacing
+from hpc_tune.checkpoint.export import copy_tokenizer, replacing_folder
 from tests.support.data import CHATML, byte_tokenizer
 from tests.unit.model.test_tokenizer_file import TEXT, write
 
@@ -35,7 +35,7 @@ def base_with(folder, how):
 
 
 def exported(base, out, template=None):
-    with replacing(out, base) as temporary:
+    with replacing_folder(out, base) as temporary:
         copy_tokenizer(base, temporary)
         (temporary / "adapter_model.safetensors").touch()
         write_template(template, base, temporary)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hpc_tune.checkpoint.export import export_merged
-from hpc_tune.checkpoint.gguf_file import _CUTS, _cut_of, export_gguf
+from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _split_rule, export_gguf
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.builtin import write_tiny
 from tests.support.older_transformers import since
@@ -32,7 +32,7 @@ SHAPE = {
     "vocab_size": 320,
     "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
 }
-LLAMA_3, QWEN = _CUTS
+LLAMA_3, QWEN = _SPLIT_RULES
 LLAMA_3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
@@ -213,7 +213,7 @@ BYTES = {"type": "ByteLevel", "use_regex": False}
 def test_the_rule_by_which_text_is_cut_has_llama_cpps_name(before, name):
     model = {"type": "BPE", "merges": [["a", "b"]]}
     steps = {"type": "Sequence", "pretokenizers": before}
-    assert _cut_of({"model": model, "pre_tokenizer": steps}) == name
+    assert _split_rule({"model": model, "pre_tokenizer": steps}) == name
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_rule_by_which_text_is_cut_has_llama_cpps_name(before, name):
 )
 def test_another_tokenizer_is_refused_with_what_to_do(model, before, said):
     with pytest.raises(ConfigError, match=rf"\(.*{said}.*convert_hf_to_gguf.py"):
-        _cut_of({"model": model, "pre_tokenizer": before})
+        _split_rule({"model": model, "pre_tokenizer": before})
 
 
 def test_a_base_without_tokenizer_json_is_refused(tmp_path):
@@ -238,6 +238,6 @@ def test_a_base_without_tokenizer_json_is_refused(tmp_path):
 
 
 def test_without_the_gguf_package_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_tune.checkpoint.gguf_file.is_installed", lambda name: False)
+    monkeypatch.setattr("hpc_tune.checkpoint.gguf_file.is_importable", lambda name: False)
     with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[gguf\]'"):
         export_gguf(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "gguf")

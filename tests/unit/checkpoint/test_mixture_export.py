@@ -13,10 +13,10 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.language import stock_class
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since, skip_without
@@ -103,7 +103,7 @@ def test_ranks_and_alphas_of_layers_that_are_named_by_their_weight_are_kept(
     assert not torch.allclose(logits(stock(base)), logits(module), atol=1e-3)
     merged = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
     assert torch.allclose(logits(stock(merged)), logits(module), atol=1e-5)
-    again = start_from(build(base, torch.float32, tune, 0), out)
+    again = use_init_adapter(build(base, torch.float32, tune, 0), out)
     assert again.start is not None
 
 
@@ -160,7 +160,7 @@ def test_a_layer_whose_gate_and_up_lie_apart_in_files_is_merged(tmp_path, method
     base = tmp_path / "base"
     base.mkdir()
     config = AutoConfig.for_model("minimax_m3_vl")
-    write_small(config, base)
+    write_small_model(config, base)
     tune = TuneConfig(method=method, rank=4, alpha=6.0, targets=["gate_up_proj"])
     module = trained(base, tune, tmp_path / "step")
     out = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
@@ -189,7 +189,7 @@ def test_a_mistral_large_4_is_merged_as_its_files_are(tmp_path, family, tune):
     base = tmp_path / "base"
     base.mkdir()
     config = AutoConfig.for_model(family)
-    write_small(config, base)
+    write_small_model(config, base)
     module = trained(base, tune, tmp_path / "step")
     lm = module.causal_lm()  # its class is that of the whole model, and wants more than its decoder
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_an_adapter_on_the_experts_of_a_part_for_language_is_what_peft_loads(tmp
     text.moe_intermediate_size = 32
     base = tmp_path / "base"
     base.mkdir()
-    write_small(config, base)
+    write_small_model(config, base)
     module = trained(base, EXPERTS, tmp_path / "step")
     out = export_adapter(tmp_path / "step", EXPERTS, base, tmp_path / "adapter")
     models = [stock_class(config).from_pretrained(base, dtype=torch.float32) for _ in "ab"]
@@ -233,7 +233,7 @@ def test_adapters_that_peft_passes_over_are_said(tmp_path, caplog, family, lost)
     """Of Laguna's shared experts, which transformers renames although they have their own name."""
     base = tmp_path / "base"
     base.mkdir()
-    write_small(AutoConfig.for_model(family), base)
+    write_small_model(AutoConfig.for_model(family), base)
     module = trained(base, EXPERTS, tmp_path / "step")
     with caplog.at_level("WARNING", logger="hpc_tune"):
         out = export_adapter(tmp_path / "step", EXPERTS, base, tmp_path / "adapter")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.language import read_config, stock_class
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import close, trained
 from tests.unit.checkpoint.test_mixture_export import logits
@@ -40,8 +40,8 @@ def write_family(family, directory):
     from matrix_models import config_of
 
     config = config_of(family)
-    without_dropout(config)
-    write_small(config, directory)
+    disable_dropout(config)
+    write_small_model(config, directory)
     return directory
 
 

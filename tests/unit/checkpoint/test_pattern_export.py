@@ -12,7 +12,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import stock_class
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
 
 
@@ -28,7 +28,7 @@ def test_a_pattern_that_exports_would_not_know_is_refused_and_the_advised_one_is
 ):
     config, base = AutoConfig.for_model("gemma3"), tmp_path / "base"
     base.mkdir()
-    write_small(config, base)
+    write_small_model(config, base)
 
     def tune_of(pattern):
         more = {"targets": ["q_proj"], setting: {pattern: 2}}

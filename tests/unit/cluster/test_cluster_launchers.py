@@ -3,8 +3,13 @@ import sys
 
 import pytest
 
-from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint, unlaunched
-from hpc_tune.cluster.own_command import run_command, why_it_failed
+from hpc_tune.cluster.launchers import (
+    environ_without_launcher,
+    find_claim,
+    find_launcher,
+    rank_hint,
+)
+from hpc_tune.cluster.own_command import run_command, why_command_failed
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
 from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.errors import WorldError
@@ -111,7 +116,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_the_launcher_is_read_from_its_variables(name):
     environ, expected = TABLE[name]
-    assert claim_of(environ) == expected
+    assert find_claim(environ) == expected
     assert rank_hint(environ) == expected.rank
 
 
@@ -119,7 +124,7 @@ def test_the_launcher_is_read_from_its_variables(name):
 def test_without_the_launchers_variables_a_process_is_no_rank(name, monkeypatch):
     for key, value in TABLE[name][0].items():
         monkeypatch.setenv(key, value)
-    assert claim_of(unlaunched()) == SINGLE
+    assert find_claim(environ_without_launcher()) == SINGLE
 
 
 def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
@@ -132,11 +137,11 @@ def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
 def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
     with pytest.raises(subprocess.TimeoutExpired) as late:
         run_command(["doctor"], 0.0)
-    assert why_it_failed(late.value) == "not done within 0 s"
+    assert why_command_failed(late.value) == "not done within 0 s"
     ended = {3: "it ended with exit code 3", -9: "it was ended by SIGKILL"}
     for code, said in ended.items():
-        assert why_it_failed(subprocess.CalledProcessError(code, ["x"])) == said
-    assert why_it_failed(OSError("no such file")) == "no such file"
+        assert why_command_failed(subprocess.CalledProcessError(code, ["x"])) == said
+    assert why_command_failed(OSError("no such file")) == "no such file"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,7 @@ def test_a_command_that_fails_is_told_of_in_words_and_not_by_its_arguments():
 )
 def test_senseless_variables_are_named(changed, says):
     with pytest.raises(WorldError, match=says):
-        claim_of(TORCHRUN | changed)
+        find_claim(TORCHRUN | changed)
     assert rank_hint(TORCHRUN | changed) == 0
 
 
@@ -156,17 +161,17 @@ def test_senseless_variables_are_named(changed, says):
 def test_of_an_unknown_launcher_each_variable_that_is_missing_is_named(lacking):
     environ = {key: value for key, value in PLAIN.items() if key != lacking}
     with pytest.raises(WorldError, match=f"but not {lacking}: .* mpirun, srun or torchrun"):
-        claim_of(environ)
+        find_claim(environ)
 
 
 def test_a_rank_without_a_size_is_not_a_run_of_its_own():
     with pytest.raises(WorldError, match="RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT:"):
-        claim_of({"RANK": "0"})
+        find_claim({"RANK": "0"})
 
 
 def test_a_port_that_is_none_is_named():
     with pytest.raises(WorldError, match="MASTER_PORT='http' is not a port number"):
-        claim_of(PLAIN | {"MASTER_PORT": "http"})
+        find_claim(PLAIN | {"MASTER_PORT": "http"})
 
 
 @pytest.mark.parametrize(
@@ -207,12 +212,12 @@ def test_ranks_with_torchs_variables_meet_at_the_port_that_these_name():
     ],
 )
 def test_open_mpi_starts_no_mpich_of_5(library, cannot):
-    assert launcher_of(OPENMPI)[0].cannot_start(library) == cannot
-    assert not launcher_of(HYDRA)[0].cannot_start(library)
+    assert find_launcher(OPENMPI)[0].cannot_start(library) == cannot
+    assert not find_launcher(HYDRA)[0].cannot_start(library)
 
 
 def meeting_point(environ):
-    launcher, claim = launcher_of(environ)
+    launcher, claim = find_launcher(environ)
     return launcher.meeting_point(environ, claim)
 
 

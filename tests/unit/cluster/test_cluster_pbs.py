@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hpc_tune import cli
 from hpc_tune.cluster.pbs import PBS, render
-from hpc_tune.cluster.schedulers import leave_before_s, section_of
+from hpc_tune.cluster.schedulers import choose_section, leave_before_s
 from hpc_tune.config.load import load_config
 from hpc_tune.config.pbs import PbsConfig
 from hpc_tune.config.scheduler import SlurmConfig
@@ -321,10 +321,10 @@ def test_a_job_that_cannot_submit_the_next_one_says_so_at_its_start(host, monkey
 def test_supervise_takes_the_section_of_the_job_that_it_is_in():
     of_slurm, of_pbs = SlurmConfig(spare_nodes=1), PbsConfig(spare_nodes=2)
     in_pbs, in_slurm = {"PBS_JOBID": "7.head"}, {"SLURM_JOB_ID": "7"}
-    assert section_of(of_slurm, of_pbs, in_pbs) is of_pbs
-    assert section_of(of_slurm, of_pbs, in_slurm) is of_slurm
-    assert section_of(of_slurm, PbsConfig(), in_pbs) is of_slurm, "as it was"
-    assert section_of(SlurmConfig(), of_pbs, {}) is of_pbs
+    assert choose_section(of_slurm, of_pbs, in_pbs) is of_pbs
+    assert choose_section(of_slurm, of_pbs, in_slurm) is of_slurm
+    assert choose_section(of_slurm, PbsConfig(), in_pbs) is of_slurm, "as it was"
+    assert choose_section(SlurmConfig(), of_pbs, {}) is of_pbs
 
 
 def test_the_script_says_how_long_before_its_end_ranks_are_asked():

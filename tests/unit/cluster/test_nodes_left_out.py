@@ -10,10 +10,10 @@ import time
 import pytest
 
 from hpc_tune.cluster import slurm_guard
-from hpc_tune.cluster.blame import LauncherLines, accused_by
-from hpc_tune.cluster.launch_words import hosts_in, on_nodes
+from hpc_tune.cluster.blame import LauncherLines, find_lost_hosts
+from hpc_tune.cluster.launch_words import read_hosts, restrict_to_nodes
 from hpc_tune.cluster.nodes import Nodes
-from hpc_tune.config.fewer_ranks import fitted
+from hpc_tune.config.fewer_ranks import fit_layout
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig
 
@@ -60,15 +60,15 @@ def test_the_launcher_names_the_victim_and_not_the_bystanders(text, has_report, 
     lines = LauncherLines()
     for line in text.splitlines():
         lines.read(line)
-    assert list(lines.accused(has_report)) == names
+    assert list(lines.find_suspects(has_report)) == names
 
 
 def test_the_report_of_a_failed_run_names_hosts():
-    assert list(accused_by({"lost_hosts": ["n3"], "reason": "x"})) == ["n3"]
+    assert list(find_lost_hosts({"lost_hosts": ["n3"], "reason": "x"})) == ["n3"]
     reason = "host n2 (ranks 2, 3) has not answered in 20 s (run.host_timeout): it is down"
-    assert list(accused_by({"reason": reason})) == ["n2"]
-    assert list(accused_by({"reason": "rank 1 (pid 7 on host n4) is gone"})) == ["n4"]
-    assert accused_by({"reason": "KeyError: 'host'"}) == {}
+    assert list(find_lost_hosts({"reason": reason})) == ["n2"]
+    assert list(find_lost_hosts({"reason": "rank 1 (pid 7 on host n4) is gone"})) == ["n4"]
+    assert find_lost_hosts({"reason": "KeyError: 'host'"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_report_of_a_failed_run_names_hosts():
 )
 def test_the_largest_layout_that_divides_fewer_ranks(axes, num_ranks, expected):
     parallel = ParallelConfig(**axes)
-    found = fitted(parallel, num_ranks)
+    found = fit_layout(parallel, num_ranks)
     assert found == expected
     if found:
         new = parallel.model_copy(update=found)
@@ -135,7 +135,7 @@ def test_the_largest_layout_that_divides_fewer_ranks(axes, num_ranks, expected):
     ],
 )
 def test_a_launcher_is_told_its_nodes_in_place_of_its_own(words, kind, expected):
-    found = on_nodes(words.split(), kind, {"n1": 2, "n3": 2}, "F")
+    found = restrict_to_nodes(words.split(), kind, {"n1": 2, "n3": 2}, "F")
     assert found == expected.split()
 
 
@@ -143,10 +143,10 @@ def test_hosts_are_read_as_mpirun_and_pbs_write_them(tmp_path):
     file = tmp_path / "hosts"
     file.write_bytes(b"n1 slots=4\n# n9, f\xfcr Tests\nn2:2\n\nn3.site.org\nn3.site.org\n")
     expected = {"n1": 4, "n2": 2, "n3.site.org": None}
-    assert hosts_in(["mpirun", "--hostfile", str(file), "-np", "6", "python"], {}) == expected
-    assert hosts_in(["mpirun", "-np", "6", "python"], {"PBS_NODEFILE": str(file)}) == expected
-    assert hosts_in(["mpirun", "--host", "n1:4,n2", "python"], {}) == {"n1": 4, "n2": None}
-    assert hosts_in(["mpirun", "-np", "6", "python"], {}) == {}
+    assert read_hosts(["mpirun", "--hostfile", str(file), "-np", "6", "python"], {}) == expected
+    assert read_hosts(["mpirun", "-np", "6", "python"], {"PBS_NODEFILE": str(file)}) == expected
+    assert read_hosts(["mpirun", "--host", "n1:4,n2", "python"], {}) == {"n1": 4, "n2": None}
+    assert read_hosts(["mpirun", "-np", "6", "python"], {}) == {}
 
 
 class Cluster:
@@ -210,10 +210,10 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     found, lost = nodes.examine(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
     assert (list(found), lost) == (["n3"], True)
     assert found["n3"] == "Slurm says that it is down and does not respond"
-    assert cluster.of()._slurm.sick(["n1"]) == {}
+    assert cluster.of()._slurm.find_sick(["n1"]) == {}
     cluster.states["n1"] = "mixed*"
     cluster.write()
-    assert cluster.of()._slurm.sick(["n1"]) == {"n1": "Slurm says that it does not respond"}
+    assert cluster.of()._slurm.find_sick(["n1"]) == {"n1": "Slurm says that it does not respond"}
     cluster.states["n1"] = "mixed"
     cluster.mute = ["n2"]
     cluster.write()
@@ -272,7 +272,7 @@ def test_nodes_that_are_lost_or_whose_ranks_exit_without_a_word_are_not_tried_ag
         lines = LauncherLines()
         for line in text.splitlines():
             lines.read(line)
-        assert lines.certain(has_report) == names
+        assert lines.find_certain_suspects(has_report) == names
 
 
 def test_probes_that_fail_everywhere_accuse_nobody(cluster):
@@ -284,10 +284,10 @@ def test_probes_that_fail_everywhere_accuse_nobody(cluster):
 def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
     nodes = cluster.of(least=2, tensor=2, replicate=3)
     nodes.left_out["n3"] = "x"
-    assert nodes.too_few() is None
+    assert nodes.why_too_few() is None
     assert list(nodes.command().settings) == ["parallel.replicate=2"]
     nodes.left_out["n2"] = "x"
-    assert nodes.too_few() == "1 of 3 nodes are left, fewer than slurm.min_nodes=2"
+    assert nodes.why_too_few() == "1 of 3 nodes are left, fewer than slurm.min_nodes=2"
     # Four ranks are a multiple of a stage's, six are not: one node waits.
     nodes = Nodes(
         ["srun", "python"],
@@ -375,7 +375,7 @@ esac
 def test_mpirun_without_a_list_of_hosts_is_started_as_it_is(tmp_path, caplog):
     nodes = Nodes(["mpirun", "-np", "4", "python"], {}, SlurmConfig(spare_nodes=1))
     assert nodes.command().words == ["mpirun", "-np", "4", "python"]
-    assert nodes.too_few() is None
+    assert nodes.why_too_few() is None
     assert "slurm.spare_nodes=1 has no effect: the job has no second node that is known" in (
         caplog.text
     )

@@ -4,8 +4,8 @@ import pytest
 
 from hpc_tune.cluster import slurm_energy
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_energy, tells_energy
-from hpc_tune.cluster.slurm_energy import energies_in
+from hpc_tune.cluster.schedulers import ask_energy, counts_energy
+from hpc_tune.cluster.slurm_energy import parse_energies
 
 BEGAN = 1_700_000_000
 NO_ENERGY = "Slurm has counted no energy there (AcctGatherEnergyType)"
@@ -42,7 +42,7 @@ def row(job, joules, begin=BEGAN, end=BEGAN + 600):
     ],
 )
 def test_the_energy_of_a_job(rows, expected):
-    assert energies_in("".join(rows), [("7", BEGAN + 100.0)]) == [expected]
+    assert parse_energies("".join(rows), [("7", BEGAN + 100.0)]) == [expected]
 
 
 def test_a_requeued_job_counts_each_time_that_it_ran_and_only_where_the_run_started():
@@ -52,7 +52,7 @@ def test_a_requeued_job_counts_each_time_that_it_ran_and_only_where_the_run_star
         *(row(7, 400, BEGAN + 2000, BEGAN + 2500), row("7.extern", 400, BEGAN + 2000)),
     ]
     starts = [("7", BEGAN + at_s) for at_s in (50.0, 300.0, 2100.0)]
-    found = energies_in("".join(rows), starts)
+    found = parse_energies("".join(rows), starts)
     assert [one.joules for one in found] == [100.0, 400.0]
 
 
@@ -102,10 +102,10 @@ def test_a_sacct_that_does_not_tell_says_why(sacct, monkeypatch, script, why):
     else:
         sacct(script)
     if "sleep" in (script or ""):
-        monkeypatch.setattr(slurm_energy, "_ASK_S", 0.3)
+        monkeypatch.setattr(slurm_energy, "_SACCT_LIMIT_S", 0.3)
     assert asked("7") == [JobEnergy("7", why=why)]
 
 
 def test_only_slurm_tells_energy():
-    assert [name for name in ("Slurm", "PBS", "", "None") if tells_energy(name)] == ["Slurm"]
+    assert [name for name in ("Slurm", "PBS", "", "None") if counts_energy(name)] == ["Slurm"]
     assert ask_energy("PBS", [("7.head", 1.0)]) == []

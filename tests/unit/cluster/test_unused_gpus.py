@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.cluster.unused_gpus import Build, granted_gpus, present_gpus, unused_gpus
+from hpc_tune.cluster.unused_gpus import (
+    TorchBuild,
+    count_present_gpus,
+    find_granted_gpus,
+    find_unused_gpus,
+)
 from hpc_tune.errors import WorldError
-from hpc_tune.world.device import Gpus, check_devices, pick_device
+from hpc_tune.world.device import VisibleGpus, check_devices, pick_device
 from hpc_tune.world.discover import World
 
-CPU = Build("2.13.0+cpu")
-CUDA_12, CUDA_13 = Build("2.11.0", cuda="12.8"), Build("2.13.0", cuda="13.0")
-ROCM = Build("2.10.0+rocm7.0", rocm="7.0")
+CPU = TorchBuild("2.13.0+cpu")
+CUDA_12, CUDA_13 = TorchBuild("2.11.0", cuda="12.8"), TorchBuild("2.13.0", cuda="13.0")
+ROCM = TorchBuild("2.10.0+rocm7.0", rocm="7.0")
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "2"}
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Release Build\nGCC version: 12.2.0"
 
@@ -95,7 +100,7 @@ REFUSED = {
 def test_a_job_that_was_granted_gpus_does_not_compute_on_cpus(tmp_path, name):
     build, node, variables, cause = REFUSED[name]
     node(tmp_path)
-    found = unused_gpus({**SLURM, **variables}, "n0", build, lambda: "no luck", tmp_path)
+    found = find_unused_gpus({**SLURM, **variables}, "n0", build, lambda: "no luck", tmp_path)
     assert found.is_refused
     said = "torch finds no GPU on n0, though SLURM_JOB_GPUS=0,1, SLURM_GPUS_ON_NODE=2 says that"
     assert said in found.text
@@ -106,25 +111,27 @@ def test_a_job_that_was_granted_gpus_does_not_compute_on_cpus(tmp_path, name):
 def test_who_may_not_open_the_driver_is_told_of_its_group(tmp_path, monkeypatch):
     amd(tmp_path)
     monkeypatch.setattr(os, "access", lambda file, mode: False)
-    found = unused_gpus(SLURM, "n0", ROCM, root=tmp_path)
+    found = find_unused_gpus(SLURM, "n0", ROCM, root=tmp_path)
     assert "/dev/kfd may not be opened by this user; ask your centre for the group" in found.text
 
 
 def test_gpus_that_no_scheduler_has_dealt_are_told_of(tmp_path):
-    assert unused_gpus({}, "n0", CPU, root=tmp_path) is None, "a laptop"
+    assert find_unused_gpus({}, "n0", CPU, root=tmp_path) is None, "a laptop"
     nvidia(tmp_path)
-    alone = unused_gpus({}, "n0", CPU, root=tmp_path)
+    alone = find_unused_gpus({}, "n0", CPU, root=tmp_path)
     assert not alone.is_refused
     assert alone.text.startswith("this run computes on CPUs, though n0 has 2 NVIDIA GPUs: torch 2.")
-    assert unused_gpus({"CUDA_VISIBLE_DEVICES": ""}, "n0", CPU, root=tmp_path) is None, "hidden"
-    job = unused_gpus({"SLURM_JOB_ID": "7"}, "n0", CUDA_13, root=tmp_path)
+    assert find_unused_gpus({"CUDA_VISIBLE_DEVICES": ""}, "n0", CPU, root=tmp_path) is None, (
+        "hidden"
+    )
+    job = find_unused_gpus({"SLURM_JOB_ID": "7"}, "n0", CUDA_13, root=tmp_path)
     assert not job.is_refused
     assert "has 2 NVIDIA GPUs: the job asked for none (--gpus-per-node=N)" in job.text
 
 
 def test_whole_nodes_with_gpus_of_intel_are_refused_though_no_variable_grants_them(tmp_path):
     intel(tmp_path)
-    found = unused_gpus({"PBS_JOBID": "1.aurora"}, "x1", CPU, root=tmp_path)
+    found = find_unused_gpus({"PBS_JOBID": "1.aurora"}, "x1", CPU, root=tmp_path)
     assert found.is_refused
     assert "though it has 1 Intel GPU: hpc_tune does not support Intel's GPUs" in found.text
 
@@ -139,7 +146,7 @@ def test_whole_nodes_with_gpus_of_intel_are_refused_though_no_variable_grants_th
     ],
 )
 def test_what_grants_gpus(environ, said):
-    granted = granted_gpus(environ)
+    granted = find_granted_gpus(environ)
     assert granted.startswith(said)
     assert bool(granted) == bool(said)
 
@@ -147,17 +154,17 @@ def test_what_grants_gpus(environ, said):
 def test_a_list_of_gpus_grants_what_stands_in_it(tmp_path):
     file = tmp_path / "gpus"
     environ = {"PBS_GPUFILE": str(file)}
-    assert granted_gpus(environ) == "", "no such file on this node"
+    assert find_granted_gpus(environ) == "", "no such file on this node"
     file.write_text("\n")
-    assert granted_gpus(environ) == "", "as Torque writes it for a job without GPUs"
+    assert find_granted_gpus(environ) == "", "as Torque writes it for a job without GPUs"
     file.write_text("n0-gpu0\n")
-    assert granted_gpus(environ) == f"PBS_GPUFILE={file}"
+    assert find_granted_gpus(environ) == f"PBS_GPUFILE={file}"
 
 
 def test_variables_of_amd_hide_no_gpu_of_nvidia(tmp_path):
     nvidia(tmp_path)
     environ = {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": ""}
-    found = unused_gpus(environ, "n0", CUDA_13, lambda: "no luck", tmp_path)
+    found = find_unused_gpus(environ, "n0", CUDA_13, lambda: "no luck", tmp_path)
     assert "ROCR" not in found.text
     assert "the driver is 580.95.05, and it does not start (no luck)" in found.text
 
@@ -166,7 +173,7 @@ def test_a_node_may_have_gpus_of_several_makers(tmp_path):
     nvidia(tmp_path)
     amd(tmp_path)
     intel(tmp_path)
-    assert present_gpus(tmp_path) == {"NVIDIA": 2, "AMD": 2, "Intel": 1}
+    assert count_present_gpus(tmp_path) == {"NVIDIA": 2, "AMD": 2, "Intel": 1}
 
 
 def test_a_run_is_refused_with_the_cause_and_cpu_says_that_it_is_meant(monkeypatch):
@@ -177,8 +184,8 @@ def test_a_run_is_refused_with_the_cause_and_cpu_says_that_it_is_meant(monkeypat
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     world = World(0, 1, 0, 1, 0, 1, "n0", "srun")
-    _, report = pick_device("auto", world, {0: Gpus()})
+    _, report = pick_device("auto", world, {0: VisibleGpus()})
     with pytest.raises(WorldError, match=r"though SLURM_JOB_GPUS.*built for no GPUs"):
         check_devices([report], launched=True)
-    _, report = pick_device("cpu", world, {0: Gpus()})
+    _, report = pick_device("cpu", world, {0: VisibleGpus()})
     assert check_devices([report], launched=True) is None

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.config.foreign_names import OURS
+from hpc_tune.config.foreign_names import OWN_NAMES
 from hpc_tune.config.load import (
     check,
     describe_fields,
@@ -260,9 +260,9 @@ def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
 
 
 def test_each_name_of_another_tool_stands_for_a_setting_that_there_is():
-    assert set(OURS.values()) <= set(field_names())
+    assert set(OWN_NAMES.values()) <= set(field_names())
     taken = {key.rpartition(".")[2] for key in field_names()}
-    assert not OURS.keys() & (taken - {"dataset"}), "the same name here goes before it"
+    assert not OWN_NAMES.keys() & (taken - {"dataset"}), "the same name here goes before it"
 
 
 def test_each_key_of_a_section_that_there_is_not_is_named(write):

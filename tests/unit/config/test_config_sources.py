@@ -79,14 +79,14 @@ def test_the_command_ends_with_2_and_the_message(capsys):
 def test_sources_stand_in_place_of_the_default_path():
     data = load_config(None, [f"data.sources=[{A}, {B}]", "data.sources.1.loss_on=all"]).data
     assert data.path is None
-    assert [(s.called, s.weight, s.loss_on) for s in data.sources] == [
+    assert [(s.label, s.weight, s.loss_on) for s in data.sources] == [
         ("a", 0.5, None),
         ("b", 0.5, "all"),
     ]
     assert (
         load_config(None, ["data.sources=[{path: 'x/y-1.jsonl.gz', weight: 1}]"])
         .data.sources[0]
-        .called
+        .label
         == "y-1"
     )
 

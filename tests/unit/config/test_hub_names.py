@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.commands import model_folder
 from hpc_tune.config.load import load_config
-from hpc_tune.data.files import find
+from hpc_tune.data.files import find_files
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.hub_cache import cache_folder
 from hpc_tune.model.language import require_directory
@@ -97,15 +97,15 @@ def test_what_is_not_in_the_cache_is_told_where_it_was_looked_for(hub):
     with pytest.raises(DataError, match=f"nor is a model of that name in the hub's cache, {hub}"):
         require_directory(Path(load_config(None, ["model.path=Org/Other"]).model.path))
     with pytest.raises(DataError, match=f"nor is a dataset of that name in the hub's cache, {hub}"):
-        find("Org/Other")
+        find_files("Org/Other")
 
 
 def test_a_folder_with_the_cache_in_it_names_the_data_and_not_the_models(hub, tmp_path):
     with pytest.raises(DataError, match="data.path=hf/hub/datasets--Org--Set$"):
-        find("hf")
+        find_files("hf")
     cache(tmp_path / "alone" / "models--Org--Tiny", FILES, main=NEW)
     with pytest.raises(DataError, match="a model in the hub's cache, which is no data"):
-        find("alone")
+        find_files("alone")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from hpc_tune import cli
-from hpc_tune.config.init import DEFAULTS, METHODS, Sizes, answers, write_config
+from hpc_tune.config.init import DEFAULTS, METHODS, PlannedSizes, collect_answers, write_config
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
@@ -43,14 +43,14 @@ def test_what_is_missing_is_asked_for_and_enter_takes_the_default():
         asked.append(question)
         return "full" if question.startswith("Method") else ""
 
-    given = answers({"model": "m", "data": None, "machine": None, "method": None}, ask)
+    given = collect_answers({"model": "m", "data": None, "machine": None, "method": None}, ask)
     assert given == {"model": "m", "data": "builtin:pydocs", "machine": "cpu", "method": "full"}
     assert len(asked) == 3
 
 
 def test_without_a_terminal_the_missing_arguments_are_named():
     with pytest.raises(ConfigError, match="--data builtin:pydocs --method lora"):
-        answers({"model": "m", "data": None, "machine": "cpu", "method": None}, None)
+        collect_answers({"model": "m", "data": None, "machine": "cpu", "method": None}, None)
 
 
 @pytest.mark.parametrize("machine", ["", "8", "0x8", "2x", "gpu", "2x8x80"])
@@ -79,7 +79,9 @@ def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
 
 def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
     given = DEFAULTS | {"machine": "2x8"}
-    found = Sizes("full", node_gib=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True)
+    found = PlannedSizes(
+        "full", node_gib=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True
+    )
     write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda file, nodes, gpus: found)
     config = load_config([str(tmp_path / "mine.yaml")], [])
     assert (config.slurm.memory, config.parallel.recompute) == ("61G", "full")

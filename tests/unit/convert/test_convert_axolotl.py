@@ -516,7 +516,7 @@ def test_the_name_of_a_loader_is_not_taken_for_one_of_a_hub():
 
 def test_a_secret_in_a_config_is_not_printed():
     converted = command.convert(theirs(LORA, comet_api_key="s3cret"), 1)
-    assert "s3cret" not in "\n".join(command.report(converted, converted.to_do))
+    assert "s3cret" not in "\n".join(command.report_lines(converted, converted.to_do))
     assert line_of(converted.left, "comet_api_key") is not None
 
 

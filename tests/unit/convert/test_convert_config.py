@@ -538,4 +538,4 @@ def test_a_script_of_flags_is_told_how_to_become_yaml(tmp_path, text):
     script = tmp_path / "run.sh"
     script.write_text(text)
     with pytest.raises(ConfigError, match="flags .*not YAML; write each flag .* as stage: sft"):
-        tool.read(script)
+        tool.read_yaml(script)

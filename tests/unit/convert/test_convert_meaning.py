@@ -139,7 +139,7 @@ def test_what_is_switched_off_refuses_nothing(text, changes):
 def test_a_key_that_changes_the_meaning_has_a_star(text, changes, key):
     converted = command.convert(theirs(text, **changes), 1)
     assert line_of(converted.left, key) in converted.to_do
-    assert f"* {line_of(converted.left, key)}" in command.report(converted, converted.to_do)
+    assert f"* {line_of(converted.left, key)}" in command.report_lines(converted, converted.to_do)
 
 
 def test_text_that_no_template_writes_has_no_star_for_it():
@@ -167,7 +167,7 @@ def test_a_remark_is_said_once_with_all_its_keys():
     for group in (converted.taken, converted.decided, converted.left):
         remarks = [line.remark for line in group]
         assert len(remarks) == len(set(remarks))
-    titles = [line for line in command.report(converted, ()) if line.endswith(")")]
+    titles = [line for line in command.report_lines(converted, ()) if line.endswith(")")]
     number = sum(len(line.keys) for line in converted.decided)
     assert f"decided by hpc_tune itself ({number})" in titles
     assert number > len(converted.decided)

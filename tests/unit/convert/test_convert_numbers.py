@@ -57,7 +57,7 @@ def test_a_config_that_writes_1e_5_ends_at_the_rate_that_it_says(tmp_path):
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}",
     )
     file.write_text(body)
-    came = settings(command.convert(command.read(file), 1))
+    came = settings(command.convert(command.read_yaml(file), 1))
     assert came["optim.lr"] == 1e-4
     assert came["optim.min_lr_ratio"] == pytest.approx(0.1)
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.chat_template import write_template
-from hpc_tune.config.chat_templates import FOLDER, NAMED, is_path, template_file
+from hpc_tune.config.chat_templates import NAMED_TEMPLATES, TEMPLATE_FOLDER, is_path, template_file
 from hpc_tune.config.load import load_config
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
@@ -84,7 +84,9 @@ TEXTS = [
 def tokenizer_of(name, lacks=()):
     """A token per byte, and the control tokens of a template."""
     tokenizer = byte_tokenizer(template_file(name).read_text("utf-8"))
-    own = {"<s>", "</s>", NAMED[name].end or "</s>", *NAMED[name].controls} - {*lacks}
+    own = {"<s>", "</s>", NAMED_TEMPLATES[name].end or "</s>", *NAMED_TEMPLATES[name].controls} - {
+        *lacks
+    }
     tokenizer.add_tokens([AddedToken(text, special=True) for text in sorted(own)])
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     return tokenizer
@@ -103,11 +105,15 @@ def test_a_template_writes_what_the_published_one_does(name, chat, text):
 
 
 def test_each_name_has_a_file_and_published_texts_and_is_no_path():
-    assert {file.stem for file in FOLDER.iterdir()} == NAMED.keys() == PUBLISHED.keys()
-    assert not any(is_path(name) for name in NAMED)
+    assert (
+        {file.stem for file in TEMPLATE_FOLDER.iterdir()}
+        == NAMED_TEMPLATES.keys()
+        == PUBLISHED.keys()
+    )
+    assert not any(is_path(name) for name in NAMED_TEMPLATES)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_each_file_can_be_read_by_jinja_and_marks_answers(name):
     text = template_file(name).read_text("utf-8")
     refuse_syntax_errors(text, name)
@@ -124,9 +130,9 @@ def learned(name, chat, **row):
     return text, encoder.counters.remarks()
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_answers_are_learned_with_their_end_and_nothing_else(name):
-    end, space = NAMED[name].end or "</s>", " " if name in ("llama2", "mistral") else ""
+    end, space = NAMED_TEMPLATES[name].end or "</s>", " " if name in ("llama2", "mistral") else ""
     behind = " " if name == "llama2" else ""
     empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     text, remarks = learned(name, "turns")
@@ -149,7 +155,7 @@ def test_answers_are_learned_with_their_end_and_nothing_else(name):
     ],
 )
 def test_calls_are_learned_and_tools_and_results_are_not(name, first):
-    end = NAMED[name].end or "</s>"
+    end = NAMED_TEMPLATES[name].end or "</s>"
     text, remarks = learned(name, "tools_no_system")
     assert text.startswith(first + end)
     assert text.count(end) == 3

@@ -5,7 +5,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.data.controls import ESCAPE, StandIns
+from hpc_tune.data.controls import ESCAPE, SpecialTokenEscapes
 from hpc_tune.data.counts import Counters
 
 WORDS = st.text("ab|<", max_size=5)
@@ -15,7 +15,7 @@ WORDS = st.text("ab|<", max_size=5)
 @given(st.lists(WORDS, max_size=8), st.text(f"ab|<{ESCAPE}\U000f0001", max_size=60))
 def test_any_text_comes_back_with_the_longest_control_token_at_each_place(controls, text):
     counters = Counters()
-    stand_ins = StandIns(controls, controls, counters)
+    stand_ins = SpecialTokenEscapes(controls, controls, counters)
     pieces = [*stand_ins.split(stand_ins.hide(text))]
     assert "".join(typed or piece for piece, typed in pieces) == text
     longest_first = sorted({ESCAPE, *filter(None, controls)}, key=len, reverse=True)

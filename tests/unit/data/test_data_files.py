@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_tune.data.files import find, kind_of, say_left_out
+from hpc_tune.data.files import describe_left_out, find_files, find_kind
 from hpc_tune.errors import DataError
 
 
@@ -23,7 +23,7 @@ def _put(folder, *names):
 
 def _found(path, folder):
     """Return the files that are read, and {file: why} of those that are not, below a folder."""
-    found = find(path)
+    found = find_files(path)
     left_out = {str(file.relative_to(folder)): why for file, why in found.left_out}
     return [str(file.relative_to(folder)) for file in found.files], left_out
 
@@ -42,7 +42,7 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
         *("LICENSE", "README.md", "dataset_infos.json", "make.py"),
         *("data/test-00000-of-00001.parquet", "data/unsupervised-00000-of-00001.parquet"),
     ]
-    said = "\n".join(say_left_out(find(str(tmp_path))))
+    said = "\n".join(describe_left_out(find_files(str(tmp_path))))
     assert "README.md" in said
     assert "make.py: of no known kind of data" in said
     assert "unsupervised-00000-of-00001.parquet: by its name a split to hold out" in said
@@ -63,11 +63,11 @@ def test_a_folder_that_lacks_parts_which_file_names_count_is_refused(tmp_path, m
     _put(tmp_path, *names)
     number = re.search(r"\d+-of-\d+", missing)[0]
     with pytest.raises(DataError, match=rf"lacks 1 of the \d parts .*such as {number};"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
     folder = (tmp_path / names[0]).parent
-    assert len(find(f"{folder}/*{folder.joinpath(names[0]).suffix}").files) == len(names)
+    assert len(find_files(f"{folder}/*{folder.joinpath(names[0]).suffix}").files) == len(names)
     _put(folder, missing)
-    assert len(find(str(tmp_path)).files) == len(names) + 1
+    assert len(find_files(str(tmp_path)).files) == len(names) + 1
 
 
 def test_a_folder_with_two_sets_of_parts_is_refused(tmp_path):
@@ -77,7 +77,7 @@ def test_a_folder_with_two_sets_of_parts_is_refused(tmp_path):
         *(f"train-0000{n}-of-0000{total}.parquet" for total in (2, 3) for n in range(total)),
     )
     with pytest.raises(DataError, match=r"00000-of-00002.* and train-00000-of-00003.*two sets"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_a_folder_with_two_sets_of_parts_is_refused(tmp_path):
 )
 def test_a_folder_with_a_file_and_its_copy_in_another_form_is_refused(one, other, tmp_path):
     _put(tmp_path, f"d/{one}", "d/b.jsonl" if ".json" in one else f"d/b{one[1:]}", f"e/{other}")
-    assert len(find(str(tmp_path)).files) == 3
+    assert len(find_files(str(tmp_path)).files) == 3
     _put(tmp_path, f"d/{other}")
     with pytest.raises(DataError, match=r"has a\S+ and a\S+, which may hold the same rows"):
-        find(str(tmp_path))
-    assert len(find(f"{tmp_path}/**/*.*").files) == 4
+        find_files(str(tmp_path))
+    assert len(find_files(f"{tmp_path}/**/*.*").files) == 4
 
 
 def test_rows_that_datasets_keeps_of_a_map_are_left_out_unless_they_are_named(tmp_path):
@@ -101,14 +101,14 @@ def test_rows_that_datasets_keeps_of_a_map_are_left_out_unless_they_are_named(tm
     assert left_out == dict.fromkeys(
         cached, "rows that datasets keeps of a map or filter; name it to read it"
     )
-    assert len(find(str(tmp_path / cached[0])).files) == 1
+    assert len(find_files(str(tmp_path / cached[0])).files) == 1
 
 
 def test_a_card_alone_is_no_data_and_is_read_only_if_it_is_named(tmp_path):
     _put(tmp_path, "README.md", "data.zip")
     with pytest.raises(DataError, match=r"without any .*it has .*README\.md, .*data\.zip"):
-        find(str(tmp_path))
-    assert find(str(tmp_path / "README.md")).files == (tmp_path / "README.md",)
+        find_files(str(tmp_path))
+    assert find_files(str(tmp_path / "README.md")).files == (tmp_path / "README.md",)
 
 
 def test_splits_are_told_by_the_names_of_files_or_else_of_folders(tmp_path):
@@ -144,9 +144,9 @@ def test_of_several_configurations_one_has_to_be_named(tmp_path, names):
     _put(tmp_path, *names)
     prefix = names[0].partition("-0")[0]
     with pytest.raises(DataError, match=f"several configurations or splits .*{prefix}-"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
     assert _found(f"{tmp_path}/{prefix}-*", tmp_path)[0] == [names[0]]
-    assert len(find([f"{tmp_path}/{name}" for name in names]).files) == 2
+    assert len(find_files([f"{tmp_path}/{name}" for name in names]).files) == 2
 
 
 def test_patterns_take_what_they_match_and_leave_held_out_splits_and_cards(tmp_path):
@@ -158,13 +158,13 @@ def test_patterns_take_what_they_match_and_leave_held_out_splits_and_cards(tmp_p
     assert "README.md" in _found(f"{tmp_path}/*", tmp_path)[1]
     assert _found(f"{tmp_path}/te*.jsonl", tmp_path)[0] == ["test.jsonl"]
     with pytest.raises(DataError, match=r"no file of a known kind matches .*\*\.csv"):
-        find(f"{tmp_path}/*.csv")
+        find_files(f"{tmp_path}/*.csv")
 
 
 def test_patterns_are_relative_to_where_one_is(tmp_path, monkeypatch):
     _put(tmp_path, "data/a.jsonl", "data/test.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert [str(file) for file in find("data/*.jsonl").files] == ["data/a.jsonl"]
+    assert [str(file) for file in find_files("data/*.jsonl").files] == ["data/a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -172,36 +172,36 @@ def test_patterns_are_relative_to_where_one_is(tmp_path, monkeypatch):
 )
 def test_an_address_is_told_that_nothing_is_downloaded(name):
     with pytest.raises(DataError, match=f"no data at {name};.* a run downloads nothing"):
-        find(name)
+        find_files(name)
 
 
 def test_a_list_without_brackets_is_shown_with_them(tmp_path, monkeypatch):
     _put(tmp_path, "a.jsonl", "b.jsonl")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"a list: data.path='\[a.jsonl, b.jsonl\]'"):
-        find("a.jsonl,b.jsonl")
+        find_files("a.jsonl,b.jsonl")
 
 
 def test_a_list_is_read_in_its_order_and_each_file_once(tmp_path):
     _put(tmp_path, "b.jsonl", "a.parquet", "test.jsonl")
     names = [f"{tmp_path}/{name}" for name in ("test.jsonl", "b.jsonl", "a.parquet")]
-    assert [str(file) for file in find(names).files] == names
+    assert [str(file) for file in find_files(names).files] == names
     with pytest.raises(DataError, match=r"names .*b\.jsonl twice"):
-        find([names[1], f"{tmp_path}/*.jsonl", f"{tmp_path}/b*"])
+        find_files([names[1], f"{tmp_path}/*.jsonl", f"{tmp_path}/b*"])
     with pytest.raises(DataError, match="empty list"):
-        find([])
+        find_files([])
     _put(tmp_path, "d.h5")
     with pytest.raises(DataError, match=r"one prepared \.h5 file alone"):
-        find([names[0], f"{tmp_path}/d.h5"])
+        find_files([names[0], f"{tmp_path}/d.h5"])
 
 
 def test_kinds_mixed_in_a_folder_are_named_wherever_they_are(tmp_path):
     _put(tmp_path, "a.jsonl", "more/b.parquet", "notes.txt")
     with pytest.raises(DataError) as caught:
-        find(str(tmp_path))
+        find_files(str(tmp_path))
     assert "a.jsonl (jsonl) and b.parquet (parquet) and notes.txt (text)" in str(caught.value)
     assert f"data.path='{tmp_path}/**/*.jsonl'" in str(caught.value)
-    assert len(find(f"{tmp_path}/**/*.jsonl").files) == 1
+    assert len(find_files(f"{tmp_path}/**/*.jsonl").files) == 1
 
 
 def test_partitions_tell_splits_and_tables_with_a_history_are_refused(tmp_path):
@@ -209,13 +209,13 @@ def test_partitions_tell_splits_and_tables_with_a_history_are_refused(tmp_path):
     assert _found(str(tmp_path), tmp_path)[0] == ["split=train/part-0.parquet"]
     _put(tmp_path, "_delta_log/00000000000000000000.json")
     with pytest.raises(DataError, match="is a Delta table"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
     _put(tmp_path / "hudi", "a.parquet", ".hoodie/hoodie.properties")
     with pytest.raises(DataError, match="is a Hudi table"):
-        find(str(tmp_path / "hudi"))
+        find_files(str(tmp_path / "hudi"))
     _put(tmp_path / "iceberg", "data/a.parquet", "metadata/v1.metadata.json")
     with pytest.raises(DataError, match="is an Iceberg table"):
-        find(str(tmp_path / "iceberg"))
+        find_files(str(tmp_path / "iceberg"))
 
 
 def test_links_to_folders_are_followed_and_a_circle_of_them_ends(tmp_path):
@@ -239,4 +239,4 @@ def test_links_to_folders_are_followed_and_a_circle_of_them_ends(tmp_path):
     ],
 )
 def test_kinds_are_known_by_name_also_when_packed(tmp_path, name, kind):
-    assert kind_of(tmp_path / name) == kind
+    assert find_kind(tmp_path / name) == kind

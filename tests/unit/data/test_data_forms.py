@@ -13,7 +13,7 @@ import pytest
 from hpc_tune.data import sources, tables
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import PLAIN, as_example
+from hpc_tune.data.reading import DEFAULT_READING, read_example
 from hpc_tune.data.records import to_example
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.data.values import WrongRecord
@@ -268,11 +268,13 @@ def test_rows_of_others_forms_are_refused_with_what_to_do(record, said):
 def test_a_second_answer_beside_the_one_that_is_read_is_named_as_not_read():
     findings = Findings()
     row = {"prompt": "a", "completion": "b", "response": "c"}
-    example = as_example(row, PLAIN, findings)
+    example = read_example(row, DEFAULT_READING, findings)
     assert (example.prompt, example.completion) == ("a", "b")
     assert "response" in findings.unread
     findings = Findings()
-    assert as_example({"prompt": "a", "response": "c"}, PLAIN, findings).completion == "c"
+    assert (
+        read_example({"prompt": "a", "response": "c"}, DEFAULT_READING, findings).completion == "c"
+    )
     assert not findings.unread
 
 

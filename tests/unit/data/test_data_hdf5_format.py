@@ -6,9 +6,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_tune.data.content import verify, verify_once
+from hpc_tune.data.content import verify_content, verify_content_once
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.seal import is_intact, seal
+from hpc_tune.data.seal import append_checksum, is_intact
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
@@ -108,7 +108,7 @@ def test_missing_and_foreign_files_are_refused_with_what_to_do(tmp_path):
         file["images"] = np.zeros(3)
     with pytest.raises(DataError, match="written by another program .* prepare"):
         TokenStore.open(tmp_path / "other.h5")
-    seal(tmp_path / "other.h5")
+    append_checksum(tmp_path / "other.h5")
     with pytest.raises(DataError, match="has version None of the format"):
         TokenStore.open(tmp_path / "other.h5")
 
@@ -138,7 +138,7 @@ def _edit(path, change):
     """Change the file as a program that seals it again would."""
     with h5py.File(path, "r+") as file:
         change(file)
-    seal(path)
+    append_checksum(path)
 
 
 def _replace(name, make):
@@ -206,50 +206,50 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("dataset", ["tokens", "loss_mask", "documents/by_length"])
 def test_bytes_that_were_zeroed_since_are_found_by_reading_all(tmp_path, dataset):
-    verify(store_of_lengths(tmp_path / "s.h5", LENGTHS))
+    verify_content(store_of_lengths(tmp_path / "s.h5", LENGTHS))
     zero_tokens(tmp_path / "s.h5", dataset)
     store = TokenStore.open(tmp_path / "s.h5")
     with pytest.raises(DataError, match=r"s\.h5: its .* not as `prepare` wrote them .* damaged"):
-        verify(store)
+        verify_content(store)
 
 
 def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
     lengths = np.random.default_rng(1).integers(1, 6, 100).tolist()
     store = store_of_lengths(tmp_path / "s.h5", lengths)
     monkeypatch.setattr("hpc_tune.data.content._DOCUMENTS", 7)
-    verify(store)
+    verify_content(store)
     for a, b in ((0, 1), (6, 7), (98, 99)):
         changed = store.by_length[:].copy()
         changed[[a, b]] = changed[[b, a]]
         store.by_length, kept = changed, store.by_length
         with pytest.raises(DataError, match="order of the documents"):
-            verify(store)
+            verify_content(store)
         store.by_length = kept
 
 
 def test_a_run_verifies_a_file_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
     store, times = store_of_lengths(tmp_path / "s.h5", LENGTHS), []
-    monkeypatch.setattr("hpc_tune.data.content.verify", times.append)
+    monkeypatch.setattr("hpc_tune.data.content.verify_content", times.append)
     for _ in range(2):
-        verify_once(store, tmp_path / "known.json")
+        verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 1
     os.utime(tmp_path / "s.h5", (1, 1))
-    verify_once(store, tmp_path / "known.json")
+    verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 2
     other = store_of_lengths(tmp_path / "o.h5", LENGTHS)
-    verify_once(other, tmp_path / "known.json", is_new=True)
-    verify_once(other, tmp_path / "known.json")
-    verify_once(store, tmp_path / "known.json")
+    verify_content_once(other, tmp_path / "known.json", is_new=True)
+    verify_content_once(other, tmp_path / "known.json")
+    verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 2
     (tmp_path / "known.json").write_text("[1")
-    verify_once(store, tmp_path / "known.json")
+    verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 3
     status = store.path.stat()
     with store.path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
     os.utime(store.path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    verify_once(store, tmp_path / "known.json")
+    verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 4
 
 

@@ -11,7 +11,7 @@ from hpc_tune.data import loader as loader_module
 from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut, Loader, warn_of_cuts
+from hpc_tune.data.loader import HeldOut, Loader, warn_of_cut_documents
 from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
@@ -239,14 +239,14 @@ def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
 
 def test_documents_that_are_cut_are_warned_of(store, caplog):
     num_longer = sum(length > 32 for length in LENGTHS)
-    warn_of_cuts(store, 32)
+    warn_of_cut_documents(store, 32)
     assert [r.getMessage().split(" in ")[0] for r in caplog.records] == [
         f"{num_longer} of 150 documents"
     ]
     caplog.clear()
     counters = Counters(truncated=7)
     store.attributes = dataclasses.replace(store.attributes, seq_len=60, counters=counters)
-    warn_of_cuts(store, 64)
+    warn_of_cut_documents(store, 64)
     assert "prepared with seq_len 60: 7 documents are cut" in caplog.text
 
 
@@ -254,13 +254,13 @@ def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(
     store, caplog, monkeypatch
 ):
     packed = []
-    pack = sampler.pack
+    pack = sampler.pack_documents
 
     def counted(*given):
         packed.append(given)
         return pack(*given)
 
-    monkeypatch.setattr(sampler, "pack", counted)
+    monkeypatch.setattr(sampler, "pack_documents", counted)
     held_out = HeldOut(store, SampleOrder(32, packing=True, seed=0), num_rows=7)
     first, second = (_rows(held_out.batches(micro_size)) for micro_size in (1, 3))
     assert first == second

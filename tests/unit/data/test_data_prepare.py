@@ -13,14 +13,14 @@ from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import (
-    Plan,
+    PreparePlan,
     PrepareSettings,
     Ranks,
-    assemble,
     cache_name,
-    plan,
+    join_parts,
+    plan_preparation,
     prepare,
-    tokenize,
+    tokenize_chunks,
 )
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import DataError
@@ -62,10 +62,10 @@ def source(tmp_path, monkeypatch):
 
 def _prepare_with(source, out, size):
     tokenizer = byte_tokenizer()
-    work = plan(source, out, tokenizer, PrepareSettings(200))
+    work = plan_preparation(source, out, tokenizer, PrepareSettings(200))
     for rank in reversed(range(size)):
-        tokenize(work, tokenizer, Ranks(rank, size))
-    return assemble(work)
+        tokenize_chunks(work, tokenizer, Ranks(rank, size))
+    return join_parts(work)
 
 
 def test_any_number_of_ranks_gives_the_same_bytes(source, tmp_path):
@@ -102,8 +102,8 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
     source, tmp_path, monkeypatch
 ):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
-    tokenize(work, tokenizer, Ranks(0, 2))
+    work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize_chunks(work, tokenizer, Ranks(0, 2))
     (work.parts / "00000001.part").write_bytes(b"cut off by the kill")
     written = []
     write_part = module._write_part
@@ -111,20 +111,22 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
         module, "_write_part", lambda w, n, e: (written.append(n), write_part(w, n, e))
     )
     for rank in range(3):
-        tokenize(work, tokenizer, Ranks(rank, 3))
+        tokenize_chunks(work, tokenizer, Ranks(rank, 3))
     assert sorted(written) == list(range(1, len(work.chunks), 2))
-    assemble(work)
+    join_parts(work)
     _prepare_with(source, tmp_path / "plain.h5", 1)
     assert (tmp_path / "d.h5").read_bytes() == (tmp_path / "plain.h5").read_bytes()
 
 
 def test_parts_belong_to_one_source_one_tokenizer_and_one_setting(source, tmp_path):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
-    folders = {plan(source, out, tokenizer, PrepareSettings(n)).parts for n in (100, 200)}
-    folders.add(plan(source, out, tokenizer, PrepareSettings(100, "all")).parts)
-    folders.add(plan(source, out, byte_tokenizer(bos=True), PrepareSettings(100)).parts)
+    folders = {
+        plan_preparation(source, out, tokenizer, PrepareSettings(n)).parts for n in (100, 200)
+    }
+    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100, "all")).parts)
+    folders.add(plan_preparation(source, out, byte_tokenizer(bos=True), PrepareSettings(100)).parts)
     Path(source).touch()
-    folders.add(plan(source, out, tokenizer, PrepareSettings(100)).parts)
+    folders.add(plan_preparation(source, out, tokenizer, PrepareSettings(100)).parts)
     assert len(folders) == 5
 
 
@@ -150,22 +152,22 @@ def test_where_all_answers_begin_too_late_the_length_to_raise_is_named(tmp_path)
 
 def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
-    tokenize(work, tokenizer, Ranks(0, 2))
+    work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize_chunks(work, tokenizer, Ranks(0, 2))
     with pytest.raises(DataError, match=r"chunk 2 of \d+ are missing .* all nodes share"):
-        assemble(work)
+        join_parts(work)
     assert not (tmp_path / "d.h5").exists()
 
 
 def test_a_part_that_was_damaged_since_is_refused_by_name(source, tmp_path):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
-    tokenize(work, tokenizer)
+    work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize_chunks(work, tokenizer)
     data = bytearray(work.part(2).read_bytes())
     data[len(data) // 2] ^= 1  # within the tokens or the mask of its one block
     work.part(2).write_bytes(data)
     with pytest.raises(DataError, match=r"00000002\.part is damaged .*remove its folder"):
-        assemble(work)
+        join_parts(work)
     assert not (tmp_path / "d.h5").exists()
 
 
@@ -242,13 +244,13 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
     source, tmp_path
 ):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
-    of_rank_0 = plan(source, out, tokenizer, PrepareSettings(200))
+    of_rank_0 = plan_preparation(source, out, tokenizer, PrepareSettings(200))
 
     def share(own):
-        return of_rank_0 if isinstance(own, Plan) else own
+        return of_rank_0 if isinstance(own, PreparePlan) else own
 
     os.utime(source, (1, 1))
-    assert plan(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
+    assert plan_preparation(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
     prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=share))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
@@ -342,9 +344,9 @@ def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     seen = []
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     for threads in (None, 1, 2):
-        tokenize(
+        tokenize_chunks(
             work,
             tokenizer,
             Ranks(threads=threads),
@@ -357,9 +359,9 @@ def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
 
 def test_progress_counts_the_chunks_of_this_rank(source, tmp_path):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     seen = []
-    tokenize(work, tokenizer, Ranks(1, 3), report=lambda *counts: seen.append(counts))
+    tokenize_chunks(work, tokenizer, Ranks(1, 3), report=lambda *counts: seen.append(counts))
     total = len(range(1, len(work.chunks), 3))
     assert seen == [(n, total) for n in range(1, total + 1)]
 

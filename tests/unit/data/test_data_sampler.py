@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.data.sampler import PackedSampler, SampleOrder, Shuffle, one_per_row, pack
+from hpc_tune.data.sampler import PackedSampler, SampleOrder, Shuffle, one_per_row, pack_documents
 from tests.support.data import histogram_of
 
 
@@ -32,7 +32,7 @@ def _best_fit_decreasing(lengths, seq_len):
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
 @settings(max_examples=200, deadline=None)
 def test_packing_by_histogram_needs_as_many_rows_as_best_fit_one_by_one(lengths, seq_len):
-    patterns = pack(histogram_of(lengths), seq_len)
+    patterns = pack_documents(histogram_of(lengths), seq_len)
     used = Counter()
     for pattern in patterns:
         assert sum(length * copies for length, copies in pattern.items) <= seq_len
@@ -44,7 +44,7 @@ def test_packing_by_histogram_needs_as_many_rows_as_best_fit_one_by_one(lengths,
 
 def test_rows_by_hand():
     # 7 opens a row of 10 and takes the 3; both 5s share one; 4 + 4 leave 2 for both 1s.
-    patterns = pack({7: 1, 5: 2, 4: 2, 3: 1, 1: 2}, 10)
+    patterns = pack_documents({7: 1, 5: 2, 4: 2, 3: 1, 1: 2}, 10)
     rows = sorted((p.items, p.num_rows) for p in patterns)
     assert rows == [(((4, 2), (1, 2)), 1), (((5, 2),), 1), (((7, 1), (3, 1)), 1)]
     assert one_per_row({3: 2, 8: 1})[0].items == ((3, 1),)
@@ -66,14 +66,14 @@ def many_documents():
 
 def test_kinds_of_rows_do_not_grow_with_the_number_of_documents():
     histogram = many_documents()
-    assert len(pack(histogram, 4096)) < 3 * len(histogram)
+    assert len(pack_documents(histogram, 4096)) < 3 * len(histogram)
 
 
 @pytest.mark.soak
 def test_ten_million_documents_pack_in_less_than_a_second():
     histogram = many_documents()
     # The fastest of three: a machine that stands still for a while says nothing about packing.
-    assert min(timeit.repeat(lambda: pack(histogram, 4096), number=1, repeat=3)) < 1
+    assert min(timeit.repeat(lambda: pack_documents(histogram, 4096), number=1, repeat=3)) < 1
 
 
 @given(

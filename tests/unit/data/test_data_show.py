@@ -13,14 +13,14 @@ from hpc_tune import cli
 from hpc_tune.data import show as showing
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.show import COLOURS, PLAIN, DocumentDecoder, show
+from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, DocumentDecoder, show
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl, zero_tokens
 
 ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", "an end")]
 
 
-def lines_of(path, tokenizer=None, num_rows=9, look=PLAIN, seq_len=200):
+def lines_of(path, tokenizer=None, num_rows=9, look=PLAIN_STYLE, seq_len=200):
     tokenizer = tokenizer or byte_tokenizer()
     lines = show(str(path), tokenizer, PrepareSettings(seq_len), num_rows, look)
     return "\n".join(lines).split("\n")
@@ -67,7 +67,7 @@ def test_of_many_rows_the_first_are_counted_and_that_is_said(tmp_path, monkeypat
 
 def test_a_terminal_gets_colours_that_end_with_each_line(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a\nb")])
-    shown = lines_of(file, look=COLOURS)
+    shown = lines_of(file, look=COLOUR_STYLE)
     assert "\x1b[32ma\x1b[39m" in shown
     assert "\x1b[32mb\x1b[1m<|im_end|>\x1b[22m\x1b[39m" in shown
     assert "q\x1b[1m<|im_end|>\x1b[22m" in shown
@@ -102,7 +102,9 @@ def spaces_tokenizer():
 
 def test_no_space_is_lost_where_a_run_begins():
     tokens, mask = np.array([2, 3, 1, 2, 3]), np.array([0, 1, 1, 0, 1])
-    assert DocumentDecoder(spaces_tokenizer(), PLAIN).text_of(tokens, mask) == "a« b</s>» a« b»"
+    assert (
+        DocumentDecoder(spaces_tokenizer(), PLAIN_STYLE).text_of(tokens, mask) == "a« b</s>» a« b»"
+    )
 
 
 @pytest.fixture
@@ -167,6 +169,6 @@ def test_inspect_tells_what_a_prepared_file_holds_and_finds_a_changed_byte(at_ho
 def test_a_misspelt_column_is_refused_when_all_rows_have_been_shown(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "completion": "a"}])
     settings = PrepareSettings(64, reading=Reading((("systm", "system"),)))
-    shown = show(str(file), byte_tokenizer(), settings, 3, PLAIN)
+    shown = show(str(file), byte_tokenizer(), settings, 3, PLAIN_STYLE)
     with pytest.raises(DataError, match="names systm, but .* has the columns completion, prompt"):
         list(shown)

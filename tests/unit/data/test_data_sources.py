@@ -7,8 +7,8 @@ import pytest
 
 from hpc_tune.data import lines, pydocs, sources, tables
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.files import find
-from hpc_tune.data.reading import PLAIN
+from hpc_tune.data.files import find_files
+from hpc_tune.data.reading import DEFAULT_READING
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
 from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -367,7 +367,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     assert all("tool_calls" not in e.messages[1] for e in found if e.messages[1] != with_tools)
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "two")
     assert [int(e.messages[0]["content"][1:]) for e in _read(tmp_path / "two")] == expected
-    assert [left[0].name for left in find(str(tmp_path / "two")).left_out] == ["test"]
+    assert [left[0].name for left in find_files(str(tmp_path / "two")).left_out] == ["test"]
     datasets.DatasetDict({"a": saved, "test": saved}).save_to_disk(tmp_path / "three")
     with pytest.raises(DataError, match="the splits a, test .* name one, such as .*three/a"):
         list_chunks(str(tmp_path / "three"))
@@ -380,12 +380,16 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     table, file = pa.table({"text": [f"t{n}" for n in range(1000)]}), tmp_path / "d.arrow"
     with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=30)
-    marks = tables.batch_marks(file, 1000)
+    marks = tables.cut_batches(file, 1000)
     assert marks[0] == 0
     assert marks[-1] == 34
     assert len(marks) > 5
     parts = zip(marks, marks[1:], strict=False)
-    rows = [row for a, b in parts for _, row in tables.read_arrow(file, a, b, PLAIN, Findings())]
+    rows = [
+        row
+        for a, b in parts
+        for _, row in tables.read_arrow(file, a, b, DEFAULT_READING, Findings())
+    ]
     assert [row["text"] for row in rows] == [f"t{n}" for n in range(1000)]
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])

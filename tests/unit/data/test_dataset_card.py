@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_tune.data.files import find
+from hpc_tune.data.files import find_files
 from hpc_tune.errors import DataError
 
 FILES = ("a/one.jsonl", "a/two.jsonl", "b/three.jsonl", "pairs/four.jsonl")
@@ -62,7 +62,7 @@ def test_the_training_split_is_that_of_the_datasets_library(tmp_path, kind):
 
     path = card(tmp_path / "data", CARDS[kind])
     theirs = datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"), split="train")
-    found = find(path)
+    found = find_files(path)
     ours = [json.loads(file.read_text())["text"] for file in found.files]
     assert sorted(ours) == sorted(row["text"] for row in theirs)
     left_out = {str(file.relative_to(path)): why for file, why in found.left_out}
@@ -76,7 +76,7 @@ def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
     text = "configs:\n- config_name: x\n  data_files: a/*\n- config_name: y\n  data_files: b/*"
     path = card(tmp_path, text)
     with pytest.raises(DataError, match=r"several configurations by its card.* x \(.*y \("):
-        find(path)
+        find_files(path)
     with pytest.raises(ValueError, match="Config name is missing"):
         datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"))
 
@@ -84,13 +84,13 @@ def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
 def test_splits_without_one_for_training_have_to_be_named(tmp_path):
     text = "configs:\n- config_name: x\n  data_files: {sft: a/one.jsonl, gen: a/two.jsonl}"
     with pytest.raises(DataError, match=r"no split called train by its card.* sft \(data\.path="):
-        find(card(tmp_path, text))
+        find_files(card(tmp_path, text))
 
 
 def advised(message):
     """Return the files that each data.path of a message names, as a shell and a run read it."""
     found = re.findall(r"data\.path=('[^']*'|[^\s,;()]+)", message)
-    return [find(yaml.safe_load(path.strip("'"))).files for path in found]
+    return [find_files(yaml.safe_load(path.strip("'"))).files for path in found]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_path_that_is_proposed_for_a_split_reads_all_of_it_and_nothing_else(
     name = "set" if is_relative else str(tmp_path / "set")
     card(tmp_path / "set", f"configs:\n- config_name: x\n  data_files: {data_files}")
     with pytest.raises(DataError) as refused:
-        find(name)
+        find_files(name)
     files = advised(str(refused.value))[split]
     assert [str(file.relative_to(name)) for file in files] == expected
 
@@ -119,7 +119,7 @@ def test_the_paths_that_are_proposed_for_configurations_read_what_each_is_traine
     text = "configs:\n- config_name: x\n  data_files: {test: b/*, train: a/*}\n"
     path = card(tmp_path, f"{text}- config_name: y\n  data_dir: pairs")
     with pytest.raises(DataError) as refused:
-        find(path)
+        find_files(path)
     names = [[file.name for file in files] for files in advised(str(refused.value))]
     assert names == [["one.jsonl", "two.jsonl"], ["four.jsonl"]]
 
@@ -138,7 +138,7 @@ def test_the_paths_that_are_proposed_for_configurations_read_what_each_is_traine
     ],
 )
 def test_a_card_that_says_nothing_of_use_leaves_files_to_their_names(tmp_path, text):
-    found = find(card(tmp_path, text))
+    found = find_files(card(tmp_path, text))
     assert len(found.files) == len(FILES)
 
 
@@ -147,7 +147,7 @@ def test_null_in_a_card_is_no_name(tmp_path, entry):
     other = "- config_name: pairs\n  data_files: pairs/*"
     path = card(tmp_path, f"configs:\n- config_name: null\n  data_files:\n  - {entry}\n{other}")
     (tmp_path / "None").write_text("")
-    assert [file.name for file in find(path).files] == ["one.jsonl", "two.jsonl"]
+    assert [file.name for file in find_files(path).files] == ["one.jsonl", "two.jsonl"]
 
 
 def test_a_card_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypatch):
@@ -160,4 +160,4 @@ def test_a_card_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match="README.md cannot be read: Permission denied"):
-        find(path)
+        find_files(path)

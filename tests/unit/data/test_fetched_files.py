@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import LlamaConfig
 
-from hpc_tune.data.files import find
+from hpc_tune.data.files import find_files
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -27,18 +27,18 @@ DATA = ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.txt", "a.md", "
 def test_a_pointer_in_place_of_data_is_refused_before_any_reader(name, pointer, tmp_path):
     file = tmp_path / name
     file.write_text(pointer, newline="")
-    read = TokenStore.open if name.endswith("h5") else find
+    read = TokenStore.open if name.endswith("h5") else find_files
     with pytest.raises(DataError, match=f"{name} is a pointer of git-(lfs|annex)"):
         read(str(file))
-    if read is find:
+    if read is find_files:
         with pytest.raises(DataError, match="made without its large files"):
-            find(str(tmp_path))
+            find_files(str(tmp_path))
 
 
 def test_text_about_pointers_is_data(tmp_path):
     (tmp_path / "a.txt").write_text(f"A pointer begins with: {LFS}")
     (tmp_path / "b.txt").write_text(LFS + "and more text of a page about it\n" * 99)
-    assert len(find(str(tmp_path)).files) == 2
+    assert len(find_files(str(tmp_path)).files) == 2
 
 
 def test_a_link_of_git_annex_that_was_not_fetched_is_refused(tmp_path):
@@ -46,11 +46,11 @@ def test_a_link_of_git_annex_that_was_not_fetched_is_refused(tmp_path):
     (tmp_path / "a.jsonl").symlink_to("../.git/annex/objects/x/y/SHA256E-s1.jsonl")
     for path in (tmp_path, tmp_path / "a.jsonl"):
         with pytest.raises(DataError, match="a link of git-annex"):
-            find(str(path))
+            find_files(str(path))
     (tmp_path / "a.jsonl").unlink()
     (tmp_path / "a.jsonl").symlink_to("gone.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl is a link to gone\.jsonl, where there is no"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
 
 
 @pytest.fixture
@@ -99,16 +99,16 @@ def test_of_the_hubs_cache_the_revision_of_refs_main_is_read(inner, tmp_path):
     files = {"a" * 40: {"data/x.jsonl": row("old")}, "b" * 40: {"data/x.jsonl": row("new")}}
     root = cache(tmp_path / "datasets--o--n", files, main="a" * 40)
     assert texts(root / inner) == ["old"]
-    (left,) = find(str(root / inner)).left_out
+    (left,) = find_files(str(root / inner)).left_out
     assert (left[0].name, "another revision" in left[1]) == ("b" * 40, True)
     (root / "refs" / "main").write_text("c" * 40)
     with pytest.raises(DataError, match="2 revisions, and refs/main names none of them; name one"):
-        find(str(root))
+        find_files(str(root))
     with pytest.raises(DataError, match="files of 2 revisions of"):
-        find(str(root / "snapshots" / "*" / "data" / "*.jsonl"))
+        find_files(str(root / "snapshots" / "*" / "data" / "*.jsonl"))
     assert texts(root / "snapshots" / ("b" * 40)) == ["new"]
     with pytest.raises(DataError, match="a folder of the hub's cache; name it itself"):
-        find(str(tmp_path))
+        find_files(str(tmp_path))
 
 
 def test_one_revision_is_read_whatever_its_name(tmp_path):
@@ -122,7 +122,7 @@ def test_two_names_of_one_blob_are_two_files(tmp_path):
     assert texts(root) == ["same", "same", "other"]
     file = str(root / "snapshots" / ("c" * 40) / "p-1.jsonl")
     with pytest.raises(DataError, match="twice"):
-        find([file, file])
+        find_files([file, file])
 
 
 def test_a_models_folder_in_the_cache_is_told_its_snapshot(tmp_path):

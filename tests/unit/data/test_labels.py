@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpc_tune.data.labels import require_both, why_lopsided
+from hpc_tune.data.labels import describe_imbalance, require_both_labels
 from hpc_tune.errors import DataError
 
 
@@ -17,8 +17,8 @@ from hpc_tune.errors import DataError
 )
 def test_labels_of_one_kind_are_refused(good, others, words):
     with pytest.raises(DataError, match=words):
-        require_both(good, others, "a.jsonl")
-    require_both(1, 1, "a.jsonl")
+        require_both_labels(good, others, "a.jsonl")
+    require_both_labels(1, 1, "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_labels_of_one_kind_are_refused(good, others, words):
     ],
 )
 def test_weights_that_make_both_kinds_even_are_named(good, others, weights, says):
-    said = why_lopsided(good, others, *weights)
+    said = describe_imbalance(good, others, *weights)
     assert said is None if says is None else re.search(says, said)

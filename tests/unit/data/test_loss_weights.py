@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_tune.data.content import verify
+from hpc_tune.data.content import verify_content
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.packed_rows import PackedRows, make_batch, micro_batches
@@ -16,8 +16,8 @@ from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.show import PLAIN, describe_prepared, show_prepared
-from hpc_tune.data.subset import drawn, learned_tokens
+from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_prepared
+from hpc_tune.data.subset import count_learned_tokens, draw_documents
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
@@ -138,19 +138,19 @@ def test_weights_are_stored_beside_the_tokens_and_verified(tmp_path, monkeypatch
     assert counters.loss_tokens == int(store.loss_mask[:].sum())
     found = {float(store.document(d)[1].max()) for d in range(store.num_documents)}
     assert found == {1.0, *(0.5 + n for n in range(30) if n % 3)}
-    verify(store)
+    verify_content(store)
     lines, is_valid = describe_prepared(store.path)
     assert is_valid
     assert "version 6" in lines[0]
     assert "20 documents with weights in the loss other than 0 and 1" in " ".join(lines)
-    shown = "\n".join(show_prepared(store, byte_tokenizer(), 2, PLAIN))
+    shown = "\n".join(show_prepared(store, byte_tokenizer(), 2, PLAIN_STYLE))
     assert "learned with weight 1.5" in shown
     with store.path.open("r+b") as file:
         at = store.loss_weights._offset + 4 * int(np.flatnonzero(store.loss_weights[:])[0])
         file.seek(at)
         file.write(np.float32(9).tobytes())
     with pytest.raises(DataError, match="documents are not as"):
-        verify(TokenStore.open(store.path))
+        verify_content(TokenStore.open(store.path))
 
 
 def test_files_without_weights_are_what_they_are_with_other_marks(tmp_path, monkeypatch):
@@ -199,9 +199,9 @@ def test_a_batch_has_the_weights_of_its_labels_row_by_row(tmp_path):
 @pytest.mark.parametrize("limit", [None, 11])
 def test_a_source_of_a_mixture_has_learned_tokens_whatever_they_weigh(tmp_path, limit):
     store, _ = _prepare(tmp_path, ROWS)
-    numbers = range(30) if limit is None else drawn(30, limit)
+    numbers = range(30) if limit is None else draw_documents(30, limit)
     by_hand = sum(int(np.count_nonzero(store.document(n)[1])) for n in map(int, numbers))
-    assert learned_tokens(store, 64, limit) == by_hand
+    assert count_learned_tokens(store, 64, limit) == by_hand
 
 
 def test_data_of_which_nothing_counts_are_refused(tmp_path):

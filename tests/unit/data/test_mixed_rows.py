@@ -8,9 +8,9 @@ import pytest
 
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.mixture import Part, Phase
+from hpc_tune.data.mixture import MixturePhase, MixtureSource
 from hpc_tune.data.packed_rows import PackedRows
-from hpc_tune.data.sampler import SampleOrder, seed_of
+from hpc_tune.data.sampler import SampleOrder, source_seed
 from hpc_tune.errors import ConfigError
 from tests.support.data import store_of_lengths
 
@@ -24,13 +24,13 @@ def packed(tmp_path_factory):
     found = {}
     for name, size in SIZES.items():
         store = store_of_lengths(folder / f"{name}.h5", rng.integers(2, 60, size).tolist())
-        found[name] = PackedRows(store, replace(ORDER, seed=seed_of(ORDER.seed, name)))
+        found[name] = PackedRows(store, replace(ORDER, seed=source_seed(ORDER.seed, name)))
     return found
 
 
 def parts_of(packed, **shares):
     return {
-        name: Part(
+        name: MixtureSource(
             rows.store.attributes.content,
             None,
             rows.num_rows,
@@ -44,7 +44,7 @@ def parts_of(packed, **shares):
 
 def mixed(packed, **weights):
     parts = parts_of(packed, **{name: {"weight": weight} for name, weight in weights.items()})
-    return MixedRows({name: packed[name] for name in parts}, [Phase(parts)])
+    return MixedRows({name: packed[name] for name in parts}, [MixturePhase(parts)])
 
 
 def loader(rows, **changes):
@@ -88,7 +88,7 @@ def test_ranks_and_micro_batches_give_the_same_rows(packed, size):
 def test_each_document_comes_as_often_as_its_source_says(packed):
     epochs = {"a": 2, "b": 3, "c": 1}
     parts = parts_of(packed, **{name: {"epochs": n} for name, n in epochs.items()})
-    rows = MixedRows(packed, [Phase(parts)])
+    rows = MixedRows(packed, [MixturePhase(parts)])
     seen = collections.Counter()
     for number in range(rows.num_rows):
         source, row = rows.place_of(number)
@@ -124,7 +124,7 @@ def test_a_source_has_its_own_order_whatever_is_beside_it(packed):
 
     two, three = mixed(packed, a=0.5, b=0.5), mixed(packed, a=0.5, b=0.2, c=0.3)
     assert rows_of_a(two) == rows_of_a(three) == list(range(40))
-    assert len({seed_of(seed, name) for seed in range(20) for name in SIZES}) == 60
+    assert len({source_seed(seed, name) for seed in range(20) for name in SIZES}) == 60
 
 
 def test_a_position_in_another_mixture_is_refused(packed):

@@ -8,7 +8,13 @@ from fractions import Fraction
 
 import pytest
 
-from hpc_tune.data.mixture import Interleaving, Part, Phase, phases_from_json, rows_before
+from hpc_tune.data.mixture import (
+    Interleaving,
+    MixturePhase,
+    MixtureSource,
+    phases_from_json,
+    rows_before,
+)
 
 FIBONACCI_BOUND = 1.68  # half of 1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...
 
@@ -18,7 +24,7 @@ def rates_of(draw, num):
 
 
 def part(rows, learned, **share):
-    return Part("hash", None, rows, learned, **share)
+    return MixtureSource("hash", None, rows, learned, **share)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -68,7 +74,7 @@ def test_a_place_far_away_is_found_at_once():
 def test_weights_are_shares_of_learned_tokens_not_of_rows():
     # Rows of chat hold 10 learned tokens, rows of code 200.
     parts = {"chat": part(500, 5_000, weight=0.5), "code": part(100, 20_000, weight=0.5)}
-    phase = Phase(parts)
+    phase = MixturePhase(parts)
     rows = phase.rows_at(2_100)
     assert rows == {"chat": 2_000, "code": 100}
     assert rows["chat"] * 10 == rows["code"] * 200
@@ -76,15 +82,15 @@ def test_weights_are_shares_of_learned_tokens_not_of_rows():
 
 def test_an_epoch_of_weights_has_as_many_learned_tokens_as_all_sources():
     parts = {"a": part(40, 1_000, weight=0.2), "b": part(10, 3_000, weight=0.8)}
-    phase = Phase(parts)
+    phase = MixturePhase(parts)
     assert phase.num_rows == math.ceil(0.2 * 4_000 / 25 + 0.8 * 4_000 / 300)
     at = phase.rows_at(phase.num_rows)
     assert abs(at["a"] * 25 - 800) <= 25
     assert abs(at["b"] * 300 - 3_200) <= 300
     # In proportion to their tokens: one pass over each, as of one file with both.
     parts = {"a": part(40, 1_000, weight=0.25), "b": part(10, 3_000, weight=0.75)}
-    assert Phase(parts).num_rows == 50
-    assert Phase(parts).rows_at(50) == {"a": 40, "b": 10}
+    assert MixturePhase(parts).num_rows == 50
+    assert MixturePhase(parts).rows_at(50) == {"a": 40, "b": 10}
 
 
 def test_epochs_are_exact_whatever_the_sizes():
@@ -94,7 +100,7 @@ def test_epochs_are_exact_whatever_the_sizes():
             name: part(draw.randint(1, 3_000), draw.randint(1, 10**6), epochs=draw.randint(1, 4))
             for name in "abcde"
         }
-        phase = Phase(parts)
+        phase = MixturePhase(parts)
         whole = {name: p.num_rows * p.epochs for name, p in parts.items()}
         assert phase.num_rows == sum(whole.values())
         assert phase.rows_at(phase.num_rows) == whole
@@ -102,20 +108,20 @@ def test_epochs_are_exact_whatever_the_sizes():
 
 def test_weights_like_a_third_are_taken_as_they_are_meant():
     parts = {name: part(10, 100, weight=0.333333) for name in "abc"}
-    assert Phase(parts).num_rows == 30
-    assert Phase(parts).rows_at(30) == dict.fromkeys("abc", 10)
+    assert MixturePhase(parts).num_rows == 30
+    assert MixturePhase(parts).rows_at(30) == dict.fromkeys("abc", 10)
 
 
 def test_a_new_phase_goes_on_where_each_source_was():
     first = {"a": part(10, 100, weight=0.5), "b": part(10, 100, weight=0.5)}
-    phases = [Phase(first)]
+    phases = [MixturePhase(first)]
     before = rows_before(phases, 7)
     assert sorted(before.values()) == [3, 4]
     second = {
         "a": part(10, 100, weight=0.9, rows_before=before["a"]),
         "c": part(10, 100, weight=0.1),
     }
-    phases.append(Phase(second, first_row=7, first_epoch=phases[0].epoch_at(7)))
+    phases.append(MixturePhase(second, first_row=7, first_epoch=phases[0].epoch_at(7)))
     assert rows_before(phases, 7) == {**before, "c": 0}
     assert rows_before(phases, 17) == {"a": before["a"] + 9, "b": before["b"], "c": 1}
     assert phases[1].epoch_at(7 + phases[1].num_rows) == pytest.approx(7 / 20 + 1)
@@ -129,7 +135,7 @@ def test_the_order_of_phases_from_a_file_is_that_of_names():
     ]
     (phase,) = phases_from_json(values)
     assert list(phase.parts) == ["a", "b"]
-    assert phase == replace(Phase(parts), parts=dict(sorted(parts.items())))
+    assert phase == replace(MixturePhase(parts), parts=dict(sorted(parts.items())))
     for wrong in ([], None, [{"parts": {}, "more": 1}], [{"parts": {"a": {"content": "x"}}}]):
         with pytest.raises(ValueError, match=r"phase|validation error"):
             phases_from_json(wrong)

@@ -11,28 +11,28 @@ from tokenizers import models
 from hpc_tune.batch import IGNORED_LABEL, empty_batch
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data import sources
-from hpc_tune.data.content import verify
+from hpc_tune.data.content import verify_content
 from hpc_tune.data.encode_preferences import PreferenceEncoder
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.mixture import Part, Phase
+from hpc_tune.data.mixture import MixturePhase, MixtureSource
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
     Ranks,
-    assemble,
     cache_name,
-    plan,
+    join_parts,
+    plan_preparation,
     prepare,
-    tokenize,
+    tokenize_chunks,
 )
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.seal import seal
-from hpc_tune.data.show import PLAIN, describe_prepared, show, show_prepared
-from hpc_tune.data.subset import drawn, learned_tokens
+from hpc_tune.data.seal import append_checksum
+from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show, show_prepared
+from hpc_tune.data.subset import count_learned_tokens, draw_documents
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import prepare_settings
 from tests.support.data import byte_tokenizer, chat, write_jsonl
@@ -317,11 +317,11 @@ def test_the_same_bytes_for_any_number_of_ranks(tmp_path, monkeypatch, rows, for
     source, tokenizer = str(write_jsonl(tmp_path / "raw.jsonl", rows)), byte_tokenizer()
     files = []
     for size in (1, 3):
-        work = plan(source, tmp_path / f"{size}.h5", tokenizer, settings(form))
+        work = plan_preparation(source, tmp_path / f"{size}.h5", tokenizer, settings(form))
         assert len(work.chunks) > 3
         for rank in range(size):
-            tokenize(work, tokenizer, Ranks(rank, size))
-        assemble(work)
+            tokenize_chunks(work, tokenizer, Ranks(rank, size))
+        join_parts(work)
         files.append(work.out.read_bytes())
     assert files[0] == files[1]
 
@@ -339,7 +339,7 @@ def test_a_chunk_is_rotated_on_its_own(tmp_path, monkeypatch):
 
 def test_a_store_of_pairs_says_what_it_is(tmp_path):
     store = prepared(tmp_path, PAIRS, "pairs")
-    verify(store)
+    verify_content(store)
     with h5py.File(store.path) as file:
         assert file.attrs["version"] == 5
         assert file.attrs["form"] == "pairs"
@@ -359,7 +359,7 @@ def test_a_store_of_pairs_says_what_it_is(tmp_path):
 
 def test_a_store_of_labels_has_them(tmp_path):
     store = prepared(tmp_path, LABELLED, "labels")
-    verify(store)
+    verify_content(store)
     assert store.labels[:].tolist() == [n % 3 == 0 for n in range(60)]
     assert store.labels.dtype == np.uint8
     assert len(store.sides(0)) == 2
@@ -381,15 +381,17 @@ def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
             for side in (0, 1):
                 assert sum(len(sides[side][0]) for sides in documents) <= ORDER.seq_len
     own = [int(store.sides(n)[0][1].sum()) for n in range(60)]
-    assert learned_tokens(store, ORDER.seq_len) == sum(own)
-    assert learned_tokens(store, ORDER.seq_len, 20) == sum(own[n] for n in drawn(60, 20))
+    assert count_learned_tokens(store, ORDER.seq_len) == sum(own)
+    assert count_learned_tokens(store, ORDER.seq_len, 20) == sum(
+        own[n] for n in draw_documents(60, 20)
+    )
 
 
 def test_labelled_answers_of_the_version_before_are_refused_with_what_to_do(tmp_path):
     store = prepared(tmp_path, LABELLED, "labels")
     with h5py.File(store.path, "r+") as file:
         file.attrs["version"] = 5
-    seal(store.path)
+    append_checksum(store.path)
     with pytest.raises(DataError, match=r"version 5 .* make room .*train in another run\.dir"):
         TokenStore.open(store.path)
 
@@ -403,7 +405,7 @@ def test_a_changed_border_or_label_is_found(tmp_path, dataset):
         file.seek(offset)
         file.write(b"\x07")
     with pytest.raises(DataError, match="not as `prepare` wrote them"):
-        verify(TokenStore.open(store.path))
+        verify_content(TokenStore.open(store.path))
 
 
 def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path, monkeypatch):
@@ -483,8 +485,8 @@ def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
         sources[name] = PackedRows(store, ORDER)
         numbers = np.arange(2 * len(rows), dtype=np.float32).reshape(-1, 2)
         sources[name].set_reference(1000 * at + numbers)
-        parts[name] = Part("", None, sources[name].num_rows, 100, epochs=1)
-    mixed = MixedRows(sources, [Phase(parts)])
+        parts[name] = MixtureSource("", None, sources[name].num_rows, 100, epochs=1)
+    mixed = MixedRows(sources, [MixturePhase(parts)])
     loader, seen = Loader(mixed, ORDER, global_size=3, micro_size=2), []
     while batches := loader.next_step():
         for batch in batches:
@@ -584,8 +586,8 @@ def test_show_prints_the_prompt_once_and_both_answers(tmp_path):
     source, tokenizer = str(write_jsonl(tmp_path / "p.jsonl", rows)), byte_tokenizer(None)
     store = prepared(tmp_path, rows, "pairs", tokenizer=tokenizer)
     for lines in (
-        show(source, tokenizer, settings("pairs"), 3, PLAIN),
-        show_prepared(store, tokenizer, 3, PLAIN),
+        show(source, tokenizer, settings("pairs"), 3, PLAIN_STYLE),
+        show_prepared(store, tokenizer, 3, PLAIN_STYLE),
     ):
         text = "\n".join(lines)
         assert "7 and 6 tokens, 4 and 3 learned" in text
@@ -600,8 +602,8 @@ def test_show_prints_the_label_of_an_answer(tmp_path):
     source, tokenizer = str(write_jsonl(tmp_path / "p.jsonl", LABELLED)), byte_tokenizer(None)
     store = prepared(tmp_path, LABELLED, "labels", tokenizer=tokenizer)
     for lines in (
-        show(source, tokenizer, settings("labels"), 2, PLAIN),
-        show_prepared(store, tokenizer, 2, PLAIN),
+        show(source, tokenizer, settings("labels"), 2, PLAIN_STYLE),
+        show_prepared(store, tokenizer, 2, PLAIN_STYLE),
     ):
         text = "\n".join(lines)
         assert "question 0\ndesirable: «answer 0<|im_end|>»" in text

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hpc_tune.data.files import find
-from hpc_tune.data.patterns import matches
+from hpc_tune.data.files import find_files
+from hpc_tune.data.patterns import glob_files
 from hpc_tune.errors import DataError
 
 PATTERNS = ("**/*.jsonl", "a/**/*.jsonl", "a/**", "**", "**/b/**/*.jsonl", "?/**/b/*", "*.jsonl")
@@ -28,7 +28,7 @@ def tree(tmp_path, monkeypatch):
 def test_a_pattern_matches_what_glob_matches(tree, pattern, is_absolute):
     pattern = str(tree / pattern) if is_absolute else pattern
     expected = {name.rstrip("/") or "." for name in glob.glob(pattern, recursive=True)}
-    assert set(matches(pattern)) - {"."} == expected - {"."}
+    assert set(glob_files(pattern)) - {"."} == expected - {"."}
 
 
 @pytest.mark.timeout(60)
@@ -36,7 +36,7 @@ def test_a_search_ends_where_links_lead_back_and_finds_each_file_once(tree):
     (tree / "a" / "self").symlink_to(".")
     (tree / "a" / "up").symlink_to("..")
     (tree / "a" / "0-link").symlink_to("b")
-    found = [str(file) for file in find("a/**/*.jsonl").files]
+    found = [str(file) for file in find_files("a/**/*.jsonl").files]
     assert found == ["a/b/b/[1].jsonl", "a/b/z.jsonl", "a/up/x.jsonl", "a/y.jsonl"]
 
 
@@ -51,4 +51,4 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_not_left_out(tree, monkeyp
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match="a/b cannot be read: Permission denied"):
-        matches(pattern)
+        glob_files(pattern)

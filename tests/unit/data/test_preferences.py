@@ -5,8 +5,14 @@ import json
 import pytest
 
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.preferences import Labelled, Pair, to_labelled, to_pair, with_answer_of
-from hpc_tune.data.reading import Reading, as_example
+from hpc_tune.data.preferences import (
+    LabelledAnswers,
+    PreferencePair,
+    swap_answer,
+    to_labelled,
+    to_pair,
+)
+from hpc_tune.data.reading import Reading, read_example
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.data.values import WrongRecord
@@ -137,7 +143,7 @@ def test_each_form_gives_the_same_pair(name):
 def test_each_form_is_two_labelled_answers_as_well(name):
     pair = to_pair(PAIRS[name])
     labelled = to_labelled(PAIRS[name])
-    assert labelled == Labelled((pair.chosen, pair.rejected), (True, False))
+    assert labelled == LabelledAnswers((pair.chosen, pair.rejected), (True, False))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,7 @@ def test_chats_that_part_earlier_are_learned_from_there():
     chosen = [*ASKED, says("4"), user("sure?"), says("yes")]
     rejected = [*ASKED, says("5"), user("sure?"), says("no")]
     pair = to_pair({"chosen": chosen, "rejected": rejected})
-    assert pair == Pair(Chat(chosen), Chat(rejected))
+    assert pair == PreferencePair(Chat(chosen), Chat(rejected))
 
 
 def test_system_and_tools_are_of_both_sides():
@@ -275,7 +281,9 @@ def test_each_form_gives_the_same_labelled_answer(name):
 
 def test_only_the_last_answer_of_a_labelled_chat_is_learned():
     row = {"messages": [*ASKED, says("4"), user("sure?"), says("yes")], "label": False}
-    assert to_labelled(row) == Labelled((Chat(row["messages"], None, frozenset({1})),), (False,))
+    assert to_labelled(row) == LabelledAnswers(
+        (Chat(row["messages"], None, frozenset({1})),), (False,)
+    )
 
 
 def test_a_labelled_answer_is_what_its_tool_takes_for_it():
@@ -293,9 +301,9 @@ def test_a_labelled_answer_is_what_its_tool_takes_for_it():
 def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
     text, chat = (to_labelled(LABELLED[name]).answers[0] for name in ("trl", "ms-swift"))
     other = Completion("q", "other", "q")
-    assert with_answer_of(text, other) == Completion("2 + 2?", "other", "2 + 2?")
+    assert swap_answer(text, other) == Completion("2 + 2?", "other", "2 + 2?")
     for example, answers in ((chat, other), (text, Chat([user("q"), says("other")]))):
-        assert messages_of(with_answer_of(example, answers)) == [*ASKED, says("other")]
+        assert messages_of(swap_answer(example, answers)) == [*ASKED, says("other")]
 
 
 WRONG_PAIRS = [
@@ -408,22 +416,22 @@ def test_a_wrong_labelled_answer_is_refused_with_what_is_expected(row, message):
 )
 def test_columns_name_what_is_chosen_and_what_is_rejected(columns, row):
     reading, findings = Reading(tuple(columns.items()), form="pairs"), Findings()
-    pair = as_example(row, reading, findings)
-    assert pair == Pair(Completion("x", "a", "x"), Completion("x", "b", "x"))
+    pair = read_example(row, reading, findings)
+    assert pair == PreferencePair(Completion("x", "a", "x"), Completion("x", "b", "x"))
     assert findings.unread == [name for name in ("chosen_response",) if name in row]
 
 
 def test_question_and_answer_are_known_beside_a_label():
     row, reading = {"question": "q", "answer": "a", "label": False, "id": 3}, Reading(form="labels")
     findings = Findings()
-    assert as_example(row, reading, findings).answers == (Completion("q", "a", "q"),)
+    assert read_example(row, reading, findings).answers == (Completion("q", "a", "q"),)
     assert findings.unread == ["id"]
 
 
 def test_rows_of_answers_stay_refused_where_answers_are_learned():
     for row in (PAIRS["trl, text"], LABELLED["trl"]):
         with pytest.raises(WrongRecord, match="rows of preferences.*tune.objective=dpo"):
-            as_example(row, Reading(), Findings())
+            read_example(row, Reading(), Findings())
 
 
 # Without chosen, and text that begins with its prompt.
@@ -438,26 +446,26 @@ BOTH += [LABELLED[n] for n in sorted(LABELLED.keys() - BY_NUMBER)]
 
 def columns_of(row):
     with pytest.raises(WrongRecord, match="are not for this kind of tuning") as raised:
-        as_example(row, Reading(), Findings())
+        read_example(row, Reading(), Findings())
     advice = str(raised.value).partition("data.columns={")[2].partition("}")[0]
     return tuple(tuple(part.split(": ")) for part in advice.split(", "))
 
 
 @pytest.mark.parametrize("row", BOTH, ids=str)
 def test_the_columns_that_a_refusal_names_learn_the_better_answers(row):
-    learned = as_example(row, Reading(columns_of(row)), Findings())
+    learned = read_example(row, Reading(columns_of(row)), Findings())
     assert messages_of(learned) == [*ASKED, says("4")]
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_TEXTS))
 def test_the_columns_that_a_refusal_names_learn_texts_as_a_whole(name):
     row = PAIRS[name]
-    assert as_example(row, Reading(columns_of(row)), Findings()) == Text(row["chosen"])
+    assert read_example(row, Reading(columns_of(row)), Findings()) == Text(row["chosen"])
 
 
 def test_messages_beside_preferences_are_learned_where_columns_say_so():
     reading, findings = Reading((("messages", "messages"),)), Findings()
-    learned = as_example(PAIRS["UltraFeedback"], reading, findings)
+    learned = read_example(PAIRS["UltraFeedback"], reading, findings)
     assert learned == Chat([*ASKED, says("4")])
     assert {"chosen", "rejected"} <= {*findings.unread}
 
@@ -511,7 +519,7 @@ def test_a_pair_is_held_out_or_not_by_its_content():
         {
             n
             for n, row in enumerate(rows)
-            if as_example(row, Reading((), "refuse", 0.3, part, form), Findings()) is not None
+            if read_example(row, Reading((), "refuse", 0.3, part, form), Findings()) is not None
         }
         for form in ("pairs", "labels")
         for part in ("train", "held-out")
@@ -525,4 +533,4 @@ def test_a_pair_is_held_out_or_not_by_its_content():
 def test_half_a_character_in_a_pair_is_refused():
     row = {"prompt": "q \ud83d", "chosen": "a", "rejected": "b"}
     with pytest.raises(WrongRecord, match="one half of a surrogate pair"):
-        as_example(row, Reading(form="pairs"), Findings())
+        read_example(row, Reading(form="pairs"), Findings())

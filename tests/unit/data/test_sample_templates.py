@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.chat_templates import template_file
-from hpc_tune.data.counts import _OF_ROLES, _REMARKS
+from hpc_tune.data.counts import _REMARKS, _ROLE_REMARKS
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
 from hpc_tune.model.template_syntax import refuse_syntax_errors
@@ -104,6 +104,6 @@ def test_each_sample_can_be_read(file):
 
 
 def test_the_remarks_about_calls_and_tools_name_chatml():
-    names = [_REMARKS["lost_calls"], _REMARKS["lost_tools"], _OF_ROLES["left_out"]]
+    names = [_REMARKS["lost_calls"], _REMARKS["lost_tools"], _ROLE_REMARKS["left_out"]]
     assert all("data.chat_template=chatml" in text for text in names)
     assert json.loads((SAMPLES / "tools.jsonl").read_text())["tools"]

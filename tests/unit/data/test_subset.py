@@ -7,7 +7,7 @@ from hpc_tune.data import subset
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.subset import by_length, drawn, learned_tokens, tokens_of
+from hpc_tune.data.subset import count_learned_tokens, count_tokens, draw_documents, sort_by_length
 from hpc_tune.data.writer import Block, write_store
 from tests.support.data import attributes, histogram_of
 
@@ -28,29 +28,29 @@ def store(tmp_path):
 @pytest.mark.parametrize("limit", [None, 1, 7, 150, 200, 999])
 @pytest.mark.parametrize("seq_len", [8, 40, 64])
 def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch):
-    monkeypatch.setattr(subset, "_CHUNK", 100)
+    monkeypatch.setattr(subset, "_TOKENS_AT_ONCE", 100)
     rows = PackedRows(store, SampleOrder(seq_len, True, 3), limit)
     numbers = [n for row in range(rows.num_rows) for n in rows.sampler.documents_of(row)]
     assert len(numbers) == len(set(numbers)) == min(limit or 200, 200)
     by_hand = sum(int(store.document(n)[1][:seq_len].sum()) for n in numbers)
-    assert learned_tokens(store, seq_len, limit) == by_hand
+    assert count_learned_tokens(store, seq_len, limit) == by_hand
 
 
 @pytest.mark.parametrize("limit", [1, 7, 150, 199])
 def test_tokens_of_a_limit_are_those_of_its_documents(store, limit):
-    used = [store.document(int(number)) for number in drawn(200, limit)]
+    used = [store.document(int(number)) for number in draw_documents(200, limit)]
     by_hand = sum(len(tokens) for tokens, _ in used), sum(int(mask.sum()) for _, mask in used)
-    assert tokens_of(store, limit) == by_hand
+    assert count_tokens(store, limit) == by_hand
 
 
 def test_the_same_documents_are_drawn_each_time_and_more_of_them_include_the_fewer(store):
-    few, more = drawn(200, 20), drawn(200, 50)
-    assert few.tolist() == drawn(200, 20).tolist() == sorted(set(few.tolist()))
+    few, more = draw_documents(200, 20), draw_documents(200, 50)
+    assert few.tolist() == draw_documents(200, 20).tolist() == sorted(set(few.tolist()))
     assert set(few) < set(more)
     assert few.max() > 100, "not the first ones"
 
 
 def test_lengths_of_drawn_documents_fit_their_numbers(store):
-    values, counts, numbers = by_length(store, 30)
+    values, counts, numbers = sort_by_length(store, 30)
     lengths = np.repeat(values, counts)
     assert lengths.tolist() == [len(store.document(int(n))[0]) for n in numbers]

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
-from hpc_tune.data.files import find
+from hpc_tune.data.files import find_files
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]}
@@ -71,7 +71,7 @@ def test_any_type_of_column_gives_the_same_rows(kind, form, tmp_path, expected):
     table = table_of(kind)
     file = tmp_path / f"d.{'parquet' if form == 'parquet' else 'arrow'}"
     if form == "parquet":
-        if "list view" in kind and release_of(pa.__version__) < (25, 0):
+        if "list view" in kind and parse_release(pa.__version__) < (25, 0):
             pytest.skip("pyarrow before 25 writes no views of lists into Parquet")
         pq.write_table(table, file)
     else:
@@ -128,7 +128,7 @@ def test_empty_parts_are_left_out_and_said(suffix, tmp_path):
             with ipc.new_file(part, table.schema) as out:
                 out.write_table(table)
     assert [(e.prompt, e.completion) for e in examples(tmp_path)] == [("q", "a")]
-    assert (tmp_path / f"part-0.{suffix}", "empty") in find(str(tmp_path)).left_out
+    assert (tmp_path / f"part-0.{suffix}", "empty") in find_files(str(tmp_path)).left_out
 
 
 def test_data_that_are_all_empty_are_refused(tmp_path):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
-from hpc_tune.data.templates import with_fixed_date
+from hpc_tune.data.templates import fix_date
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.data.values import WrongRecord
 from tests.support.data import CHATML, byte_tokenizer
@@ -248,7 +248,7 @@ def test_a_date_whose_format_a_template_computes_is_fixed_as_well(call):
     )
     tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
     fixed = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "q"}], chat_template=with_fixed_date(template), tokenize=False
+        [{"role": "user", "content": "q"}], chat_template=fix_date(template), tokenize=False
     )
     assert fixed == "\n01 Jan"
     assert fingerprint(tokenizer)

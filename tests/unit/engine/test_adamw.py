@@ -16,11 +16,11 @@ from transformers import (
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.adamw import (
-    for_batch,
     learning_rate,
     make_adamw,
     parameter_groups,
-    set_rate,
+    set_lr,
+    with_scaled_lr,
 )
 
 
@@ -90,7 +90,7 @@ def test_the_learning_rate_follows_the_table(values, total_steps, wanted):
     ],
 )
 def test_the_rate_follows_the_batch_where_a_reference_is_given(values, global_size, wanted):
-    assert for_batch(OptimConfig(lr=8.0, **values), global_size).lr == pytest.approx(wanted)
+    assert with_scaled_lr(OptimConfig(lr=8.0, **values), global_size).lr == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.25, 0.333, 0.9])
@@ -186,7 +186,7 @@ def test_b_of_adapters_learns_at_its_ratio_as_with_peft(method):
         for model in (ours, theirs):
             model.zero_grad()
             model(x).square().sum().backward()
-        set_rate(adamw, 0.01 * (1 - step / 10))
+        set_lr(adamw, 0.01 * (1 - step / 10))
         adamw.step()
         reference.step()
         scheduler.step()

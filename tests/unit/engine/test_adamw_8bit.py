@@ -11,13 +11,13 @@ from torch import nn
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.engine import adamw_8bit
-from hpc_tune.engine.adamw import MOMENTS, set_rate
+from hpc_tune.engine.adamw import MOMENT_NAMES, set_lr
 from hpc_tune.engine.adamw_8bit import (
-    Quantized,
-    Table,
-    fill,
+    CodeTable,
+    QuantizedMoment,
+    fill_moment,
     make_optimizer,
-    regions_of,
+    moment_regions,
     require_torchao,
     require_whole_slices,
 )
@@ -36,7 +36,7 @@ EIGHT = OptimConfig(name="adamw_8bit", lr=0.01, beta2=0.95, weight_decay=0.1)
 def test_of_fp32_numbers_a_table_gives_the_codes_of_torchao():
     torch.manual_seed(0)
     for signed in (True, False):
-        table = Table.of(signed, CPU)
+        table = CodeTable.of(signed, CPU)
         assert (
             table.values.tolist() == torch.tensor(quant_utils.create_dynamic_map(signed)).tolist()
         )
@@ -83,17 +83,17 @@ def test_steps_are_those_of_torchaos_adamw8bit(monkeypatch, dtype):
             spread = 10 ** (-4 * torch.rand(parameter.shape))
             parameter.grad = (torch.randn(parameter.shape) * spread).to(dtype)
             others[name].grad = parameter.grad.clone()
-        set_rate(optimizer, 0.01 / (1 + step))
+        set_lr(optimizer, 0.01 / (1 + step))
         optimizer.step()
         theirs.step(0.01 / (1 + step))
     for name, parameter in ours.items():
         held, wanted = optimizer.state[parameter], theirs.optimizer.state[others[name]]
         assert held["step"] == wanted["step"] == 10
         in_8_bits = name in ("matrix", "narrow", "long vector")
-        assert isinstance(held["exp_avg"], Quantized) == in_8_bits, name
+        assert isinstance(held["exp_avg"], QuantizedMoment) == in_8_bits, name
         assert torch.equal(parameter, others[name]), name
         if in_8_bits:
-            for part in MOMENTS:
+            for part in MOMENT_NAMES:
                 assert torch.equal(held[part].codes.view(parameter.shape), wanted[part].codes)
                 assert torch.equal(held[part].scales, wanted[part].scale), (name, part)
 
@@ -109,8 +109,8 @@ def moments(shape, signed, seed=0):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
-    first = Quantized.zeros(4096 * 256, signed, CPU)
-    again = Quantized.zeros(4096 * 256, signed, CPU)
+    first = QuantizedMoment.zeros(4096 * 256, signed, CPU)
+    again = QuantizedMoment.zeros(4096 * 256, signed, CPU)
     assert not first.values().any()
     first.store(moments((4096, 256), signed))
     again.store(first.values())
@@ -124,7 +124,7 @@ def test_what_was_quantised_in_the_same_blocks_comes_back_bit_for_bit(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_other_values_are_restored_as_torchao_quantises_them(signed):
-    values, restored = moments((512, 256), signed), Quantized.zeros(512 * 256, signed, CPU)
+    values, restored = moments((512, 256), signed), QuantizedMoment.zeros(512 * 256, signed, CPU)
     restored.restore(values)
     scaled, scales = quant_utils.scale_tensor(values, 256)
     assert torch.equal(restored.scales, scales)
@@ -146,9 +146,9 @@ def test_a_checkpoint_in_fp32_gives_each_cut_what_the_whole_held(
     tmp_path, monkeypatch, shape, piece_bytes
 ):
     monkeypatch.setattr(adamw_8bit, "PIECE_BYTES", piece_bytes)
-    whole = Quantized.zeros(math.prod(shape), True, CPU)
+    whole = QuantizedMoment.zeros(math.prod(shape), True, CPU)
     whole.store(moments((math.prod(shape) // 256, 256), True))
-    regions = [*regions_of("exp_avg.w", whole, held(shape, range(shape[0])))]
+    regions = [*moment_regions("exp_avg.w", whole, held(shape, range(shape[0])))]
     assert (len(regions) > 1) == (piece_bytes == 40_000)
     write_regions(tmp_path / "rank-00000.safetensors", regions)
     index = index_checkpoint(tmp_path)
@@ -157,8 +157,8 @@ def test_a_checkpoint_in_fp32_gives_each_cut_what_the_whole_held(
     assert torch.equal(read.view(-1, 256), whole.values())
     half = shape[0] // 2
     for rows in (range(half), range(half, shape[0])):
-        part = Quantized.zeros(len(rows) * math.prod(shape[1:]), True, CPU)
-        fill(part, held(shape, rows), index, "exp_avg.w")
+        part = QuantizedMoment.zeros(len(rows) * math.prod(shape[1:]), True, CPU)
+        fill_moment(part, held(shape, rows), index, "exp_avg.w")
         assert torch.equal(part.values().view(-1), read[rows.start : rows.stop].flatten())
 
 
@@ -170,7 +170,7 @@ def test_large_parameters_take_a_quarter_and_small_ones_what_they_took():
     assert announced[0] == 2 * (large + large // 64)
     assert sum(announced) == announced[0] + 8 * small
     kept = optimizer.state[module[0].weight]
-    assert sum(t.nbytes for part in MOMENTS for t in kept[part].tensors) == announced[0]
+    assert sum(t.nbytes for part in MOMENT_NAMES for t in kept[part].tensors) == announced[0]
     for is_8bit, of_moments in ((False, 8 * (large + small)), (True, sum(announced))):
         size = measure(module, is_8bit)
         assert static_bytes(size, Layout(1, 1)) == 8 * (large + small) + of_moments

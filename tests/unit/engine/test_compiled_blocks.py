@@ -15,7 +15,7 @@ from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
@@ -68,7 +68,7 @@ def model_of(family, recompute, has_kernel=True, adapters=False, shares_inputs=F
     module = LossModel(lm, config, can).train()
     module.has_kernel = has_kernel
     module.within_documents = False
-    blocks = list(block_list(module))
+    blocks = list(find_blocks(module))
     use_lora_linear(blocks, shares_inputs)
     checkpoint_blocks(blocks, recompute)
     return module
@@ -85,7 +85,7 @@ def loss_and_grads(module, batch):
 def compare(module, batches):
     """Compare a model's losses and gradients before and after its blocks are compiled."""
     wanted = [loss_and_grads(module, batch) for batch in batches]
-    compile_blocks(list(block_list(module)))
+    compile_blocks(list(find_blocks(module)))
     CALLS.clear()
     for batch, tensors in zip(batches, wanted, strict=True):
         for found, true in zip(loss_and_grads(module, batch), tensors, strict=True):
@@ -133,6 +133,6 @@ def test_rows_with_a_mask_are_compiled_with_recompute_too():
 
 def test_the_empty_batch_is_not_compiled():
     module = model_of("llama", "none")
-    compile_blocks(list(block_list(module)))
+    compile_blocks(list(find_blocks(module)))
     module(empty_batch(0)).backward()
     assert not counters["stats"]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.expert_parallel import _Exchange
+from hpc_tune.engine.expert_parallel import _TokenExchange
 from hpc_tune.model.scoped import MicroBatch, batch_context
 
 NUM_EXPERTS = 4
@@ -24,7 +24,7 @@ def group(tmp_path):
 def exchange(group):
     """Return a function that makes a layer's exchange, and notes what it counts in ``read``."""
 
-    class Noting(_Exchange):
+    class Noting(_TokenExchange):
         def _counted(self, sent, num_rows):
             self.read.append(sent.tolist())
             return super()._counted(sent, num_rows)
@@ -44,10 +44,10 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
         for m, layer in enumerate(layers):
             ids[n, m] = torch.arange(1 + n + m) % NUM_EXPERTS
             with batch_context.of(batch):
-                layer.rows_for(ids[n, m])
+                layer.exchange_counts(ids[n, m])
     for n, m in ((1, 1), (0, 1), (0, 0), (2, 1), (1, 0), (2, 0)):
         with batch_context.of(batches[n]):
-            rows, send, receive = layers[m].rows_for(ids[n, m])
+            rows, send, receive = layers[m].exchange_counts(ids[n, m])
         assert send == receive == [1 + n + m]
         assert rows.tolist() == [torch.bincount(ids[n, m], minlength=NUM_EXPERTS).tolist()]
     for m, layer in enumerate(layers):
@@ -58,13 +58,13 @@ def test_layers_of_micro_batches_in_flight_are_recomputed_with_their_own_counts(
 def test_a_router_that_chooses_anew_when_recomputed_ends_the_run(exchange):
     layer = exchange()
     with batch_context.of(MicroBatch(kept={})):
-        layer.rows_for(torch.tensor([0, 1, 1]))
+        layer.exchange_counts(torch.tensor([0, 1, 1]))
         with pytest.raises(RuntimeError, match="a recomputed router chose other experts"):
-            layer.rows_for(torch.tensor([0, 0, 1]))
+            layer.exchange_counts(torch.tensor([0, 0, 1]))
 
 
 def test_where_nothing_may_be_kept_each_pass_counts(exchange):
     layer = exchange()
     for ids_S in (torch.tensor([0, 1]), torch.tensor([0, 1, 3])):
-        assert layer.rows_for(ids_S)[1] == [len(ids_S)]
+        assert layer.exchange_counts(ids_S)[1] == [len(ids_S)]
     assert len(layer.read) == 2

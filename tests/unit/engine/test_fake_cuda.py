@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 from tests.support.fake_cuda_steps import LAYOUTS, PREFERENCES, cases, more_cases
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -32,7 +32,7 @@ OFFLOADED = ("offload_params=cpu", "full", "none", "bf16")
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(
-        release_of(torch.__version__) < (2, 10),
+        parse_release(torch.__version__) < (2, 10),
         reason="torch 2.9 lets nothing derive from its device guard that does nothing",
     ),
     pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_the_host_waits_for_the_device_once_at_the_end_of_a_step(noted, case):
         if case == OFFLOADED:
             continue
         # kto's KL is a number before the step's losses are: the ranks add it up.
-        kl = ["a tensor is copied to the host in train/reference.py differences"]
+        kl = ["a tensor is copied to the host in train/reference.py sum_kl_terms"]
         kl = kl if "kto" in case[0] else []
         assert row["waits"] == [*kl, "values are read in engine/native.py update"], phase
         assert row["num_waits"] == 1 + len(kl), phase

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hpc_tune.model.weights import PIECE_BYTES
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(
-        release_of(torch.__version__) < (2, 10),
+        parse_release(torch.__version__) < (2, 10),
         reason="torch 2.9 lets nothing derive from its device guard that does nothing",
     ),
     pytest.mark.skipif(

@@ -4,8 +4,8 @@ from torch import nn
 
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.blocks import block_list
-from hpc_tune.model.special_linears import exact_layers
+from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.special_linears import find_unquantised_layers
 
 
 def block_with_adapters():
@@ -85,9 +85,9 @@ def test_routers_choose_by_scores_of_all_their_digits(family):
     config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **said)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    blocks = block_list(model)
+    blocks = find_blocks(model)
     routers = [n for n, m in model.named_modules() if n.endswith(ROUTERS[family])]
-    assert use_float8(list(blocks), exact_layers(model, blocks), emulate=True) > 2
+    assert use_float8(list(blocks), find_unquantised_layers(model, blocks), emulate=True) > 2
     converted = [n for n, m in model.named_modules() if isinstance(m, Float8Linear)]
     assert routers
     assert not [name for name in converted if name in routers]

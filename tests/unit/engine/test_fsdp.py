@@ -8,11 +8,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import MOMENTS, make_adamw
+from hpc_tune.engine.adamw import MOMENT_NAMES, make_adamw
 from hpc_tune.engine.fsdp import _placement, release_gathered
-from hpc_tune.engine.mesh import _MeshWithOne
+from hpc_tune.engine.mesh import _SingletonMesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
-from hpc_tune.model.load import _whole
+from hpc_tune.model.load import _gather_weight
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def test_weights_of_one_rank_need_no_group(alone, replicas):
     sharded.load_state_dict(plain.state_dict())
     if replicas:
         groups = [dist.group.WORLD, None]
-        mesh = _MeshWithOne("cpu", torch.tensor([[0]]), groups, ("replicate", "shard"))
+        mesh = _SingletonMesh("cpu", torch.tensor([[0]]), groups, ("replicate", "shard"))
     else:
-        mesh = _MeshWithOne("cpu", torch.tensor([0]), [None])
+        mesh = _SingletonMesh("cpu", torch.tensor([0]), [None])
     fully_shard(sharded, mesh=mesh)
     for module in (plain, sharded):
         module(torch.ones(2, 4)).square().sum().backward()
     for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert isinstance(other, DTensor)
-        assert torch.equal(_whole(other.detach()), one)
+        assert torch.equal(_gather_weight(other.detach()), one)
         assert torch.equal(other.grad.to_local(), one.grad)
 
 
@@ -89,4 +89,4 @@ def test_experts_of_a_rank_are_sharded_whole_where_their_number_allows_it(shape,
 
 
 def _moments(adamw, weights):
-    return [adamw.state[weight][name] for weight in weights for name in MOMENTS]
+    return [adamw.state[weight][name] for weight in weights for name in MOMENT_NAMES]

@@ -17,9 +17,9 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.slices import roles_of
-from hpc_tune.train.startup.proof import _batch, _documents
-from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients, unlike_gradient
+from hpc_tune.step.slices import find_roles
+from hpc_tune.train.startup.proof import _batch, _random_documents
+from hpc_tune.train.startup.two_threads import ThreadAxis, find_unlike_gradient, merge_gradients
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])
 
@@ -55,7 +55,7 @@ def loaded(built):
 
 @pytest.mark.parametrize("targets", TARGETS)
 def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
-    batch = _batch([[tokens_T] for tokens_T in _documents()])
+    batch = _batch([[tokens_T] for tokens_T in _random_documents()])
     whole = loaded(built_for(base, targets)).module
     wanted = whole(batch)
     wanted.backward()
@@ -65,7 +65,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
 
     def work(rank):
         try:
-            sliced, partial = slice_model(built[rank], TwoThreads(rank, shared, barrier))
+            sliced, partial = slice_model(built[rank], ThreadAxis(rank, shared, barrier))
             sliced.module.within_documents = False  # its state is shared by all threads
             loss = loaded(sliced).module(batch)
             loss.backward()
@@ -83,8 +83,8 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
     assert losses == pytest.approx([wanted.item()] * 2, rel=1e-5)
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in gradients)
-    joined = joined_gradients(models)
-    assert not unlike_gradient(models)
+    joined = merge_gradients(models)
+    assert not find_unlike_gradient(models)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(joined[name], gradient, rtol=1e-3, atol=1e-5), name
@@ -92,7 +92,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
 
 def test_a_plan_counts_the_heads_adapters_as_they_are_sliced(base):
     module = built_for(base, ["lm_head"]).module
-    roles = {n: roles_of(module).get(p) for n, p in module.named_parameters() if "lm_head" in n}
+    roles = {n: find_roles(module).get(p) for n, p in module.named_parameters() if "lm_head" in n}
     assert {name.rpartition("lm_head.")[2]: role for name, role in roles.items()} == {
         "base_layer.weight": "slice",
         "lora_A.default.weight": "partial",

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_tune.engine.profile import Shares, by_kind, table
+from hpc_tune.engine.profile import StepBreakdown, format_table, sum_by_kind
 
 CPU, GPU = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
@@ -19,7 +19,7 @@ def event(key, cpu_us=0.0, gpu_us=0.0, device=CPU, annotation=False):
 
 
 def shares(rank, compute_s, messages_s, step_s=2.0):
-    return Shares(rank, f"node-{rank}", compute_s, messages_s, 0.1, 0.05, step_s)
+    return StepBreakdown(rank, f"node-{rank}", compute_s, messages_s, 0.1, 0.05, step_s)
 
 
 def test_operators_of_a_cpu_are_compute_or_copies_and_no_other_event_is():
@@ -32,7 +32,7 @@ def test_operators_of_a_cpu_are_compute_or_copies_and_no_other_event_is():
         event("gloo:all_reduce", 7e6),
         event("_LowRankBackward", 2e6),
     ]
-    assert by_kind(events, on_gpu=False) == (4.0, 0.75)
+    assert sum_by_kind(events, on_gpu=False) == (4.0, 0.75)
 
 
 def test_kernels_of_a_gpu_are_compute_copies_or_messages_and_its_host_does_not_count():
@@ -43,7 +43,7 @@ def test_kernels_of_a_gpu_are_compute_copies_or_messages_and_its_host_does_not_c
         event("step 3", gpu_us=9e6, device=GPU, annotation=True),
         event("aten::mm", cpu_us=8e6, gpu_us=5e6),
     ]
-    assert by_kind(events, on_gpu=True) == (5.0, 1.0)
+    assert sum_by_kind(events, on_gpu=True) == (5.0, 1.0)
 
 
 def test_what_is_left_of_the_step_is_idle_and_never_less_than_nothing():
@@ -52,7 +52,7 @@ def test_what_is_left_of_the_step_is_idle_and_never_less_than_nothing():
 
 
 def test_the_rank_that_the_others_wait_for_is_named():
-    header, *rows = table([shares(0, 1.0, 0.6), shares(1, 1.6, 0.0), shares(2, 1.02, 0.58)])
+    header, *rows = format_table([shares(0, 1.0, 0.6), shares(1, 1.6, 0.0), shares(2, 1.02, 0.58)])
     assert header.split() == [
         *("rank", "host", "compute", "messages", "copies", "data", "idle", "step"),
     ]
@@ -62,5 +62,5 @@ def test_the_rank_that_the_others_wait_for_is_named():
 
 
 def test_ranks_that_work_alike_and_a_rank_alone_are_not_blamed():
-    assert len(table([shares(0, 1.0, 0.5), shares(1, 1.05, 0.45)])) == 3
-    assert len(table([shares(0, 1.0, 0.0)])) == 2
+    assert len(format_table([shares(0, 1.0, 0.5), shares(1, 1.05, 0.45)])) == 3
+    assert len(format_table([shares(0, 1.0, 0.0)])) == 2

@@ -76,7 +76,9 @@ def test_each_edges_group_is_connected_before_the_next_is_made(monkeypatch, rank
         monkeypatch.setattr(dist, name, lambda *_: events.append("message"))
     monkeypatch.setattr(torch, "zeros", lambda *shape, **_: zeros(*shape))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("sent"))
-    monkeypatch.setattr(pipeline_parallel, "stand_aside", lambda _: events.append("aside"))
+    monkeypatch.setattr(
+        pipeline_parallel, "mirror_group_creation", lambda _: events.append("aside")
+    )
     edges = connect_stages(Layout(1, 1, 1, 4), is_ring, torch.device("cuda"))
     assert len(edges) == num
     assert [e for e in events if e != "aside"] == ["made", "message", "sent"] * num

@@ -11,7 +11,7 @@ from hpc_tune.engine.counted_collectives import (
     FsdpAllGather,
     FsdpReduceScatter,
 )
-from hpc_tune.engine.waits import Sums, time_group, time_waits
+from hpc_tune.engine.waits import ReduceScatterWaits, time_fsdp_waits, time_group
 
 
 class Gpu:
@@ -59,7 +59,7 @@ class Unit:
         self._all_gather_comm = FsdpAllGather(collectives)
         self._reduce_scatter_comm = FsdpReduceScatter(collectives)
         self.comm_ctx = context or SimpleNamespace(reduce_scatter_states=[])
-        time_group(self, collectives, sums or Sums(collectives))
+        time_group(self, collectives, sums or ReduceScatterWaits(collectives))
 
     def gather(self):
         self._gpu.current = "gather"
@@ -131,7 +131,7 @@ def test_a_sum_of_gradients_takes_the_time_that_the_next_units_backward_does_not
     """Of 2 s each, 0.5 s of which the next unit's own additions hide, in both of two steps."""
     collectives = CountedCollectives(torch.device("cuda"))
     context = SimpleNamespace(reduce_scatter_states=states, reduce_scatter_state=None)
-    sums = Sums(collectives)
+    sums = ReduceScatterWaits(collectives)
     units = [Unit(gpu, collectives, context, sums) for _ in range(4)]
     for _ in range(2):
         for unit in units:
@@ -169,4 +169,4 @@ def test_a_unit_without_weights_of_its_own_has_nothing_to_time():
     """As an older torch has it: one parameter group, or None."""
     module = torch.nn.Linear(1, 1)
     module._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_group=None)
-    time_waits(module, CountedCollectives(torch.device("cuda")))
+    time_fsdp_waits(module, CountedCollectives(torch.device("cuda")))

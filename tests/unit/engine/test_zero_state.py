@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.zero.engine import _connect
-from hpc_tune.engine.zero.state import Span, boxes, fill, regions
+from hpc_tune.engine.zero.engine import _set_up_deepspeed
+from hpc_tune.engine.zero.state import FlatSpan, fill_span, span_regions, split_into_boxes
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_checkpoint
@@ -26,7 +26,7 @@ from hpc_tune.model.weights import index_checkpoint
     ],
 )
 def test_a_run_of_values_of_a_3_by_4_matrix_as_boxes(start, stop, wanted):
-    assert [(box.offset, box.shape) for box in boxes((3, 4), start, stop)] == wanted
+    assert [(box.offset, box.shape) for box in split_into_boxes((3, 4), start, stop)] == wanted
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -35,7 +35,7 @@ def test_the_boxes_hold_the_values_of_the_run_in_their_order(shape, data):
     start = data.draw(st.integers(0, values.numel()))
     stop = data.draw(st.integers(start, values.numel()))
     found = []
-    for box in boxes(shape, start, stop):
+    for box in split_into_boxes(shape, start, stop):
         assert len(box.offset) == len(box.shape) == len(shape)
         cut = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
         found += values[cut].flatten().tolist()
@@ -50,17 +50,17 @@ def test_what_ranks_write_of_their_runs_any_other_number_of_ranks_reads(tmp_path
         start = sum(len(part) for part in whole.flatten().tensor_split(size)[:rank])
         # The run lies in the middle of a flat buffer.
         buffer = torch.cat([torch.full((2,), 7.0), flat, torch.full((1,), 7.0)])
-        span = Span("w", shape, start, len(flat), 2)
-        if found := list(regions("exp_avg.w", span, lambda buffer=buffer: buffer)):
+        span = FlatSpan("w", shape, start, len(flat), 2)
+        if found := list(span_regions("exp_avg.w", span, lambda buffer=buffer: buffer)):
             write_regions(tmp_path / f"rank-{rank:05d}.safetensors", found)
     index = index_checkpoint(tmp_path)
     assert index.shapes == {"exp_avg.w": shape}
     out = torch.empty(shape)
     index.fill(out, "exp_avg.w")
     assert torch.equal(out, whole)
-    middle = Span("w", shape, whole.numel() // 3, whole.numel() // 2, 1)
+    middle = FlatSpan("w", shape, whole.numel() // 3, whole.numel() // 2, 1)
     flat = torch.zeros(middle.num + 2)
-    fill(index, "exp_avg.w", middle, flat)
+    fill_span(index, "exp_avg.w", middle, flat)
     assert torch.equal(flat[1:-1], whole.flatten()[middle.start : middle.start + middle.num])
     assert flat[0] == flat[-1] == 0
 
@@ -70,4 +70,6 @@ def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
     with pytest.raises(
         ConfigError, match="python -m pip install deepspeed, or in an environment over"
     ):
-        _connect(torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False)
+        _set_up_deepspeed(
+            torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False
+        )

@@ -8,27 +8,32 @@ import torch
 
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.memory import monitor
-from hpc_tune.memory.device import Gpu, is_of_a_device, is_out_of_memory, what_failed
+from hpc_tune.memory.device import (
+    GpuMemory,
+    describe_failed_allocation,
+    is_device_error,
+    is_out_of_memory,
+)
 from hpc_tune.memory.host import HostLimit
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import (
-    DEVICE,
-    HOST,
+    DEVICE_LIMITS,
+    HOST_LIMITS,
     Action,
-    Escalation,
+    ActionHandle,
     Level,
-    Lever,
-    decide,
+    PolicyState,
+    decide_action,
     device_level,
     level_of,
-    relieve,
+    relieve_device,
 )
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import GPU_SLACK, Phase
+from hpc_tune.plan.memory_model import GPU_SLACK, PhaseMemory
 from hpc_tune.plan.report import fits
 from hpc_tune.rundir import outcome, previous
-from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.governor import Governor, facts_of
+from hpc_tune.rundir.previous import PreviousRun
+from hpc_tune.train.governor import Governor, outcome_facts
 from hpc_tune.train.startup.micro_size import largest_micro_size
 from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
 
@@ -36,7 +41,7 @@ CALM, TIGHT, HIGH, CRITICAL, WILL_EXCEED = Level
 TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
 ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
 LIMIT = 1_000_000
-NOTHING_BEFORE = Previous()
+NOTHING_BEFORE = PreviousRun()
 
 
 class Events:
@@ -58,7 +63,7 @@ def governed(monkeypatch):
     monkeypatch.setattr(monitor.Usage, "used_bytes", lambda usage: GIB)
 
     def make(device, before=NOTHING_BEFORE, mode="on"):
-        levers = {action: Lever(lambda times: "done") for action in (TRIM, *ALL)}
+        levers = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}
         levers[SPLIT] = replace(levers[SPLIT], most=2)
         comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
         watching = Monitor(None, device, mode)
@@ -116,7 +121,7 @@ def test_no_share_alone_makes_a_device_more_than_tight_and_none_makes_it_critica
         level = device_level(before, used, LIMIT, retried)
         assert level <= (HIGH if any(retried) else TIGHT)
         for trimmed in (False, True):
-            decision = decide(Escalation(trimmed=trimmed), level, ())[1]
+            decision = decide_action(PolicyState(trimmed=trimmed), level, ())[1]
             assert decision is None or decision.action != LEAVE
 
 
@@ -147,24 +152,24 @@ def test_a_devices_level_follows_the_steps_in_which_its_cache_was_freed(
 
 
 def test_what_one_table_says_of_a_share_agrees():
-    for shares in (HOST, DEVICE):
+    for shares in (HOST_LIMITS, DEVICE_LIMITS):
         assert shares.filled <= shares.fits
         assert shares.filled <= shares.begins_at[TIGHT]
         assert list(shares.begins_at.values()) == sorted(shares.begins_at.values())
-    assert HOST.fits <= HOST.begins_at[CRITICAL]
-    assert DEVICE.fits < DEVICE.begins_at[TIGHT] - DEVICE.stays_for + 1e-9
-    assert max(DEVICE.begins_at) == TIGHT
+    assert HOST_LIMITS.fits <= HOST_LIMITS.begins_at[CRITICAL]
+    assert DEVICE_LIMITS.fits < DEVICE_LIMITS.begins_at[TIGHT] - DEVICE_LIMITS.stays_for + 1e-9
+    assert max(DEVICE_LIMITS.begins_at) == TIGHT
 
 
 @pytest.mark.parametrize("percent", range(80, 105))
 def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act(percent):
     machine = Machine(1, 1, LIMIT, 10 * LIMIT)
     used = percent * LIMIT // 100
-    if fits(Phase("steady", used, LIMIT), machine):
+    if fits(PhaseMemory("steady", used, LIMIT), machine):
         assert device_level(CALM, used, LIMIT, [False] * 8) == CALM
-    assert fits(Phase("steady", used, LIMIT), machine) == (percent <= 97)
+    assert fits(PhaseMemory("steady", used, LIMIT), machine) == (percent <= 97)
     # A host that full is relieved, but the run does not leave.
-    if fits(Phase("steady", 0, 10 * used + 1), machine):
+    if fits(PhaseMemory("steady", 0, 10 * used + 1), machine):
         assert level_of(CALM, 10 * used, 10 * LIMIT) < CRITICAL
 
 
@@ -180,23 +185,23 @@ def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act
 )
 def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, available, action):
     for trimmed, settling in ((False, False), (True, True)):
-        ladder, decision = relieve(Escalation(taken, trimmed, settling), available)
+        ladder, decision = relieve_device(PolicyState(taken, trimmed, settling), available)
         assert (decision.action, decision.way) == (action, "do")
         assert ladder.taken == (taken if action == LEAVE else (*taken, action))
     if action != LEAVE:
         for _ in range(10_000):
-            ladder, undone = decide(ladder, CALM, available)
+            ladder, undone = decide_action(ladder, CALM, available)
             assert undone is None
 
 
 def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
-    ladder, _ = relieve(Escalation(trimmed=True), {SPLIT})
-    ladder, _ = decide(ladder, HIGH, {RECOMPUTE})
-    ladder, decision = decide(ladder, HIGH, {RECOMPUTE})
+    ladder, _ = relieve_device(PolicyState(trimmed=True), {SPLIT})
+    ladder, _ = decide_action(ladder, HIGH, {RECOMPUTE})
+    ladder, decision = decide_action(ladder, HIGH, {RECOMPUTE})
     assert decision.action == RECOMPUTE
     undone = []
     for _ in range(10_000):
-        ladder, decision = decide(ladder, CALM, ())
+        ladder, decision = decide_action(ladder, CALM, ())
         undone += [decision] if decision else []
     assert [(one.action, one.way) for one in undone] == [(RECOMPUTE, "undo")]
     assert ladder.taken == (SPLIT,)
@@ -207,7 +212,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
     assert drive(governor, watching, 3) is None
     found = []
     for _ in range(5):
-        governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
+        governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
         found.append(governor.apply(governor.status(), 3))
     assert found[:4] == [None] * 4
     assert events.actions == FULL_LADDER[1:]
@@ -217,7 +222,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
         "device memory of rank 0 on this host: 64.0 GiB of 80.0 GiB in use"
     )
     assert "failed: CUDA out of memory. Tried to allocate 2.00 GiB. Nothing is left" in need.words
-    assert facts_of(need, governor.taken)["memory"] == "device"
+    assert outcome_facts(need, governor.taken)["memory"] == "device"
     governor.observe(watching.worst())
     assert governor.status() == (0.0,) * 8
 
@@ -227,8 +232,8 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     fuller = governed(Device(sample_at(0.99)))[0]
     governor.observe(watching.worst())
     fuller.observe(fuller._monitor.worst())
-    governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
-    governor._comm.gather = lambda own: [fuller._own_share("device"), own]
+    governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
+    governor._comm.gather = lambda own: [fuller._local_fill("device"), own]
     governor.apply(governor.status(), 7)
     assert "device 40.0 GiB of 80.0 GiB, CUDA out of memory. Tried" in events.told[-1]["message"]
 
@@ -242,12 +247,12 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     ],
 )
 def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(governed, short_of, taken):
-    governor, *_ = governed(Device(), Previous(short_of=short_of))
+    governor, *_ = governed(Device(), PreviousRun(short_of=short_of))
     assert governor.taken == taken
 
 
 def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed):
-    before = Previous(("split_micro_batches", "shrink_buffers"))
+    before = PreviousRun(("split_micro_batches", "shrink_buffers"))
     governor, watching, events = governed(Device(), before)
     assert drive(governor, watching, 1000) is None
     assert governor.taken == ["split_micro_batches"]
@@ -257,15 +262,15 @@ def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed
 def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed):
     governor, watching, _ = governed(Device())
     governor.observe(watching.worst())
-    governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
+    governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
     governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
     assert governor.apply(governor.status(), 1).memory == "device"
 
 
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
     governor, watching, _ = governed(Device())
-    for memory, need in (("device", watching.device_need(SAMPLE)), ("host", watching.need(1))):
-        outcome.write(outcome.stopped("why", 4, facts_of(need, governor.taken)), tmp_path)
+    for memory, need in (("device", watching.device_shortage(SAMPLE)), ("host", watching.need(1))):
+        outcome.write(outcome.stopped("why", 4, outcome_facts(need, governor.taken)), tmp_path)
         assert previous.read(tmp_path).short_of == memory
 
 
@@ -276,7 +281,7 @@ def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
 def test_an_error_is_answered_where_there_is_a_device_and_the_governor_is_on(
     governed, device, mode, answers
 ):
-    assert governed(device, mode=mode)[0].answers_device is answers
+    assert governed(device, mode=mode)[0].handles_device_oom is answers
 
 
 class Rows:
@@ -305,7 +310,9 @@ def rows_that_fit(row_bytes, once_bytes=0, held=30 * GIB, most=64, others=None):
     engine = Rows(held, once_bytes, row_bytes)
     watching = SimpleNamespace(
         device=engine,
-        device_need=lambda sample: SimpleNamespace(words=f"{sample.used_bytes // GIB} GiB in use"),
+        device_shortage=lambda sample: SimpleNamespace(
+            words=f"{sample.used_bytes // GIB} GiB in use"
+        ),
     )
     comm = SimpleNamespace(
         world=SimpleNamespace(local_size=1), max=lambda values: [max(*values, *(others or values))]
@@ -331,7 +338,7 @@ def test_micro_batches_fill_a_device_as_far_as_a_plan_would(once_gib, row_gib, r
     assert found == rows
     if rows < 64:  # one more doubling would need more than plans fill
         needed = (30 + once_gib + 2 * rows * row_gib) * (1 + GPU_SLACK) + 1
-        assert needed > DEVICE.filled * 80
+        assert needed > DEVICE_LIMITS.filled * 80
 
 
 def test_two_rows_are_tried_only_where_every_rank_has_room_for_them():
@@ -384,7 +391,7 @@ class NVMLError(Exception):
 def test_a_driver_that_does_not_tell_utilization_is_asked_once(monkeypatch, caplog, answer):
     utilization, asked = refusing(answer)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    gpu = Gpu(torch.device("cuda", 3))
+    gpu = GpuMemory(torch.device("cuda", 3))
     with caplog.at_level("INFO", "hpc_tune"):
         assert [gpu.utilization() for _ in range(5)] == [None] * 5
     assert asked == [torch.device("cuda", 3)]
@@ -395,14 +402,14 @@ def test_a_driver_that_does_not_tell_utilization_is_asked_once(monkeypatch, capl
 def test_a_driver_that_tells_utilization_is_asked_each_time(monkeypatch):
     utilization, asked = refusing(73)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    gpu = Gpu(torch.device("cuda", 0))
+    gpu = GpuMemory(torch.device("cuda", 0))
     assert [gpu.utilization() for _ in range(3)] == [0.73] * 3
     assert len(asked) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what torch raises without a GPU")
 def test_what_torch_itself_raises_without_a_driver_is_no_error():
-    assert Gpu(torch.device("cuda", 0)).utilization() is None
+    assert GpuMemory(torch.device("cuda", 0)).utilization() is None
 
 
 @pytest.mark.parametrize(
@@ -419,11 +426,11 @@ def test_what_torch_itself_raises_without_a_driver_is_no_error():
 )
 def test_an_allocation_that_fails_is_the_devices_or_the_hosts(error, of_device):
     assert is_out_of_memory(error)
-    assert is_of_a_device(error) is of_device
+    assert is_device_error(error) is of_device
 
 
 def test_of_torchs_words_those_remain_that_tell_what_failed():
-    assert what_failed(torch.OutOfMemoryError(ERROR)) == (
+    assert describe_failed_allocation(torch.OutOfMemoryError(ERROR)) == (
         "CUDA out of memory. Tried to allocate 2.00 GiB"
     )
-    assert what_failed(torch.OutOfMemoryError("")) == "OutOfMemoryError"
+    assert describe_failed_allocation(torch.OutOfMemoryError("")) == "OutOfMemoryError"

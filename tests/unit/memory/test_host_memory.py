@@ -7,7 +7,7 @@ import pytest
 
 from hpc_tune.memory import host
 from hpc_tune.memory.host import (
-    MACHINE,
+    MACHINE_SOURCE,
     HostLimit,
     Usage,
     find_limit,
@@ -249,7 +249,7 @@ def test_without_a_counter_nobody_was_killed(machine):
 
 
 def test_without_a_group_what_is_not_available_counts(machine):
-    assert used_bytes(HostLimit(RAM, MACHINE), machine.proc) == 112 * GIB
+    assert used_bytes(HostLimit(RAM, MACHINE_SOURCE), machine.proc) == 112 * GIB
 
 
 def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
@@ -274,7 +274,7 @@ def test_a_limit_for_the_job_without_a_group_counts_its_ranks_alone(machine):
 
 
 def test_what_is_read_often_is_the_same(machine):
-    usage = Usage(HostLimit(RAM, MACHINE), machine.proc)
+    usage = Usage(HostLimit(RAM, MACHINE_SOURCE), machine.proc)
     page = os.sysconf("SC_PAGESIZE")
     assert usage.used_bytes() == 112 * GIB
     assert usage.own_pages() == (200 * page, 200 * page)
@@ -363,7 +363,7 @@ def test_a_sum_of_groups_below_is_asked_for_by_what_the_ranks_did_not_take(tmp_p
         folder.mkdir(parents=True)
     (proc / str(os.getpid())).symlink_to(proc / "self")
     asked, now_s = [], 100.0
-    monkeypatch.setattr(host, "_sum_below", asked.append)
+    monkeypatch.setattr(host, "_refresh_sums_below", asked.append)
     monkeypatch.setattr(host.time, "monotonic", lambda: now_s)
 
     def now(charged_mib, ranks_mib):

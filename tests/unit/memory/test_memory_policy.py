@@ -6,16 +6,16 @@ import pytest
 
 from hpc_tune.memory.policy import (
     Action,
-    Escalation,
     Level,
-    decide,
+    PolicyState,
+    decide_action,
     free_bytes_below,
     growth_per_step,
-    lasting_rate,
     level_of,
     must_leave,
     next_actions_after_oom,
     reserved_bytes,
+    sustained_rate,
 )
 
 GIB = 1 << 30
@@ -121,7 +121,7 @@ def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
     ],
 )
 def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action):
-    after, decision = decide(Escalation(taken, trimmed), level, available)
+    after, decision = decide_action(PolicyState(taken, trimmed), level, available)
     assert (decision.action if decision else None) == action
     if action in ALL:
         assert after.taken == (*taken, action)
@@ -131,10 +131,10 @@ def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action
 
 def climb(levels, ladder=None):
     """Return the ladder and the decisions for a series of levels; SPLIT can be taken twice."""
-    ladder, done = ladder or Escalation(), []
+    ladder, done = ladder or PolicyState(), []
     for level in levels:
         available = {a for a in ALL if ladder.taken.count(a) < (2 if a == SPLIT else 1)}
-        ladder, decision = decide(ladder, level, available)
+        ladder, decision = decide_action(ladder, level, available)
         done.append(None if decision is None else (decision.way, decision.action))
     return ladder, done
 
@@ -150,7 +150,7 @@ def test_each_action_has_a_step_to_show_what_it_gives():
 def test_a_settling_action_is_not_waited_for_when_the_limit_is_near():
     ladder, _ = climb([HIGH])
     assert ladder.settling
-    assert decide(ladder, WILL_EXCEED, ALL)[1].action == LEAVE
+    assert decide_action(ladder, WILL_EXCEED, ALL)[1].action == LEAVE
 
 
 def test_what_was_taken_is_undone_after_a_long_calm_the_last_first():
@@ -173,11 +173,11 @@ def test_a_moment_of_pressure_begins_the_calm_anew():
 
 
 def test_a_run_that_swings_changes_ever_more_rarely():
-    ladder, changes = Escalation(), []
+    ladder, changes = PolicyState(), []
     for _ in range(40):  # without the action it is tight, with it calm
         level = CALM if SHRINK in ladder.taken else TIGHT
         for _ in range(200):
-            ladder, decision = decide(ladder, level, {SHRINK} - set(ladder.taken))
+            ladder, decision = decide_action(ladder, level, {SHRINK} - set(ladder.taken))
             changes.append(decision is not None and decision.action == SHRINK)
             level = CALM if SHRINK in ladder.taken else TIGHT
     assert sum(changes) <= 2 * 7 + 1
@@ -241,8 +241,8 @@ def test_samples_that_come_faster_near_the_limit_do_not_make_one_allocation_a_le
     times_s = [0, 0.1, 0.2, 0.3, 0.32, 0.34, 0.36, 0.38, 0.4]
     used_mib = [300, 300, 300, 300, 340, 380, 420, 460, 500]
     samples = [(t, used * MIB) for t, used in zip(times_s, used_mib, strict=True)]
-    assert lasting_rate(samples) == 0
-    assert lasting_rate(samples[3:]) == pytest.approx(2000 * MIB)
+    assert sustained_rate(samples) == 0
+    assert sustained_rate(samples[3:]) == pytest.approx(2000 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_comes_and_goes_does_not_grow(cycle_mib, num_samples):
     for begins_at in range(len(cycle_mib)):
         used = islice(cycle(cycle_mib), begins_at, begins_at + num_samples)
         samples = [(n / 10, mib * MIB) for n, mib in enumerate(used)]
-        assert lasting_rate(samples) == 0, samples
+        assert sustained_rate(samples) == 0, samples
 
 
 @pytest.mark.parametrize("period_s", [0.05, 0.1, 0.2, 0.3, 0.5])

@@ -104,7 +104,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
 def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
     needs = []
     watching = Monitor(None, mode="on")
-    watching.expect(expected * MIB)
+    watching.expect_usage(expected * MIB)
     watching.start(needs.append)
     for used in range(100, peak + 1, 10):  # 500 MiB/s
         host.used = used * MIB
@@ -153,7 +153,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
 ):
     host.used = used_mib * MIB
     watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
-    assert watching.admit(asked_mib * MIB, "a copy") is admitted
+    assert watching.can_allocate(asked_mib * MIB, "a copy") is admitted
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
     host.used = used_mib * MIB
     watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
     watching._leave = needs.append
-    watching.ensure(taken_mib * MIB)
+    watching.require_bytes(taken_mib * MIB)
     assert len(needs) == leaves
     if leaves:
         assert "125 MiB more on each would not fit" in needs[0].words
@@ -202,7 +202,7 @@ def test_switched_off_it_does_nothing(host):
 
 
 def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
-    file = heartbeat.path_of(tmp_path, 3)
+    file = heartbeat.heartbeat_path(tmp_path, 3)
     file.parent.mkdir()
     beat = heartbeat.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
     watching = Monitor(None, mode="observe", heartbeat=beat)
@@ -216,7 +216,7 @@ def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
 
 
 def leave_words(run_dir, **changed):
-    file = heartbeat.path_of(run_dir, 0)
+    file = heartbeat.heartbeat_path(run_dir, 0)
     file.parent.mkdir(exist_ok=True)
     said = {
         "time": 1.0,
@@ -260,8 +260,8 @@ def test_the_kernels_counter_is_proof(tmp_path):
 
 def test_words_that_cannot_be_read_are_none(tmp_path):
     leave_words(tmp_path)
-    heartbeat.path_of(tmp_path, 1).write_text("{")
-    heartbeat.path_of(tmp_path, 2).write_text('{"time": 1}')
+    heartbeat.heartbeat_path(tmp_path, 1).write_text("{")
+    heartbeat.heartbeat_path(tmp_path, 2).write_text('{"time": 1}')
     assert len(heartbeat.read(tmp_path)) == 1
     heartbeat.clear(tmp_path)
     assert previous.read(tmp_path).death is None

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_tune.model.adapter_copies import AdapterCopies
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.four_bit import FourBitLinear
 from hpc_tune.model.lora_linear import use_lora_linear
 
@@ -61,7 +61,7 @@ def adapted(family, method):
 
 
 def blocks_of(model):
-    return list(block_list(model))
+    return list(find_blocks(model))
 
 
 def with_own_layers(model):
@@ -85,7 +85,7 @@ def quantised(model):
     """Return a copy whose base layers in the blocks are in 4 bits."""
     from bitsandbytes.functional import quantize_4bit
 
-    from hpc_tune.model.four_bit import _SCALES, _quantised_scales
+    from hpc_tune.model.four_bit import _SCALE_NAMES, _quantise_scales
 
     model = in_bf16(model)
     for block in blocks_of(model):
@@ -94,8 +94,8 @@ def quantised(model):
                 packed = FourBitLinear(layer.base_layer, torch.bfloat16)
                 codes, state = quantize_4bit(layer.base_layer.weight.data, quant_type="nf4")
                 packed.weight.data = codes
-                values = _quantised_scales(state.absmax)
-                for name, value in zip(_SCALES, values, strict=True):
+                values = _quantise_scales(state.absmax)
+                for name, value in zip(_SCALE_NAMES, values, strict=True):
                     packed.get_buffer(name).copy_(value)
                 layer.base_layer = packed
     return model

@@ -7,12 +7,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hpc_tune.batch import empty_batch
 from hpc_tune.model.balance import (
     RouterSums,
-    _is_understood,
-    _score_of,
+    _infer_score,
+    _is_known_output,
     balance_loss,
-    load_of,
+    count_expert_tokens,
     real_tokens,
-    tokens_of_experts,
+    summarise_load,
     z_loss,
 )
 
@@ -30,7 +30,7 @@ def real(*lengths):
 
 def balance(logits_NE, real_BT, score="softmax", chosen=CHOSEN):
     chosen_NK = logits_NE.topk(chosen).indices
-    counts_BE = tokens_of_experts(chosen_NK, real_BT, logits_NE.shape[1])
+    counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
     return balance_loss(logits_NE, counts_BE, chosen, real_BT, score)
 
 
@@ -73,7 +73,7 @@ def test_rows_add_up_whatever_their_company_and_padding():
         row[length:] = float("nan")
     spoiled = spoiled.view(-1, EXPERTS)
     chosen_NK = logits_NE.topk(CHOSEN).indices
-    counts_BE = tokens_of_experts(chosen_NK, real(*lengths), EXPERTS)
+    counts_BE = count_expert_tokens(chosen_NK, real(*lengths), EXPERTS)
     found = balance_loss(spoiled, counts_BE, CHOSEN, real(*lengths), "softmax")
     assert found.item() == pytest.approx(together[0].item(), rel=1e-6)
 
@@ -100,7 +100,7 @@ def test_no_gradient_is_nan_where_an_expert_starves_or_a_batch_is_empty(score):
     logits_NE[:, 2] = -1e4
     logits_NE.requires_grad_()
     chosen_NK = logits_NE.topk(CHOSEN).indices
-    assert tokens_of_experts(chosen_NK, real(TOKENS), EXPERTS)[0, 2] == 0
+    assert count_expert_tokens(chosen_NK, real(TOKENS), EXPERTS)[0, 2] == 0
     for real_BT in (real(TOKENS), real(0), real(1)):
         logits_NE.grad = None
         loss = balance(logits_NE, real_BT, score) + z_loss(logits_NE, real_BT)
@@ -117,7 +117,7 @@ def test_padding_and_empty_batches_have_no_real_tokens():
 def test_tokens_of_experts_are_counted_by_row():
     chosen_NK = torch.tensor([[0, 1], [0, 2], [3, 0], [1, 2]])
     real_BT = torch.tensor([[True, True], [True, False]])
-    assert tokens_of_experts(chosen_NK, real_BT, 4).tolist() == [[2, 1, 1, 0], [1, 0, 0, 1]]
+    assert count_expert_tokens(chosen_NK, real_BT, 4).tolist() == [[2, 1, 1, 0], [1, 0, 0, 1]]
 
 
 def router(name, normalises=True, scale=1.0, chosen=2):
@@ -133,24 +133,24 @@ def router(name, normalises=True, scale=1.0, chosen=2):
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_what_routers_weigh_by_is_seen_from_what_they_return(name):
     for normalises, scale in ((True, 1.0), (False, 1.0), (True, 2.5), (False, 2.5)):
-        assert _score_of(*router(name, normalises, scale)) == name
-    assert _score_of(*router(name, normalises=False, chosen=1)) == name
+        assert _infer_score(*router(name, normalises, scale)) == name
+    assert _infer_score(*router(name, normalises=False, chosen=1)) == name
 
 
 def test_routers_that_return_something_else_are_not_understood():
     logits_NE, weights_NK, chosen_NK = router("squares")
-    assert _score_of(logits_NE, weights_NK, chosen_NK) == ""
-    assert _score_of(*router("softmax", chosen=1)) == ""  # all weights are 1
+    assert _infer_score(logits_NE, weights_NK, chosen_NK) == ""
+    assert _infer_score(*router("softmax", chosen=1)) == ""  # all weights are 1
     for out in ((weights_NK, logits_NE), logits_NE, (logits_NE, weights_NK, logits_NE), None):
-        assert not _is_understood(out)
-    assert _is_understood((logits_NE, weights_NK, chosen_NK))
-    assert not _is_understood((logits_NE, weights_NK, chosen_NK - 9))
+        assert not _is_known_output(out)
+    assert _is_known_output((logits_NE, weights_NK, chosen_NK))
+    assert not _is_known_output((logits_NE, weights_NK, chosen_NK - 9))
 
 
 def test_the_load_of_a_step_in_numbers():
     counts = [[30, 10, 0, 0], [4, 4]]  # 3 x the mean of its layer; 2 of 6 without a token
-    found = load_of(RouterSums(50.0, 0.0, counts), num_tokens=20)
+    found = summarise_load(RouterSums(50.0, 0.0, counts), num_tokens=20)
     assert found == {"largest": 3.0, "unused": 2 / 6, "aux_loss": 2.5}
-    nothing = load_of(RouterSums(0.0, 8.0, [[0, 0]]), num_tokens=0)
+    nothing = summarise_load(RouterSums(0.0, 8.0, [[0, 0]]), num_tokens=0)
     assert nothing == {"largest": 0.0, "unused": 1.0, "z_loss": 8.0}
-    assert load_of(None, 5) is None
+    assert summarise_load(None, 5) is None

@@ -7,13 +7,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.experts import kinds_of, routers_of, stacks_of
-from hpc_tune.model.shrink import shrunk
+from hpc_tune.model.experts import find_routers, find_stacks, group_parameters
+from hpc_tune.model.shrink import shrink_config
 from tests.support.mixtures import write_mixture
 
 
 def model_of(kind, **fields):
-    config = shrunk(AutoConfig.for_model(kind, **fields), 8)
+    config = shrink_config(AutoConfig.for_model(kind, **fields), 8)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -21,9 +21,9 @@ def model_of(kind, **fields):
 @pytest.mark.parametrize("kind", ["llama", "rwkv", "recurrent_gemma", "falcon_mamba"])
 def test_a_dense_model_has_neither_whatever_shapes_its_tensors_have(kind):
     model = model_of(kind)
-    assert list(stacks_of(model)) == []
-    assert routers_of(model) == {}
-    assert kinds_of(model) == {}
+    assert list(find_stacks(model)) == []
+    assert find_routers(model) == {}
+    assert group_parameters(model) == {}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_a_dense_model_has_neither_whatever_shapes_its_tensors_have(kind):
 )
 def test_experts_and_routers_of_a_mixture_are_found(kind, fields, routers):
     model = model_of(kind, **fields)
-    assert len({path.split(".")[2] for path, _ in stacks_of(model)}) == 2  # in both layers
-    assert {path.rpartition(".")[2] for path in routers_of(model)} == routers
-    kinds = kinds_of(model)
+    assert len({path.split(".")[2] for path, _ in find_stacks(model)}) == 2  # in both layers
+    assert {path.rpartition(".")[2] for path in find_routers(model)} == routers
+    kinds = group_parameters(model)
     routed = sum(p.numel() for p, kind in kinds.items() if kind == "routed experts")
     assert routed > sum(p.numel() for p, kind in kinds.items() if kind == "attention") > 0
     assert all(p.dim() <= 2 for p, kind in kinds.items() if kind == "routers")
@@ -63,7 +63,7 @@ def test_names_that_files_give_single_experts_are_refused_with_the_name_of_all(t
     ],
 )
 def test_a_rank_of_experts_that_no_target_names_is_refused_with_their_names(kind, advice, tmp_path):
-    shrunk(AutoConfig.for_model(kind), 8).save_pretrained(tmp_path)
+    shrink_config(AutoConfig.for_model(kind), 8).save_pretrained(tmp_path)
     tune = TuneConfig(targets=["all-linear"], expert_rank=4)
     with pytest.raises(ConfigError) as error:
         build(tmp_path, torch.float32, tune, 0, weights=False)

@@ -14,8 +14,8 @@ from hpc_tune.engine.zero.state import fill_parameter
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.finite import first_not_finite
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.finite import find_non_finite
+from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import reserve_nothing
 
@@ -26,23 +26,23 @@ NAME = "model.layers.2.self_attn.k_proj.weight"
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_first_value_that_is_not_finite_is_found_wherever_it_is(dtype, value):
     whole = torch.randn(257, 12).to(dtype)
-    assert first_not_finite(whole) is None
+    assert find_non_finite(whole) is None
     for row, column in ((0, 0), (130, 5), (256, 11)):
         tensor = whole.clone()
         tensor[row, column] = value
         tensor[256, 11] = value
         for view, at in ((tensor, (row, column)), (tensor.t(), None), (tensor[:, :], None)):
-            found = first_not_finite(view)
+            found = find_non_finite(view)
             assert found is not None
             assert view[found.at].isfinite().item() is False
             assert str(found.value) == str(value)
             assert at is None or found.at == at
-    assert first_not_finite(torch.tensor(value, dtype=dtype)).at == ()
+    assert find_non_finite(torch.tensor(value, dtype=dtype)).at == ()
 
 
 def test_what_has_no_values_or_no_fractions_is_finite():
     for tensor in (torch.empty(0, 3), torch.arange(5), torch.zeros(2, dtype=torch.uint8)):
-        assert first_not_finite(tensor) is None
+        assert find_non_finite(tensor) is None
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_an_adapter_to_begin_with_that_is_not_finite_is_named(tiny, tmp_path):
         )
     adapted.save_pretrained(tmp_path / "adapter")
     built = build(tiny, torch.float32, TuneConfig(rank=4, alpha=6.0), 0)
-    built = start_from(built, tmp_path / "adapter")
+    built = use_init_adapter(built, tmp_path / "adapter")
     allocate(built.module, torch.device("cpu"))
     with pytest.raises(
         DataError, match=r"adapter_model.safetensors: .*lora_B.* has nan at \[3, 1\]"

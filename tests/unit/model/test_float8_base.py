@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model import float8_base
 from hpc_tune.model.adapter_copies import AdapterCopies
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.float8_base import Float8Linear, Float8Stack, float8_rows
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.packed_base import packed_weights
+from hpc_tune.model.packed_base import find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout
@@ -142,14 +142,14 @@ def test_products_are_those_of_the_rounded_values(tmp_path, dtype, in_float8):
 
 
 def test_the_trial_of_products_is_right_on_this_torch():
-    assert float8_base.trial(torch.device("cpu"), torch.bfloat16) < 5e-3
+    assert float8_base.measure_float8_error(torch.device("cpu"), torch.bfloat16) < 5e-3
 
 
 def test_wrong_products_are_not_used(monkeypatch):
     class Card:
         has_float8, gfx = True, ""
 
-    monkeypatch.setattr(float8_base, "architecture_of", lambda device: Card())
+    monkeypatch.setattr(float8_base, "find_architecture", lambda device: Card())
     device = torch.device("cpu")
     assert not float8_base.no_float8_products.__wrapped__(device, torch.bfloat16)
     whole = torch._scaled_mm
@@ -199,7 +199,7 @@ def test_a_step_is_that_of_stock_peft_on_the_rounded_weights(base, method):
     for name, parameter in trained:
         saved = name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
         parameter.data.copy_(by_saved[saved].data)
-    copies, blocks = AdapterCopies(), list(block_list(built.module))
+    copies, blocks = AdapterCopies(), list(find_blocks(built.module))
     copies.keep(blocks, use_lora_linear(blocks, shares_inputs=True))
     copies.refresh()
     logits, grads = step_of(built.module.causal_lm(), built.module.named_parameters())
@@ -224,7 +224,7 @@ def test_layers_together_multiply_in_float8_as_each_by_itself(base):
         for layer in one.modules():
             if isinstance(layer, Float8Linear):
                 layer.multiplies_float8 = in_float8
-        use_lora_linear(list(block_list(one)), shares_inputs=together)
+        use_lora_linear(list(find_blocks(one)), shares_inputs=together)
         trained = [(n, p) for n, p in one.named_parameters() if p.requires_grad]
         found.append(step_of(one.causal_lm(), trained))
     exact, together, apart = found
@@ -244,7 +244,7 @@ def distance(grads, wanted):
 
 def test_a_base_of_fp32_files_has_the_same_bytes_whatever_is_computed_in(base):
     found = [
-        {name: built.module.get_parameter(name) for name, _ in packed_weights(built.module)}
+        {name: built.module.get_parameter(name) for name, _ in find_packed_weights(built.module)}
         for built in (loaded(base, FP8, dtype) for dtype in (torch.float32, torch.bfloat16))
     ]
     assert load_file(base / "model.safetensors")["model.norm.weight"].dtype == torch.float32
@@ -260,7 +260,7 @@ def test_the_bytes_of_a_float8_base_are_counted_before_they_exist(base):
     built = loaded(base, FP8, torch.bfloat16)
     held = sum(p.nbytes for p in built.module.parameters() if not p.requires_grad)
     assert held == packed.frozen_bytes
-    linears = [layer for _, layer in packed_weights(built.module)]
+    linears = [layer for _, layer in find_packed_weights(built.module)]
     saved = sum(layer.num_values - 16 * layer.out_features for layer in linears)
     assert whole.frozen_bytes - packed.frozen_bytes == saved
     state = 4 * packed.trained_bytes
@@ -275,7 +275,7 @@ def test_experts_are_those_of_the_rounded_values(tmp_path, family):
     packed = loaded(tmp_path, tune)
     plain = loaded(tmp_path, TuneConfig(rank=4, alpha=8.0, targets=targets))
     weights, stacks = dict(plain.module.named_parameters()), 0
-    for name, layer in packed_weights(packed.module):
+    for name, layer in find_packed_weights(packed.module):
         values = layer.unpack(packed.module.get_parameter(name))
         assert (values - weights[name]).norm() <= 0.04 * weights[name].norm()
         weights[name].data.copy_(values)

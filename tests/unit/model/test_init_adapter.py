@@ -18,7 +18,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import SHAPE, write_tiny
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.load import allocate, load_weights
 from tests.support.mixtures import write_mixture
 
@@ -49,7 +49,7 @@ def started(tiny, directory, method="lora", **settings):
     """Our model with the adapter of ``directory``."""
     tune = TuneConfig(method=method, rank=4, alpha=6.0, **settings)
     built = build(tiny, torch.float32, tune, 0)
-    built = start_from(built, directory)
+    built = use_init_adapter(built, directory)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
     return built.module.eval()
@@ -125,7 +125,7 @@ def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):
     stock(tiny).save_pretrained(tmp_path)
     tune = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["q_proj"])
     with pytest.raises(ConfigError, match="it has base_model.* which this run does not have"):
-        start_from(build(tiny, torch.float32, tune, 0), tmp_path)
+        use_init_adapter(build(tiny, torch.float32, tune, 0), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
-from hpc_tune.model.language import language_model, read_config
+from hpc_tune.model.language import make_language_model, read_config
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
@@ -126,7 +126,7 @@ def deepseek(tmp_path_factory):
 def test_any_region_of_a_stack_of_float8_experts_is_what_they_stand_for(deepseek):
     directory, meant = deepseek
     index = index_model_directory(directory)
-    language_model(read_config(directory), directory, torch.float32, index)
+    make_language_model(read_config(directory), directory, torch.float32, index)
     path = "model.layers.1.mlp.experts"
     experts = [f"{path}.{number}" for number in range(8)]
     gates, ups, downs = (

@@ -9,10 +9,10 @@ from hpc_tune.model import blocks, varlen_attention
 from hpc_tune.model.blocks import use_own_layers
 from hpc_tune.model.kernels import (
     Kernels,
-    choose,
+    choose_kernels,
     kernels_of,
-    why_one_by_one,
-    windows_of,
+    layer_windows,
+    why_experts_loop,
 )
 from hpc_tune.model.loss import LossModel
 
@@ -49,23 +49,23 @@ LLAMA = {
 def test_what_is_used_on_which_device(device, compiled, windows, why, no_window, chosen):
     attention, window, norm, swiglu, mask_reason = chosen
     wanted = Kernels(attention, window, norm, swiglu, "own", mask_reason)
-    assert choose(device, compiled, windows, why, no_window) == wanted
+    assert choose_kernels(device, compiled, windows, why, no_window) == wanted
 
 
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
         (
-            choose("cuda", False, True),
+            choose_kernels("cuda", False, True),
             "attention varlen (torch.nn.attention.varlen); norms F.rms_norm, SwiGLU own, LoRA own",
         ),
         (
-            choose("cpu", False, True),
+            choose_kernels("cpu", False, True),
             "attention document by document (hpc_tune's tiles), sliding windows with a mask of "
             "tokens x tokens; norms own, SwiGLU own, LoRA own",
         ),
         (
-            choose("cpu", True, False),
+            choose_kernels("cpu", True, False),
             "attention with a mask of tokens x tokens for each packed row: train.compile=true; "
             "norms transformers, SwiGLU transformers, LoRA own",
         ),
@@ -118,7 +118,7 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
     assert (found.attention, found.window) == ("varlen", "mask")
     assert found.mask_reason == "windows are wrong"
     assert tried[1:] == [(GPU, torch.bfloat16, 128, 4, None), (GPU, torch.bfloat16, 128, 4, 70)]
-    assert kernels_of(llama, torch.bfloat16, False, CPU) == choose("cpu", False, True)
+    assert kernels_of(llama, torch.bfloat16, False, CPU) == choose_kernels("cpu", False, True)
     assert len(tried) == 3
 
 
@@ -137,7 +137,7 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
     ],
 )
 def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
-    assert windows_of(SimpleNamespace(num_hidden_layers=2, **said)) == windows
+    assert layer_windows(SimpleNamespace(num_hidden_layers=2, **said)) == windows
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
 )
 def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capability, dtype, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert why_one_by_one(dtype, CPU) == ""
-    why = why_one_by_one(dtype, GPU)
+    assert why_experts_loop(dtype, CPU) == ""
+    why = why_experts_loop(dtype, GPU)
     assert why.endswith(found)
     said = str(Kernels("varlen", None, "F.rms_norm", "own", one_by_one=why))
     assert ("experts one by one: torch groups their products" in said) == bool(found)
@@ -162,7 +162,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
 @pytest.mark.parametrize(
     "kernels",
     [
-        choose(*of)
+        choose_kernels(*of)
         for of in [
             ("cpu", False, True),
             ("cpu", True, False),

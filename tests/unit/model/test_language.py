@@ -16,10 +16,10 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import name_as_in_whole, start_from
-from hpc_tune.model.language import read_config, read_shape, stock_class
+from hpc_tune.model.init_adapter import use_init_adapter, use_whole_model_names
+from hpc_tune.model.language import read_config, read_language_config, stock_class
 from hpc_tune.model.load import allocate, load_trained, load_weights
-from hpc_tune.model.stock import write_small
+from hpc_tune.model.stock import write_small_model
 from hpc_tune.model.weights import index_checkpoint
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since, skip_without
@@ -45,7 +45,7 @@ def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     kind = request.param.removesuffix("-whole")
     skip_without(kind)
-    write_small(AutoConfig.for_model(kind, **KINDS[request.param]), folder)
+    write_small_model(AutoConfig.for_model(kind, **KINDS[request.param]), folder)
     is_whole = "architectures" in KINDS[request.param]
     assert not is_whole or any("visi" in name or "visual" in name for name in stored(folder))
     write_tiny(folder / "tiny")
@@ -116,14 +116,14 @@ def test_an_adapter_of_a_language_model_by_itself_is_where_training_begins(tmp_p
     """As the Trainer saves it of Qwen3.5, which it loads without the part for images."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
-    write_small(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
+    write_small_model(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
     module = trained(base, METHODS["lora"], tmp_path / "step")
     export_adapter(tmp_path / "step", METHODS["lora"], base, adapter)
     file = adapter / "adapter_model.safetensors"
     alone = {name.replace(".language_model.", "."): t for name, t in load_file(file).items()}
     assert any(name.startswith("base_model.model.model.layers.0.") for name in alone)
     save_file(alone, file, metadata={"format": "pt"})
-    built = start_from(build(base, torch.float32, METHODS["lora"], 0), adapter)
+    built = use_init_adapter(build(base, torch.float32, METHODS["lora"], 0), adapter)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
     tokens = row(docs()[1])
@@ -133,7 +133,7 @@ def test_an_adapter_of_a_language_model_by_itself_is_where_training_begins(tmp_p
 def test_a_checkpoint_of_before_its_model_was_a_part_of_a_whole_is_read(tmp_path):
     base, step = tmp_path / "base", tmp_path / "step"
     base.mkdir()
-    write_small(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
+    write_small_model(AutoConfig.for_model("qwen3_5", **KINDS["qwen3_5-whole"]), base)
     module = trained(base, METHODS["lora"], step)
     now = export_merged(step, METHODS["lora"], base, tmp_path / "now")
     for file in step.glob("rank-*.safetensors"):
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_before_its_model_was_a_part_of_a_whole_is_read(tmp_path
     wanted = dict(module.named_parameters())
     assert all(torch.equal(p, wanted[n]) for n, p in built.module.named_parameters())
     index = index_checkpoint(step)
-    name_as_in_whole(index, built.names)
+    use_whole_model_names(index, built.names)
     index.require(f"exp_avg.{name}" for name in built.saved_names.values())
     then = stored(export_merged(step, METHODS["lora"], base, tmp_path / "then"))
     assert all(torch.equal(tensor, then[name]) for name, tensor in stored(now).items())
@@ -177,7 +177,7 @@ def test_what_is_left_as_it_is_is_named(base):
 def test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same(tmp_path, alike):
     """transformers does so; a head of its own would be lost in silence."""
     (tmp_path / "base").mkdir()
-    write_small(AutoConfig.for_model("gemma2"), tmp_path / "base")
+    write_small_model(AutoConfig.for_model("gemma2"), tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"].clone()
@@ -211,7 +211,7 @@ def test_classes_that_config_json_does_not_name_as_a_list_are_not_looked_at(tmp_
 def test_a_model_for_sound_is_refused_by_name(tmp_path):
     AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path)
     with pytest.raises(DataError, match="a qwen2_audio model has parts for other things than text"):
-        read_shape(tmp_path)
+        read_language_config(tmp_path)
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.adapter_copies import AdapterCopies
-from hpc_tune.model.lora_linear import adapter, use_lora_linear
+from hpc_tune.model.lora_linear import adapter_weight, use_lora_linear
 
 
 class Block(nn.Module):
@@ -290,7 +290,7 @@ def test_copies_are_made_once_for_each_change():
     copies, blocks = AdapterCopies(), list(net.base_model.model)
     copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
     copies.refresh()
-    first, weight = groups[0].a_SI, adapter(groups[0].layers[0], "A")
+    first, weight = groups[0].a_SI, adapter_weight(groups[0].layers[0], "A")
     assert len({group.a_SI.untyped_storage().data_ptr() for group in groups}) == 1
     before = weight.bfloat16()
     assert torch.equal(first[:4], before)

@@ -78,7 +78,7 @@ def test_a_compiled_loss_is_that_of_the_operations_one_by_one(frozen, dtype):
         hidden_ND = hidden_ND.to(dtype).requires_grad_()
         trained = [hidden_ND, *([] if frozen else head.parameters())]
         found = []
-        for kernels in (loss.EAGER, compiled.logits_kernels):
+        for kernels in (loss.EAGER_KERNELS, compiled.logits_kernels):
             losses_N = token_losses(hidden_ND, head, labels_N, config(), kernels=kernels)
             found.append([losses_N, *torch.autograd.grad(losses_N.sum() / 3, trained)])
         near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}

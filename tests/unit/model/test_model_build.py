@@ -17,10 +17,10 @@ from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import LocalRegion, build, compute_dtype
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
-from hpc_tune.model.language import read_shape
+from hpc_tune.model.language import read_language_config
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import reserve_nothing
@@ -369,7 +369,7 @@ def test_the_identity_is_of_the_base_whatever_is_trained_in_whatever_dtype(tiny,
 def test_the_decoder_blocks_are_found_in_order_with_and_without_adapters(tiny):
     for tune in (TuneConfig(), TuneConfig(method="full")):
         built = build(tiny, torch.float32, tune, 0)
-        blocks = block_list(built.module)
+        blocks = find_blocks(built.module)
         assert list(blocks) == list(built.module.causal_lm().model.layers)
 
 
@@ -402,24 +402,24 @@ def test_a_directory_that_is_none_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = rf"models/mine: no such directory in {tmp_path}; nor is .* in the hub's cache.* It must"
     with pytest.raises(DataError, match=here):
-        read_shape(Path("models/mine"))
+        read_language_config(Path("models/mine"))
     with pytest.raises(DataError, match=r"no such directory.*hf download"):
-        read_shape(tmp_path / "meta-llama" / "Llama-3")
+        read_language_config(tmp_path / "meta-llama" / "Llama-3")
     with pytest.raises(DataError, match=r"no config\.json in it"):
-        read_shape(tmp_path)
+        read_language_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "nonsense"}', "[]"])
 def test_a_config_that_is_none_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DataError, match=r"config\.json cannot be used"):
-        read_shape(tmp_path)
+        read_language_config(tmp_path)
 
 
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
     CONFIG_MAPPING["t5"]().save_pretrained(tmp_path)
     with pytest.raises(DataError, match="model_type t5 is not a causal LM"):
-        read_shape(tmp_path)
+        read_language_config(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tiny, tmp_path):

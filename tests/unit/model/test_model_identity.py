@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import save_file
 
-from hpc_tune.model.identity import sample_of
+from hpc_tune.model.identity import fingerprint_weights
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -12,7 +12,7 @@ def sampled(folder, *files):
     paths = [folder / f"{number}.safetensors" for number in range(len(files))]
     for path, tensors in zip(paths, files, strict=True):
         save_file(tensors, path)
-    return sample_of(TensorIndex(paths))
+    return fingerprint_weights(TensorIndex(paths))
 
 
 def test_one_changed_tensor_makes_another_model_and_other_files_do_not(tmp_path):

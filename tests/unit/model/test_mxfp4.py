@@ -67,7 +67,7 @@ def test_any_region_is_what_transformers_makes_of_the_blocks(tmp_path, monkeypat
     wanted = convert_moe_packed_tensors(blocks, scales)
     assert index.stored == [STACK]
     assert index.shapes[STACK] == tuple(wanted.shape) == (EXPERTS, 32 * GROUPS, ROWS)
-    assert index.mapped(STACK, torch.bfloat16) is None
+    assert index.map_pages(STACK, torch.bfloat16) is None
     draw = random.Random(7)
     boxes = [[(0, size) for size in wanted.shape]]
     boxes += [[sorted(draw.sample(range(n + 1), 2)) for n in wanted.shape] for _ in range(60)]

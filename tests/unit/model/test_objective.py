@@ -6,17 +6,17 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from hpc_tune.batch import Pairs, empty_batch
+from hpc_tune.batch import PreferencePairs, empty_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.objective import (
     LogProbabilities,
     Preference,
     PreferenceSums,
     TokenSum,
-    before_learning,
+    format_measures,
     log_probabilities,
-    objective_of,
-    said,
+    make_objective,
+    zero_rewards,
 )
 
 # Two pairs, of 2 + 1 and of 3 + 2 tokens with loss.
@@ -27,7 +27,7 @@ REFERENCE = [[-2.5, -0.5], [-3.0, -2.25]]
 
 
 def batch_of(counts=COUNTS, desirable=(), kl=0.0):
-    pairs = Pairs(
+    pairs = PreferencePairs(
         torch.tensor(counts),
         torch.tensor(REFERENCE),
         torch.tensor(desirable, dtype=torch.bool),
@@ -154,7 +154,7 @@ def test_of_equal_rewards_none_is_right():
 
 def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
     sums = PreferenceSums(0.7, 3, 1e-6, 2e-6, -9.0, -8.0, 4, 4, 20, 20, 1e-5, 17.0)
-    equal = PreferenceSums(*before_learning(astuple(sums)))
+    equal = PreferenceSums(*zero_rewards(astuple(sums)))
     kept = {"right": 0, "chosen_reward": 0, "rejected_reward": 0}
     assert equal == replace(sums, **kept)
     assert (equal.measures(4)["accuracy"], equal.measures(4)["margin"]) == (0, 0)
@@ -162,7 +162,7 @@ def test_before_anything_is_learned_rewards_are_equal_but_for_rounding():
 
 def test_accuracy_is_said_in_percent():
     measures = {"accuracy": 0.75, "margin": 0.25, "chosen_log_prob": -1.5}
-    assert said(measures) == "accuracy 75.0%, margin 0.25, chosen log prob -1.5"
+    assert format_measures(measures) == "accuracy 75.0%, margin 0.25, chosen log prob -1.5"
 
 
 def test_an_answer_of_certain_tokens_has_finite_odds():
@@ -209,7 +209,7 @@ def test_the_gradient_of_an_answers_sum_is_in_fp32_and_each_tokens_own():
 
 
 def test_an_objective_has_its_own_numbers():
-    assert isinstance(objective_of(TuneConfig()), TokenSum)
-    assert objective_of(TuneConfig(objective="simpo")) == Preference("simpo", 2.0, 1.0)
-    assert objective_of(TuneConfig(objective="dpo", beta=0.3)) == Preference("dpo", 0.3)
+    assert isinstance(make_objective(TuneConfig()), TokenSum)
+    assert make_objective(TuneConfig(objective="simpo")) == Preference("simpo", 2.0, 1.0)
+    assert make_objective(TuneConfig(objective="dpo", beta=0.3)) == Preference("dpo", 0.3)
     assert TuneConfig(objective="dpo", gamma=1.0).unused == {"gamma": 1.0}

@@ -13,11 +13,11 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.language import read_config, read_shape
+from hpc_tune.model.language import read_config, read_language_config
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import SHARDS_FILE, index_model_directory
-from hpc_tune.train.data import why_unstopped
-from hpc_tune.train.model import ready_model
+from hpc_tune.train.data import why_not_stopped
+from hpc_tune.train.model import prepare_model_dir
 from tests.support.training import give_manifest
 
 FULL = TuneConfig(method="full")
@@ -120,7 +120,7 @@ def test_a_model_beside_which_an_adapter_lies_is_refused(model):
     save_file({"a": torch.ones(1)}, model / "adapter_model.safetensors")
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(DataError, match="an adapter is in the folder too"):
-        ready_model(str(model), None, model)
+        prepare_model_dir(str(model), None, model)
 
 
 def test_a_merged_model_needs_neither_code_nor_an_adapter_of_its_base(model, tmp_path):
@@ -151,21 +151,21 @@ def test_a_window_in_which_no_token_sees_any_is_refused(model):
         odd = config | {"model_type": "mistral", "sliding_window": window}
         (model / "config.json").write_text(json.dumps(odd))
         with pytest.raises(DataError, match=f"sliding_window is {window}.*write null"):
-            read_shape(model)
+            read_language_config(model)
 
 
 def test_answers_that_end_where_no_other_tool_stops_are_told(model):
     tokenizer = load_tokenizer(model)
     end = tokenizer.eos_token_id
     config = json.loads((model / "config.json").read_text())
-    assert why_unstopped(tokenizer, model) is None
+    assert why_not_stopped(tokenizer, model) is None
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end - 1)
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": end - 1}))
-    why = why_unstopped(tokenizer, model)
+    why = why_not_stopped(tokenizer, model)
     assert why is not None
     assert f"{tokenizer.convert_ids_to_tokens(end)}, {end}, to eos" in why
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end - 1, end]}))
-    assert why_unstopped(tokenizer, model) is None
+    assert why_not_stopped(tokenizer, model) is None
 
 
 def test_whole_numbers_whose_scale_nothing_names_are_no_weights(model):

@@ -21,14 +21,14 @@ from transformers import AutoConfig
 from transformers.models.lfm2 import modeling_lfm2
 import causal_conv1d
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.train.startup.proof import prove
+from hpc_tune.train.startup.proof import check_architecture_cached
 
 def closure(function):
     return [cell.cell_contents for cell in function.__closure__]
 
 assert causal_conv1d.causal_conv1d_fn in closure(modeling_lfm2.causal_conv1d_fn)
 layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-proof = prove(AutoConfig.for_model("lfm2", **layers), TuneConfig())
+proof = check_architecture_cached(AutoConfig.for_model("lfm2", **layers), TuneConfig())
 print(repr(proof.loss or proof.adapters))
 assert causal_conv1d.causal_conv1d_fn not in closure(modeling_lfm2.causal_conv1d_fn)
 """

@@ -8,12 +8,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import (
     _attend,
-    documents_of,
     lengths_in,
+    make_documents,
     use_document_attention,
 )
 from hpc_tune.model.scoped import MicroBatch, batch_context
@@ -37,7 +37,7 @@ def model_of(family="llama", recompute="none", **more):
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    checkpoint_blocks(list(block_list(module)), recompute)
+    checkpoint_blocks(list(find_blocks(module)), recompute)
     return module
 
 
@@ -49,12 +49,12 @@ def loss_and_grads(module):
 
 
 def test_documents_of_packed_rows():
-    assert documents_of(LENGTHS) == [
+    assert make_documents(LENGTHS) == [
         *((slice(0, 1), 0, 5), (slice(0, 1), 5, 14), (slice(0, 1), 14, 16)),
         (slice(1, 2), 0, 16),
         *((slice(2, 3), 0, 14), (slice(2, 3), 14, 15), (slice(2, 3), 15, 16)),
     ]
-    assert documents_of([[4], [4]]) == [(slice(0, 2), 0, 4)]
+    assert make_documents([[4], [4]]) == [(slice(0, 2), 0, 4)]
 
 
 def test_lengths_are_read_off_positions_only_where_a_batch_has_none(monkeypatch):
@@ -128,7 +128,7 @@ def stock(query, key, value, lengths):
 
 
 def ours(query, key, value, lengths):
-    with batch_context.of(MicroBatch(documents=documents_of([lengths] * len(query)))):
+    with batch_context.of(MicroBatch(documents=make_documents([lengths] * len(query)))):
         return _attend(None, query, key, value, None)[0].transpose(1, 2)
 
 
@@ -197,7 +197,7 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.of(MicroBatch(documents=documents_of(LENGTHS))):
+        with batch_context.of(MicroBatch(documents=make_documents(LENGTHS))):
             out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, value_dim)
         return out_BTHD[0, LENGTHS[0][0] :]

@@ -13,8 +13,8 @@ from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.positions import scaled_by_length
-from hpc_tune.train.model import Model, with_positions_of
+from hpc_tune.model.positions import has_length_scaling
+from hpc_tune.train.model import Model, with_scaled_positions
 from tests.support.data import byte_tokenizer, write_jsonl
 from tests.unit.model.test_model_build import FAMILY, documents, our_loss, row, stock_loss
 from tests.unit.train.test_data_inputs import ALONE
@@ -84,7 +84,7 @@ def test_positions_are_scaled_for_the_longest_text_of_pairs_not_for_both_togethe
         config = RunConfig.model_validate({"model": {"path": str(directory)}, "tune": tune})
         built = build(directory, torch.float32, config.tune, 0)
         built = dataclasses.replace(built, seq_len=32)
-        model = with_positions_of(Model(built, None, config), [store], ALONE)
+        model = with_scaled_positions(Model(built, None, config), [store], ALONE)
         factors[objective] = frequencies(model.built)
     expected = [1e4 ** (-i / 4) / LONGROPE["short_factor"][i] for i in range(4)]
     assert factors["dpo"].tolist() == pytest.approx(expected)
@@ -94,7 +94,7 @@ def test_positions_are_scaled_for_the_longest_text_of_pairs_not_for_both_togethe
     crowded = dataclasses.replace(
         built, config=AutoConfig.for_model("llama", max_position_embeddings=15)
     )
-    with_positions_of(Model(crowded, None, config), [store], ALONE)
+    with_scaled_positions(Model(crowded, None, config), [store], ALONE)
     assert "texts of up to 16 tokens, the longest answer with its prompt, are longer" in caplog.text
 
 
@@ -116,7 +116,7 @@ def test_a_texts_loss_does_not_know_what_is_beside_it(tmp_path, rope):
     directory = written(tmp_path, kind, rope_parameters=dict(rope), **said)
     docs = documents(128, (12, 40, 30))
     module = ours(directory, 48)
-    assert scaled_by_length(module.config)
+    assert has_length_scaling(module.config)
     together = our_loss(module, *(row(doc) for doc in docs))
     alone = sum(our_loss(module, row(doc)) for doc in docs)
     again = sum(our_loss(module, row(doc)) for doc in reversed(docs))

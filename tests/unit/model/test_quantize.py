@@ -92,7 +92,7 @@ def test_products_are_those_of_the_documented_values_whatever_the_width(
     linear = nn.Linear(width, rows)
     layer = FourBitLinear(linear, dtype)
     layer.fill(layer.weight.data, (0, 0), index_model_directory(tmp_path), "w")
-    whole = values_of(layer.weight, layer._state((rows, width))).to(dtype)
+    whole = values_of(layer.weight, layer._quant_state((rows, width))).to(dtype)
     assert ((whole - values).abs() / scales).max() < 0.6  # no other block's
     x = torch.randn(4, width, dtype=dtype, requires_grad=True)
     out, wanted = layer(x), nn.functional.linear(x, whole, linear.bias.to(dtype))
@@ -146,7 +146,7 @@ def test_pieces_and_shards_give_the_bytes_of_the_whole(
     ):
         layer.fill(local, (start, 0), index, "w")
     assert torch.equal(layer.weight, packed)
-    found = layer._state((rows, width))
+    found = layer._quant_state((rows, width))
     assert torch.equal(found.absmax, state.absmax)
     assert torch.equal(found.state2.absmax, state.state2.absmax)
     assert found.offset == state.offset

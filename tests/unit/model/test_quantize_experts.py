@@ -7,7 +7,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
 from hpc_tune.model.four_bit import FourBitStack
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.packed_base import packed_weights
+from hpc_tune.model.packed_base import find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.size import flops_per_token, measure
@@ -56,7 +56,7 @@ def rounded(matrix):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_expert_has_the_values_of_stock_bitsandbytes(mixtures, family, dtype):
     ours, whole = (loaded(mixtures[family], tune, dtype) for tune in (QLORA, LORA))
-    stacks = {n: p for n, p in packed_weights(ours) if isinstance(p, FourBitStack)}
+    stacks = {n: p for n, p in find_packed_weights(ours) if isinstance(p, FourBitStack)}
     assert len(stacks) == 2 * 2  # of two layers
     for name, stack in stacks.items():
         wanted = torch.stack([rounded(matrix) for matrix in whole.get_parameter(name).data])
@@ -69,7 +69,7 @@ def test_each_expert_has_the_values_of_stock_bitsandbytes(mixtures, family, dtyp
 def test_losses_and_gradients_are_those_of_a_base_with_these_values(mixtures, family):
     ours, other = (loaded(mixtures[family], tune) for tune in (QLORA, LORA))
     linears = dict(ours.named_modules())
-    for name, layer in packed_weights(ours):
+    for name, layer in find_packed_weights(ours):
         values = other.get_parameter(name).data
         if isinstance(layer, FourBitStack):
             values.copy_(layer.unpack(ours.get_parameter(name)))
@@ -114,7 +114,7 @@ def test_stacks_take_a_bit_more_than_half_a_byte_per_value_and_the_flops_of_whol
     assert flops_per_token(small, packed.config, 64) == flops_per_token(large, whole.config, 64)
     modules = dict(whole.module.named_modules())
     saved = 0
-    for name, layer in packed_weights(packed.module):
+    for name, layer in find_packed_weights(packed.module):
         if not isinstance(layer, FourBitStack):  # its scales are no parameter
             saved += 2 * layer.num_values - layer.num_values // 2
             continue

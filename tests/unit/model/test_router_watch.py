@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.balance import RouterWatch, routers_of_experts, score_of
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.balance import RouterWatch, find_router_score, list_routers
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from tests.support.mixtures import write_mixture
@@ -39,8 +39,8 @@ def batches(micro):
 
 def loaded(directory, tune, score, recompute="none"):
     built = build(directory, torch.float32, tune, 0)
-    checkpoint_blocks(list(block_list(built.module)), recompute)
-    watch = RouterWatch(routers_of_experts(built.module), score, tune)
+    checkpoint_blocks(list(find_blocks(built.module)), recompute)
+    watch = RouterWatch(list_routers(built.module), score, tune)
     watch.attach([built.module], torch.device("cpu"))
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
@@ -146,7 +146,7 @@ def test_a_router_with_an_adapter_is_still_one_router(mixtures):
     tune = TuneConfig(rank=4, targets=["q_proj", "experts", "gate"], router_aux_loss=1.0)
     built, watch = loaded(mixtures["mixtral"], tune, "softmax")
     plain, _ = loaded(mixtures["mixtral"], TuneConfig(), "softmax")
-    found, wanted = (routers_of_experts(b.module) for b in (built, plain))
+    found, wanted = (list_routers(b.module) for b in (built, plain))
     assert [(r.layer, r.num_experts) for r in found] == [(r.layer, r.num_experts) for r in wanted]
     _, routers, gradients = step(built, watch, 4)
     assert [sum(row) for row in routers.counts] == [2 * sum(LENGTHS)] * len(found)
@@ -164,4 +164,4 @@ def test_nothing_is_counted_in_evaluation(mixtures):
 def test_what_a_familys_routers_weigh_by_is_tried(mixtures, family):
     built, _ = loaded(mixtures[family], TuneConfig(**TUNE), FAMILIES[family])
     run = lambda: built.module.eval()(batches(4)[0])  # noqa: E731
-    assert score_of(built.module, run) == FAMILIES[family]
+    assert find_router_score(built.module, run) == FAMILIES[family]

@@ -72,7 +72,7 @@ def test_any_region_of_a_float8_weight_is_read_as_what_it_stands_for(tmp_path, k
             local = torch.empty(bottom - top, right - left, dtype=torch.bfloat16)
             index.fill(local, name, (top, left))
             assert torch.equal(local, whole[top:bottom, left:right].bfloat16()), name
-        assert index.mapped(name, torch.bfloat16) is None or name not in index.scales
+        assert index.map_pages(name, torch.bfloat16) is None or name not in index.scales
 
 
 def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):

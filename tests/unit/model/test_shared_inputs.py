@@ -19,7 +19,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import blocks as own_layers
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.shared_inputs import share_casts
@@ -54,7 +54,7 @@ def model_of(family, num_blocks=2, compiled=False, recompute="none", dtype=torch
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config).to(dtype)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    blocks = list(block_list(module))
+    blocks = list(find_blocks(module))
     use_own_layers(module, blocks, compiled, dtype, torch.device("cpu"))
     checkpoint_blocks(blocks, recompute)
     return module
@@ -217,7 +217,7 @@ def test_a_compiler_makes_one_cast_of_each_input_by_itself(recompute, monkeypatc
     counters.clear()
     module = model_of("llama", 3, True, recompute)
     wanted = step(copy.deepcopy(module))
-    compile_blocks(list(block_list(module)))
+    compile_blocks(list(find_blocks(module)))
     for _ in range(2):
         for found, true in zip(step(module), wanted, strict=True):
             torch.testing.assert_close(found, true, rtol=2e-2, atol=2e-2)

@@ -12,8 +12,8 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.four_bit import FourBitLinear
-from hpc_tune.model.stock import write_small
-from hpc_tune.train.model import _say_of_model
+from hpc_tune.model.stock import write_small_model
+from hpc_tune.train.model import _log_ignored_parts
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
 FAMILIES = {
@@ -38,7 +38,7 @@ def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / request.param
     write_tiny(folder)
     (folder / "model.safetensors").unlink()
-    write_small(AutoConfig.for_model(request.param, **fields), folder)
+    write_small_model(AutoConfig.for_model(request.param, **fields), folder)
     return folder, expected, other
 
 
@@ -52,7 +52,7 @@ def test_all_linear_leaves_them_out_and_says_so(model, caplog):
     assert other in adapted(built)
     assert not adapted(built) & expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
-        _say_of_model(built)
+        _log_ignored_parts(built)
     assert ("have no adapters: they are not called" in caplog.text) == bool(expected)
     assert all(name in caplog.text for name in expected)
 
@@ -82,5 +82,5 @@ def test_they_are_not_in_4_bits_and_that_is_said(model, caplog):
     assert not packed & expected
     assert linears >= expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
-        _say_of_model(built)
+        _log_ignored_parts(built)
     assert ("are not in 4 bits: they are not called" in caplog.text) == bool(expected)

@@ -6,7 +6,7 @@ from torch import nn
 
 from hpc_tune.config.load import load_config
 from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
-from hpc_tune.train.startup.describe import arithmetic_of
+from hpc_tune.train.startup.describe import describe_arithmetic
 from hpc_tune.world.architecture import Architecture
 
 AMPERE, TURING, AMD = Architecture((8, 0)), Architecture((7, 5)), Architecture(gfx="gfx942")
@@ -28,7 +28,7 @@ AMPERE, TURING, AMD = Architecture((8, 0)), Architecture((7, 5)), Architecture(g
 def test_fp32_models_are_multiplied_in_tf32_where_a_gpu_has_it(words, dtype, architecture, in_tf32):
     train = load_config(None, words).train
     assert multiplies_in_tf32(train, dtype, architecture) == in_tf32
-    assert ("TF32" in arithmetic_of(train, dtype, architecture)) == in_tf32
+    assert ("TF32" in describe_arithmetic(train, dtype, architecture)) == in_tf32
 
 
 class Rotary(nn.Module):

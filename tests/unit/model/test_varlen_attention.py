@@ -16,16 +16,16 @@ from hpc_tune.batch import Batch, empty_batch, full_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import _attend, _mask, use_document_attention
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import (
-    Starts,
+    DocumentStarts,
+    decode_window,
+    encode_window,
     kernel_fault,
-    starts_of,
-    window_mark,
-    window_of,
+    make_starts,
 )
 from tests.support.varlen_on_cpu import CALLS, HAS_WINDOWS, use_cpu_kernels
 
@@ -64,7 +64,7 @@ def model_of(family="llama", recompute="none", **more):
     module = LossModel(lm, config, use_document_attention(lm)).train()
     assert module.within_documents
     module.has_kernel = True
-    checkpoint_blocks(list(block_list(module)), recompute)
+    checkpoint_blocks(list(find_blocks(module)), recompute)
     return module
 
 
@@ -90,28 +90,28 @@ def are_equal(found, wanted):
 def masks(monkeypatch):
     """What transformers makes as masks, and what is made in place of the kernel."""
     made = []
-    theirs, ours = masking_utils.sdpa_mask, Starts.mask_B1TT
+    theirs, ours = masking_utils.sdpa_mask, DocumentStarts.mask_B1TT
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **o: made.append(1) or theirs(**o))
-    monkeypatch.setattr(Starts, "mask_B1TT", lambda *of: made.append(1) or ours(*of))
+    monkeypatch.setattr(DocumentStarts, "mask_B1TT", lambda *of: made.append(1) or ours(*of))
     return made
 
 
 def test_starts_are_the_sums_of_all_rows_lengths():
-    starts = starts_of(LENGTHS, CPU)
+    starts = make_starts(LENGTHS, CPU)
     assert starts.starts_N.tolist() == STARTS
     assert starts.starts_N.dtype == torch.int32
     assert (starts.num_rows, starts.num_tokens, starts.longest) == (3, 16, 16)
     assert starts.is_packed
-    assert not starts_of([[4], [4]], CPU).is_packed
+    assert not make_starts([[4], [4]], CPU).is_packed
 
 
 def test_rows_of_several_lengths_are_no_batch():
     with pytest.raises(ValueError, match="unpack"):
-        starts_of([[4], [3]], CPU)
+        make_starts([[4], [3]], CPU)
 
 
 def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
-    mask_B1TT = starts_of([[2, 1], [3]], CPU).mask_B1TT()
+    mask_B1TT = make_starts([[2, 1], [3]], CPU).mask_B1TT()
     one = [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     other = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert mask_B1TT[:, 0].int().tolist() == [one, other]
@@ -120,7 +120,7 @@ def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
 def test_all_batches_of_a_run_bring_lengths():
     tokens = torch.arange(5).numpy(), torch.ones(5).numpy().astype(bool)
     for made in (make_batch([[tokens, tokens]], 64, 0), full_batch(2, 8), empty_batch(0)):
-        starts = starts_of(made.document_lengths, CPU)
+        starts = make_starts(made.document_lengths, CPU)
         assert (starts.num_rows, starts.num_tokens) == made.tokens_BT.shape
 
 
@@ -215,7 +215,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     positions_BT = batch().positions_BT
     find = masking_utils.find_packed_sequence_indices
     outside = find(positions_BT)
-    with batch_context.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+    with batch_context.of(MicroBatch(starts=make_starts(LENGTHS, CPU))):
         inside = find(positions_BT)
     for documents_BT in (outside, inside):
         same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
@@ -224,7 +224,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
         outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
     )
     whole_BT = torch.arange(16).expand(2, 16)
-    with batch_context.of(MicroBatch(starts=starts_of([[16], [16]], CPU))):
+    with batch_context.of(MicroBatch(starts=make_starts([[16], [16]], CPU))):
         assert find(whole_BT) is None
     assert find(whole_BT) is None
 
@@ -264,18 +264,18 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
-    with batch_context.of(MicroBatch(starts=starts_of([[16]], CPU))):
+    with batch_context.of(MicroBatch(starts=make_starts([[16]], CPU))):
         mask = _mask(**options, config=config, mask_function=masking_utils.causal_mask_function)
     assert masks
     assert mask is None or mask.shape[2] == 16
 
 
 def test_a_mask_is_no_mark_of_a_window():
-    assert window_of(window_mark(7, CPU)) == 7
-    assert window_of(window_mark(1, CPU)) == 1
+    assert decode_window(encode_window(7, CPU)) == 7
+    assert decode_window(encode_window(1, CPU)) == 1
     whole = torch.ones(2, 1, 16, 16, dtype=torch.bool)
     for mask in (whole, whole[:1, :, :1], whole[:1, 0], torch.ones(1, 1, 1, 16)):
-        assert window_of(mask) is None
+        assert decode_window(mask) is None
 
 
 @pytest.mark.parametrize(("dropout", "values"), [(0.0, (10, 6)), (0.0, (12, 12)), (0.3, (8, 8))])
@@ -287,7 +287,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+        with batch_context.of(MicroBatch(starts=make_starts(LENGTHS, CPU))):
             out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, values[1])
         return out_BTHD[0, LENGTHS[0][0] :]
@@ -307,7 +307,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, window, caplog):
     assert kernel_fault(CPU, dtype, values, groups, window) == ""
     assert not caplog.records
-    gaps = varlen_attention.gaps_to_mask(CPU, dtype, values, groups, window)
+    gaps = varlen_attention.compare_with_mask(CPU, dtype, values, groups, window)
     assert len(gaps) == 4
     # So much is left of the bar.
     assert max(gaps.values()) < 1.5 * torch.finfo(dtype).eps

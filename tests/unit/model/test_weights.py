@@ -328,7 +328,7 @@ def test_a_mapped_tensor_is_the_files_and_writing_it_leaves_the_file_alone(tmp_p
     file = tmp_path / "model.safetensors"
     save_file({"w": full}, file)
     content = file.read_bytes()
-    pages = index_model_directory(tmp_path).mapped("w", torch.float32)
+    pages = index_model_directory(tmp_path).map_pages("w", torch.float32)
     assert torch.equal(pages, full)
     pages.zero_()
     assert file.read_bytes() == content
@@ -340,12 +340,12 @@ def test_what_must_be_converted_or_put_together_is_not_mapped(tmp_path):
         box = (slice(2 * rank, 2 * rank + 2), slice(0, 3))
         write_regions(tmp_path / f"rank-{rank}.safetensors", [part_of("w", full, box)])
     files = sorted(tmp_path.glob("rank-*"))
-    assert TensorIndex(files).mapped("w", torch.float32) is None
-    assert TensorIndex(files[:1]).mapped("w", torch.float32) is None
+    assert TensorIndex(files).map_pages("w", torch.float32) is None
+    assert TensorIndex(files[:1]).map_pages("w", torch.float32) is None
     write_regions(tmp_path / "whole.safetensors", regions_of({"w": full}))
     whole = TensorIndex([tmp_path / "whole.safetensors"])
-    assert whole.mapped("w", torch.bfloat16) is None
-    assert torch.equal(whole.mapped("w", torch.float32), full)
+    assert whole.map_pages("w", torch.bfloat16) is None
+    assert torch.equal(whole.map_pages("w", torch.float32), full)
 
 
 def test_a_plain_tensor_is_its_own_region():

@@ -10,7 +10,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import (
     check_layout,
     choose_layout,
-    keeps_gathered,
+    choose_reshard,
     resolve,
     with_layout,
 )
@@ -130,9 +130,9 @@ def test_a_family_without_a_plan_is_refused():
 def test_gathered_weights_stay_where_they_fit():
     size = ModelSize(1000, 0, 1000, 0)
     layout = Layout(1, 4)
-    assert keeps_gathered(ParallelConfig(), size, layout, 1667) == "step"
-    assert keeps_gathered(ParallelConfig(), size, layout, 1666) == "block"
-    assert keeps_gathered(ParallelConfig(reshard="micro"), size, layout, 1) == "micro"
+    assert choose_reshard(ParallelConfig(), size, layout, 1667) == "step"
+    assert choose_reshard(ParallelConfig(), size, layout, 1666) == "block"
+    assert choose_reshard(ParallelConfig(reshard="micro"), size, layout, 1) == "micro"
 
 
 def test_what_is_resolved_leaves_nothing_open_and_is_resolved_to_itself():

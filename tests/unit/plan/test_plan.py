@@ -15,13 +15,13 @@ import torch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.experts import stacks_of
+from hpc_tune.model.experts import find_stacks
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     MemorySettings,
     ModelBytes,
-    Phase,
+    PhaseMemory,
     memory_by_phase,
 )
 from hpc_tune.plan.shape import ModelShape, planned_dtype
@@ -243,7 +243,7 @@ def by_name(
 
 def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     phases = by_name(Machine(1, 4, None, 64 * GIB))
-    assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
+    assert phases["load"] == PhaseMemory("load", 0, PROCESS + 40 * MIB + 32 * MIB)
     buffers = 2 * 1024 * 24  # two steps of one row
     assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
     assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + TRIMMED + buffers
@@ -381,9 +381,9 @@ def test_experts_that_lie_one_by_one_in_the_files_are_not_mapped(tmp_path):
     """By the shapes in the files: of a small mixture all but its stacks are there as they are."""
     write_mixture("qwen3_moe", tmp_path / "model")
     built = build(tmp_path / "model", torch.float32, TuneConfig(method="lora"), 0, weights=False)
-    stacks = sum(p.numel() for _, part in stacks_of(built.module) for p in part.parameters(False))
+    stacks = sum(p.numel() for _, part in find_stacks(built.module) for p in part.parameters(False))
     frozen = sum(p.numel() for p in built.module.parameters() if not p.requires_grad)
-    dtypes, largest, share = report._stored(tmp_path / "model", built)
+    dtypes, largest, share = report._inspect_stored(tmp_path / "model", built)
     assert dtypes == {torch.float32}
     assert 0 < stacks < frozen
     assert share == pytest.approx(1 - stacks / frozen)
@@ -428,7 +428,7 @@ def test_the_optimizer_of_zero_is_this_ranks_share_of_copies_and_moments(stage):
         parallel=SimpleNamespace(zero_stage=stage), layout=SimpleNamespace(size=8)
     )
     trained = replace(TRACE, gradient_bytes=800 * MIB, optimizer_bytes=1600 * MIB)
-    assert report._of_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
+    assert report._adapt_to_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
 
 
 @pytest.mark.parametrize("governor", ["on", "off"])

@@ -7,11 +7,11 @@ from hpc_tune.config.constraints import check_job
 from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.shapes import nearest_shape
+from hpc_tune.model.shapes import find_nearest_shape
 from hpc_tune.plan import advice
 from hpc_tune.plan.advice import Remedy, check_remedies
-from hpc_tune.plan.hardware import Machine, machine_asked_for
-from hpc_tune.train.startup.preflight import _lacking
+from hpc_tune.plan.hardware import Machine, requested_machine
+from hpc_tune.train.startup.preflight import _describe_shortage
 
 GIB = 1 << 30
 RECOMPUTE = Remedy("recompute", {"parallel.recompute": "full"})
@@ -88,7 +88,7 @@ SECTION = SlurmConfig(nodes=2, gpus_per_node=4, memory="100G")
 def test_the_machine_of_a_plan_is_what_is_named_or_the_slurm_section(
     slurm, named, on_cpus, machine, num_assumed
 ):
-    found, assumed = machine_asked_for(slurm, *named, on_cpus)
+    found, assumed = requested_machine(slurm, *named, on_cpus)
     assert found == machine
     assert len(assumed) == num_assumed
 
@@ -128,7 +128,7 @@ def test_submit_refuses_a_layout_that_its_job_has_not_the_ranks_for(capsys):
     ],
 )
 def test_a_model_that_is_not_here_is_planned_by_the_shape_likest_to_it(path, shape):
-    assert nearest_shape(path) == shape
+    assert find_nearest_shape(path) == shape
 
 
 def test_a_plan_without_the_model_names_a_shape(capsys):
@@ -139,11 +139,11 @@ def test_a_plan_without_the_model_names_a_shape(capsys):
 def test_a_phase_that_does_not_fit_says_what_it_lacks():
     machine = Machine(1, 1, None, 900 << 20)
     phase = {"name": "steady", "device_bytes": 0, "node_bytes": 4 * GIB}
-    assert list(_lacking(phase, machine)) == [
+    assert list(_describe_shortage(phase, machine)) == [
         "a step needs 4.00 GiB of host memory per node; there are 900 MiB"
     ]
     phase = {"name": "load", "device_bytes": 90 * GIB, "node_bytes": GIB}
-    assert list(_lacking(phase, Machine(1, 1, 80 * GIB, 64 * GIB))) == [
+    assert list(_describe_shortage(phase, Machine(1, 1, 80 * GIB, 64 * GIB))) == [
         "loading needs 90.0 GiB of each device's memory; there are 80.0 GiB"
     ]
 

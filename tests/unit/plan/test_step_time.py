@@ -8,9 +8,9 @@ import pytest
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.step_time import Compute, StepWork, step_time
-from hpc_tune.probe.links import Collective, Links, Pair
+from hpc_tune.probe.links import CollectiveTime, Link, Links
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, Weights
+from hpc_tune.step.size import ModelSize, WeightGroup
 
 
 def model(layers, head_blocks):
@@ -22,9 +22,9 @@ def model(layers, head_blocks):
 
 # 8 blocks of 100 MB; adapters of 1 MB; a row has 10 tokens.
 VALUES = 400_000_000 + 250_000
-BASE = Weights("blocks", "slice", False, False, 400_000_000, 800_000_000)
-OF_ADAPTERS = Weights("blocks", "slice", True, False, 250_000, 1_000_000)
-TRAINED = Weights("blocks", "slice", True, False, 200_000_000, 800_000_000)
+BASE = WeightGroup("blocks", "slice", False, False, 400_000_000, 800_000_000)
+OF_ADAPTERS = WeightGroup("blocks", "slice", True, False, 250_000, 1_000_000)
+TRAINED = WeightGroup("blocks", "slice", True, False, 200_000_000, 800_000_000)
 ADAPTERS = ModelSize(400_000_000, 250_000, 800_000_000, 1_000_000, 0, (BASE, OF_ADAPTERS))
 ALL = ModelSize(0, 200_000_000, 0, 800_000_000, 0, (TRAINED,))
 MODEL = model(8, head_blocks=2)
@@ -36,7 +36,7 @@ def network(size, rate, latency=0.0, nodes=None, slow=(), lanes=1.0):
     """All pairs alike, but for ``slow``: {pair: rate}."""
     nodes = nodes or list(range(size))
     pairs = [
-        Pair((a, b), (nodes[a], nodes[b]), latency, dict(slow).get((a, b), rate))
+        Link((a, b), (nodes[a], nodes[b]), latency, dict(slow).get((a, b), rate))
         for a in range(size)
         for b in range(a + 1, size)
     ]
@@ -187,12 +187,12 @@ def test_groups_that_leave_a_node_at_once_share_its_network():
 
 
 def test_what_collectives_were_measured_to_take_corrects_what_links_promise():
-    pair = Pair((0, 1), (0, 1), 0.0, 1e6)
+    pair = Link((0, 1), (0, 1), 0.0, 1e6)
     measured = (
-        Collective("all-reduce", 16, 0.25, 0.0),
-        Collective("all-reduce", 1_000_000, 1.25, 0.0),  # 1 s beside latency, as promised
-        Collective("all-gather", 16, 0.5, 0.0),
-        Collective("all-gather", 2_000_000, 3.5, 0.0),  # 3 s, promised are 1/2 x 2
+        CollectiveTime("all-reduce", 16, 0.25, 0.0),
+        CollectiveTime("all-reduce", 1_000_000, 1.25, 0.0),  # 1 s beside latency, as promised
+        CollectiveTime("all-gather", 16, 0.5, 0.0),
+        CollectiveTime("all-gather", 2_000_000, 3.5, 0.0),  # 3 s, promised are 1/2 x 2
     )
     net = Network.measured(Links((pair,), measured), (0, 1))
     assert net.ring_s("all_gather", [[0, 1]], 2e6) == pytest.approx(3.0)
@@ -219,7 +219,7 @@ def test_gathered_weights_take_new_memory_and_a_copy():
 
 
 def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
-    pairs = tuple(Pair((a, b), (a, b), 0.0, 2e6, 1e6) for a in range(4) for b in range(a + 1, 4))
+    pairs = tuple(Link((a, b), (a, b), 0.0, 2e6, 1e6) for a in range(4) for b in range(a + 1, 4))
     net = Network.measured(Links(pairs, ()), range(4))
     assert net.ring_s("all_gather", [[0, 1], [2, 3]], 4e6) == pytest.approx(1 / 2 * 4)
     assert net.ring_s("all_gather", [[0, 1, 2, 3]], 4e6) == pytest.approx(3 / 4 * 2)
@@ -228,7 +228,7 @@ def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
 
 def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node():
     pairs = [
-        Pair((a, b), (a // 2, b // 2), 0.0, 4e6 if a // 2 == b // 2 else 1e6)
+        Link((a, b), (a // 2, b // 2), 0.0, 4e6 if a // 2 == b // 2 else 1e6)
         for a in range(4)
         for b in range(a + 1, 4)
     ]
@@ -244,9 +244,9 @@ def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node()
 def test_a_pair_that_was_not_measured_is_as_another_of_its_nodes():
     nodes = (0, 0, 1, 1, 2, 2)
     pairs = (
-        Pair((0, 1), (0, 0), 1e-6, 9e9),
-        Pair((0, 2), (0, 1), 1e-5, 1e9),
-        Pair((0, 4), (0, 2), 1e-5, 2e9),
+        Link((0, 1), (0, 0), 1e-6, 9e9),
+        Link((0, 2), (0, 1), 1e-5, 1e9),
+        Link((0, 4), (0, 2), 1e-5, 2e9),
     )
     net = Network.measured(Links(pairs, ()), nodes)
     assert net.rate(1, 3) == 1e9

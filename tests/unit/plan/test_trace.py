@@ -28,7 +28,7 @@ from hpc_tune.plan.heap import OBJECTS, Heap
 from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import measure, static_bytes
-from hpc_tune.world.affinity import KERNELS_KEPT
+from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -208,7 +208,7 @@ for settings in json.loads(sys.argv[2]):
     world = (config.parallel.shard or 1) * (config.parallel.tensor or 1)
     reports = []
     for trace.FakeTensorMode in (fake, lambda **_: contextlib.nullcontext()):
-        step = trace.traced_step(config, world)
+        step = trace.make_traced_step(config, world)
         if config.model.dtype == "fp32":
             on_cpu = {"for_gpu": False, "has_kernel": False, "has_tiles": True}
             step = dataclasses.replace(step, **on_cpu)
@@ -255,7 +255,7 @@ for masked in (False, True):
     peaks = []
     for length in (1024, 2048, 4096):
         config = load_config(None, [*words, f"data.seq_len={length}"])
-        step = trace.traced_step(config, 1)
+        step = trace.make_traced_step(config, 1)
         assert step.has_kernel
         step = dataclasses.replace(step, has_kernel=not masked)
         peaks.append(trace.trace_step(step).peak_bytes)
@@ -347,7 +347,7 @@ def test_gloo_makes_a_copy_of_what_it_gathers_for_as_long_as_it_takes(monkeypatc
     monkeypatch.setattr(hpc_tune.plan.trace, "_all_gather", gather)
     with FakeTensorMode(), memory.watch():
         own, gathered = torch.zeros(25), torch.zeros(100)
-        hpc_tune.plan.trace._gathered_by_gloo(gathered, own, None, False)
+        hpc_tune.plan.trace._gather_like_gloo(gathered, own, None, False)
         assert during == [100 + 400 + 400]
         assert memory.live_bytes == 500
         del own, gathered
@@ -380,7 +380,7 @@ def test_kernels_of_products_in_16_bits_stay_in_the_heap():
 
 def test_a_product_that_is_grouped_by_expert_fills_the_kernels_that_are_kept():
     memory = TracedMemory(heap_block_bytes=1 << 25)
-    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, KERNELS_KEPT)):
+    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, ONEDNN_CACHE_SIZE)):
         with FakeTensorMode(), memory.watch():
             memory.begin()
             x_SI, weight_EIO = torch.empty(32, 16, dtype=dtype), torch.empty(4, 16, 8, dtype=dtype)
@@ -556,7 +556,7 @@ def test_a_heap_that_returns_large_blocks_takes_what_glibcs_does_and_after_a_tri
                 elif size < 1 << 20 or heap.has_room(size):
                     blocks[name] = heap.allocate(size)
                 else:
-                    blocks[name] = heap.objects()
+                    blocks[name] = heap.allocate_objects()
                     mapped[name] = size
                 most = max(most, heap.resident + sum(mapped.values()))
             planned[phase] += most

@@ -6,21 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from hpc_tune.cluster.unused_gpus import Unused
-from hpc_tune.probe.facts import Folder, RankFacts, try_folder
+from hpc_tune.cluster.unused_gpus import UnusedGpus
+from hpc_tune.probe.facts import FolderFacts, RankFacts, measure_folder
 from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.gpu_state import GpuState
-from hpc_tune.probe.links import Collective, Links, Pair, in_words, outliers, rate, rounds
-from hpc_tune.probe.nccl import Nccl
-from hpc_tune.probe.products import Products
-from hpc_tune.probe.software import Compiled
-from hpc_tune.probe.table import as_dict, as_lines
-from hpc_tune.probe.topology import NO_LIBRARY, Card, Gpu, Topology
+from hpc_tune.probe.links import (
+    CollectiveTime,
+    Link,
+    Links,
+    describe_links,
+    find_outliers,
+    format_rate,
+    pair_rounds,
+)
+from hpc_tune.probe.nccl import NcclLibrary
+from hpc_tune.probe.products import MatmulResult
+from hpc_tune.probe.software import CompiledOps
+from hpc_tune.probe.table import report_dict, report_lines
+from hpc_tune.probe.topology import NO_NVML, NetworkCard, NodeGpu, Topology
 
 GIB = 1 << 30
-UNUSED = Unused("torch finds no GPU on n1", is_refused=True)
-CARD = Card("mlx5_0", "ACTIVE", "400 Gb/sec", 0, (0,))
-GPUS = (Gpu("a", "H100", "0000:17:00.0", 0, 18), Gpu("b", "H100", "0000:3d:00.0", 0, 18))
+UNUSED = UnusedGpus("torch finds no GPU on n1", is_refused=True)
+CARD = NetworkCard("mlx5_0", "ACTIVE", "400 Gb/sec", 0, (0,))
+GPUS = (NodeGpu("a", "H100", "0000:17:00.0", 0, 18), NodeGpu("b", "H100", "0000:3d:00.0", 0, 18))
 NODE = Topology(GPUS, {"0-1": "NVLink"}, (CARD,), "580.1", "13.0")
 GOOD = RankFacts(
     rank=0,
@@ -41,7 +49,7 @@ GOOD = RankFacts(
     mpi="Open MPI v5.0.11",
     cuda="12.8",
     nccl="2.28",
-    compiled=Compiled(("cpu_adam",), ()),
+    compiled=CompiledOps(("cpu_adam",), ()),
     host_limit_bytes=500 * GIB,
     host_limit_source="the machine's RAM",
     host_used_bytes=10 * GIB,
@@ -50,7 +58,7 @@ GOOD = RankFacts(
     shm_bytes=64 * GIB,
     shm_free_bytes=64 * GIB,
     topology=NODE,
-    folders=(Folder("run.dir", "/scratch/run", 100 * GIB, 1e9),),
+    folders=(FolderFacts("run.dir", "/scratch/run", 100 * GIB, 1e9),),
 )
 
 
@@ -71,7 +79,7 @@ def world(*changes):
 def links(*rates):
     """Return the links of four nodes of one rank, in the order 0-1, 0-2, 0-3, 1-2, 1-3, 2-3."""
     pairs = itertools.combinations(range(4), 2)
-    return [Pair(pair, pair, 1e-5, r) for pair, r in zip(pairs, rates, strict=True)]
+    return [Link(pair, pair, 1e-5, r) for pair, r in zip(pairs, rates, strict=True)]
 
 
 def worn(gpu):
@@ -101,7 +109,7 @@ PLANTED = {
         "n0, n1: attention is torch's own; flash-attn-3, built for this torch, takes about half",
     ),
     "nothing to compile with": (
-        [(2, {"compiled": Compiled((), ("ninja", "nvcc"))})],
+        [(2, {"compiled": CompiledOps((), ("ninja", "nvcc"))})],
         "warning",
         "n1: deepspeed has no compiled ops, and there is no ninja and no nvcc",
     ),
@@ -116,7 +124,7 @@ PLANTED = {
         "n0, n1: torch 2.13 in /venv hides torch 2.10",
     ),
     "the driver's library is not installed": (
-        [(r, {"topology": Topology(driver_error=NO_LIBRARY)}) for r in (0, 2)],
+        [(r, {"topology": Topology(driver_error=NO_NVML)}) for r in (0, 2)],
         "warning",
         "n0, n1: nvidia-ml-py is not installed, so how GPUs are connected cannot be told",
     ),
@@ -150,17 +158,17 @@ PLANTED = {
     "full /dev/shm": ([(0, {"shm_free_bytes": 4096})], "error", "n0: /dev/shm has 4.00 KiB of 64"),
     "little memory": ([(2, {"host_limit_bytes": GIB})], "warning", "n1: 1.00 GiB of host memory"),
     "read-only": (
-        [(0, {"folders": (Folder("data.cache", "/ro", error="Read-only file system"),)})],
+        [(0, {"folders": (FolderFacts("data.cache", "/ro", error="Read-only file system"),)})],
         "error",
         "data.cache /ro on n0 cannot be written: Read-only file system",
     ),
     "full disk": (
-        [(0, {"folders": (Folder("run.dir", "/a", 1 << 20, 1e9),)})],
+        [(0, {"folders": (FolderFacts("run.dir", "/a", 1 << 20, 1e9),)})],
         "warning",
         "run.dir /a on n0 has 1.00 MiB left",
     ),
     "slow disk": (
-        [(0, {"folders": (Folder("run.dir", "/a", GIB, 1e6),)})],
+        [(0, {"folders": (FolderFacts("run.dir", "/a", GIB, 1e6),)})],
         "warning",
         "is slow: 1.0 MB/s",
     ),
@@ -196,7 +204,7 @@ def test_of_three_clocks_the_one_that_differs_is_told():
 def network(library=None, cards=(CARD,), ethernet=None):
     """Return two nodes of two ranks with these cards and this library."""
     topology = dataclasses.replace(NODE, cards=cards, ethernet=ethernet or {})
-    library = library or Nccl("NCCL", "2.28.9", "2.28.9")
+    library = library or NcclLibrary("NCCL", "2.28.9", "2.28.9")
     return [
         dataclasses.replace(rank, topology=topology, library=None if rank.local_rank else library)
         for rank in world()
@@ -204,11 +212,11 @@ def network(library=None, cards=(CARD,), ethernet=None):
 
 
 HDR = dataclasses.replace(CARD, rate="200 Gb/sec")
-SLINGSHOT = Card("cxi0", "", "200 Gb/sec", 0, (), "Slingshot")
-EFA = Card("rdmap0s6", "ACTIVE", "100 Gb/sec", 0, (), "EFA")
+SLINGSHOT = NetworkCard("cxi0", "", "200 Gb/sec", 0, (), "Slingshot")
+EFA = NetworkCard("rdmap0s6", "ACTIVE", "100 Gb/sec", 0, (), "EFA")
 DOWN = dataclasses.replace(CARD, name="mlx5_9", state="DOWN")
-PLAIN = Nccl("NCCL", "2.28.9", "2.28.9")
-RCCL = Nccl("RCCL", "2.27.7", "2.27.7")
+PLAIN = NcclLibrary("NCCL", "2.28.9", "2.28.9")
+RCCL = NcclLibrary("RCCL", "2.27.7", "2.27.7")
 LOADED = dataclasses.replace(PLAIN, plugin="/site/libnccl-net.so")
 
 
@@ -418,31 +426,31 @@ def test_a_card_that_is_worse_than_on_other_nodes_is_named():
 
 
 def test_a_slow_pair_is_named_and_a_slow_node_is_named_once():
-    assert outliers(links(11e9, 11e9, 11e9, 11e9, 11e9, 0.4e9)) == [
+    assert find_outliers(links(11e9, 11e9, 11e9, 11e9, 11e9, 0.4e9)) == [
         "ranks 2-3 (across nodes): 400.0 MB/s, others up to 11.0 GB/s"
     ]
-    assert outliers(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
+    assert find_outliers(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
         "all links of node 3: 400.0 MB/s, others up to 11.0 GB/s"
     ]
-    assert outliers(links(*[1e9] * 6)) == []
-    assert outliers([]) == []
+    assert find_outliers(links(*[1e9] * 6)) == []
+    assert find_outliers([]) == []
 
 
 def test_pairs_within_a_node_are_not_compared_with_those_across():
-    within = [Pair((0, 1), (0, 0), 1e-6, 200e9), Pair((2, 3), (1, 1), 1e-6, 200e9)]
-    assert outliers([*within, Pair((0, 2), (0, 1), 1e-5, 10e9)]) == []
+    within = [Link((0, 1), (0, 0), 1e-6, 200e9), Link((2, 3), (1, 1), 1e-6, 200e9)]
+    assert find_outliers([*within, Link((0, 2), (0, 1), 1e-5, 10e9)]) == []
 
 
 @pytest.mark.parametrize(
     "nodes", [[0], [0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1, 1, 2, 3], [0] * 8]
 )
 def test_each_pair_of_a_node_and_each_pair_of_nodes_talks_once(nodes):
-    seen = [pair for round_ in rounds(nodes) for pair in round_]
+    seen = [pair for round_ in pair_rounds(nodes) for pair in round_]
     within = {pair for pair in itertools.combinations(range(len(nodes)), 2) if same(nodes, pair)}
     assert {pair for pair in seen if same(nodes, pair)} == within
     across = [tuple(sorted((nodes[a], nodes[b]))) for a, b in seen if nodes[a] != nodes[b]]
     assert sorted(across) == list(itertools.combinations(sorted(set(nodes)), 2))
-    for round_ in rounds(nodes):
+    for round_ in pair_rounds(nodes):
         busy = [node for a, b in round_ for node in {nodes[a], nodes[b]}]
         assert len(busy) == len(set(busy)), "a node's links are shared"
 
@@ -451,7 +459,7 @@ def same(nodes, pair):
     return nodes[pair[0]] == nodes[pair[1]]
 
 
-PRODUCTS = Products("H100", "bf16", 8192, 700e12, 1.57e-3, 1.7e-3, num_checked=40)
+PRODUCTS = MatmulResult("H100", "bf16", 8192, 700e12, 1.57e-3, 1.7e-3, num_checked=40)
 HOT = GpuState(1005.0, 91.0, 420.0, 700.0, ("its temperature", "its power limit"))
 ON_CPU = {"device": "cpu", "device_uuid": "", "device_bytes": 0, "device_numa": None, "nccl": ""}
 ON_CPU |= {"device_wanted": "cpu"}
@@ -565,30 +573,30 @@ def test_ranks_that_share_cores_are_not_compared():
             ),
             "38.2 GFLOP/s in fp32, the slowest product 1.08 x the median time, WRONG results; 9 W",
         ),
-        (Products(error="no kernel image"), "cannot multiply matrices: no kernel image"),
+        (MatmulResult(error="no kernel image"), "cannot multiply matrices: no kernel image"),
     ],
 )
 def test_the_report_tells_how_fast_a_rank_multiplies(found, line):
     ranks = world((1, {"products": found}))
-    lines = as_lines(ranks, Links((), ()), [], colours=False)
+    lines = report_lines(ranks, Links((), ()), [], colours=False)
     [place] = [number for number, text in enumerate(lines) if text.startswith("  rank 1 ")]
     assert lines[place + 1].strip() == line
-    assert as_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
+    assert report_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
 
 
 def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):
-    found = try_folder("run.dir", tmp_path / "a" / "b")
+    found = measure_folder("run.dir", tmp_path / "a" / "b")
     assert not found.error
     assert found.bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
-    assert try_folder("run.dir", Path("/proc/1")).error
+    assert measure_folder("run.dir", Path("/proc/1")).error
 
 
 def test_links_of_a_node_are_told_by_how_its_gpus_meet():
     ranks = world((1, {"device_uuid": "b"}), (3, {"device_uuid": "of a part of a GPU"}))
-    pairs = (Pair((0, 1), (0, 0), 1e-6, 2e11), Pair((2, 3), (1, 1), 1e-6, 1e11))
-    pairs += (Pair((0, 2), (0, 1), 1e-5, 1e10),)
-    lines = [line for line in as_lines(ranks, Links(pairs, ()), [], False) if "links" in line]
+    pairs = (Link((0, 1), (0, 0), 1e-6, 2e11), Link((2, 3), (1, 1), 1e-6, 1e11))
+    pairs += (Link((0, 2), (0, 1), 1e-5, 1e10),)
+    lines = [line for line in report_lines(ranks, Links(pairs, ()), [], False) if "links" in line]
     assert lines == [
         "links     same node (NVLink), 1 pair: 200.0 GB/s, 1 us",
         "links     same node, 1 pair: 100.0 GB/s, 1 us",
@@ -597,12 +605,14 @@ def test_links_of_a_node_are_told_by_how_its_gpus_meet():
 
 
 def test_the_report_has_each_rank_and_each_finding():
-    library = Nccl("NCCL", "2.28.9", "2.28.3", ("/pip/libnccl.so.2",), "/site/libnccl-net.so")
+    library = NcclLibrary(
+        "NCCL", "2.28.9", "2.28.3", ("/pip/libnccl.so.2",), "/site/libnccl-net.so"
+    )
     ranks = world((0, {"shm_free_bytes": 4096, "library": library}), (1, {"taken": (2,)}))
-    small, large = (Collective("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
+    small, large = (CollectiveTime("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
     all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
     found = find_problems(ranks, all_links)
-    text = "\n".join(as_lines(ranks, all_links, found, colours=False))
+    text = "\n".join(report_lines(ranks, all_links, found, colours=False))
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
         "torch is built for CUDA 12.8, the driver is 580.1 and has 13.0; NCCL 2.28",
@@ -622,20 +632,23 @@ def test_the_report_has_each_rank_and_each_finding():
     ):
         assert words in text, text
     assert "\033" not in text
-    assert "\033[31mERROR" in "\n".join(as_lines(ranks, all_links, found, colours=True))
-    assert as_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
+    assert "\033[31mERROR" in "\n".join(report_lines(ranks, all_links, found, colours=True))
+    assert report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(2.5e9, "2.5 GB/s"), (3e6, "3.0 MB/s"), (10, "0.0 kB/s")]
 )
 def test_rates_are_written_as_people_do(value, text):
-    assert rate(value) == text
+    assert format_rate(value) == text
 
 
 def test_links_are_told_in_words_with_the_median_of_each_kind():
-    pairs = [Pair((0, n), (0, 0), 1e-6, n * 1e11) for n in (1, 2, 3)]
-    pairs.append(Pair((0, 4), (0, 1), 1e-5, 1e10))
-    found = (Collective("all_reduce", 8, 1.0, 8.0), Collective("all_reduce", 1 << 26, 1.0, 9e9))
+    pairs = [Link((0, n), (0, 0), 1e-6, n * 1e11) for n in (1, 2, 3)]
+    pairs.append(Link((0, 4), (0, 1), 1e-5, 1e10))
+    found = (
+        CollectiveTime("all_reduce", 8, 1.0, 8.0),
+        CollectiveTime("all_reduce", 1 << 26, 1.0, 9e9),
+    )
     words = "same node 200.0 GB/s, 1 us; across nodes 10.0 GB/s, 10 us; all_reduce 9.0 GB/s"
-    assert in_words(Links(tuple(pairs), found)) == words
+    assert describe_links(Links(tuple(pairs), found)) == words

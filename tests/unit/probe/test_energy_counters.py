@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.probe import energy
-from hpc_tune.probe.energy import Counter, NodeMeter, counters_of_node, joules_between
+from hpc_tune.probe.energy import EnergyCounter, EnergyMeter, find_counters, joules_between
 
 WRAP = 262_143_328_850  # microjoules, as Intel's packages have it
 
@@ -58,7 +58,7 @@ def no_driver(monkeypatch):
 def measured(folder, change, gpus=(), seconds=10.0):
     """What the parts of a node took between two readings, with ``change`` between them."""
     clock = Clock()
-    meter = NodeMeter(counters_of_node(gpus, folder), clock)
+    meter = EnergyMeter(find_counters(gpus, folder), clock)
     change()
     clock.now_s = seconds
     return meter.end()
@@ -104,7 +104,7 @@ def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
             all_read.set()
         return value or 0.0
 
-    meter = NodeMeter([Counter("CPUs", "a package", read, wrap_j=100.0)], clock)
+    meter = EnergyMeter([EnergyCounter("CPUs", "a package", read, wrap_j=100.0)], clock)
     assert all_read.wait(20)
     assert meter.end()["CPUs"].joules == pytest.approx(40 + 30 + 40)
 
@@ -120,7 +120,7 @@ def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
     ],
 )
 def test_two_readings_tell_what_was_spent_or_that_they_do_not(before, now, gap_s, wrap, joules):
-    counter = Counter("CPUs", "x", wrap_j=wrap)
+    counter = EnergyCounter("CPUs", "x", wrap_j=wrap)
     if isinstance(joules, str):
         with pytest.raises(ValueError, match=joules):
             joules_between(counter, before, now, gap_s)
@@ -139,7 +139,7 @@ def test_a_counter_that_only_root_may_read_is_not_known():
     def read():
         raise PermissionError(13, "Permission denied")
 
-    part = NodeMeter([Counter("CPUs", "energy_uj", read)]).end()["CPUs"]
+    part = EnergyMeter([EnergyCounter("CPUs", "energy_uj", read)]).end()["CPUs"]
     assert (part.counted, part.total, part.why) == (0, 1, "energy_uj: Permission denied")
 
 

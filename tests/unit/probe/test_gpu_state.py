@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpc_tune.probe.gpu_state import GpuState, open_driver, reader_of
+from hpc_tune.probe.gpu_state import GpuState, make_state_reader, open_nvml
 
 PLACE = "0000:17:00.0"
 
@@ -42,7 +42,7 @@ class Driver:
 
 def test_the_driver_tells_clock_temperature_power_and_what_holds_it_back(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", Driver())
-    told = reader_of(PLACE, tmp_path)()
+    told = make_state_reader(PLACE, tmp_path)()
     assert told == GpuState(1005.0, 91.0, 420.4, 700.0, ("its power limit", "its temperature"))
 
 
@@ -63,9 +63,9 @@ def test_what_the_driver_refuses_is_left_out(monkeypatch, tmp_path, refuse, left
         raise Driver.NVMLError("Not Supported")
 
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    whole = reader_of(PLACE, tmp_path)()
+    whole = make_state_reader(PLACE, tmp_path)()
     setattr(driver, refuse, fail)
-    assert vars(reader_of(PLACE, tmp_path)()) == vars(whole) | left_out
+    assert vars(make_state_reader(PLACE, tmp_path)()) == vars(whole) | left_out
 
 
 @pytest.mark.parametrize("module", [None, Driver()])
@@ -73,14 +73,14 @@ def test_the_kernel_tells_of_a_gpu_that_the_driver_does_not_know(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "pynvml", module)
     folder = tmp_path / "bus" / "pci" / "devices" / "0000:c1:00.0" / "hwmon" / "hwmon4"
     folder.mkdir(parents=True)
-    read = reader_of("0000:c1:00.0", tmp_path)
+    read = make_state_reader("0000:c1:00.0", tmp_path)
     assert read() == GpuState()
     numbers = {"freq1_input": 1_700_000_000, "temp1_input": 54_000, "power1_average": 480_000_000}
     for name, number in {**numbers, "power1_cap": 560_000_000}.items():
         (folder / name).write_text(f"{number}\n")
     assert read() == GpuState(1700.0, 54.0, 480.0, 560.0)
-    assert reader_of("0000:c6:00.0", tmp_path)() is None
-    assert reader_of("", tmp_path)() is None
+    assert make_state_reader("0000:c6:00.0", tmp_path)() is None
+    assert make_state_reader("", tmp_path)() is None
 
 
 def test_without_a_driver_there_is_none(monkeypatch):
@@ -90,8 +90,8 @@ def test_without_a_driver_there_is_none(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(driver, "nvmlInit", fail)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert open_driver() is None
-    assert reader_of(PLACE)() is None
+    assert open_nvml() is None
+    assert make_state_reader(PLACE)() is None
 
 
 def test_the_stand_in_has_the_names_of_the_real_package():

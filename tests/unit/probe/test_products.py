@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 from hpc_tune.probe.products import (
-    Products,
-    Work,
+    MatmulResult,
+    MatmulWork,
     exact_matrices,
-    measure_products,
-    speed,
-    timed,
+    format_flops,
+    measure_matmuls,
+    time_matmuls,
 )
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -36,9 +36,9 @@ def test_the_exact_product_is_that_of_fp64_and_each_part_of_its_sums_is_exact(dt
 
 
 def test_a_cpu_multiplies_correctly():
-    work = Work(CPU)
+    work = MatmulWork(CPU)
     work.warm_up()
-    found = timed(work, 0.05, lambda: None)
+    found = time_matmuls(work, 0.05, lambda: None)
     assert (found.dtype, found.size, found.error) == ("fp32", 768, "")
     assert found.num_checked >= 2
     assert not found.is_wrong
@@ -62,9 +62,9 @@ class Broken:
 
 @pytest.mark.parametrize("error", [1.0, 2.0**-16, float("nan")])
 def test_one_wrong_value_of_a_product_is_found(error):
-    work = Work(CPU, Broken(error))
+    work = MatmulWork(CPU, Broken(error))
     work.warm_up()
-    found = timed(work, 0.05, lambda: None)
+    found = time_matmuls(work, 0.05, lambda: None)
     assert found.num_wrong == found.num_checked - 1
     assert found.is_wrong
 
@@ -87,27 +87,27 @@ def test_an_error_is_told_and_the_other_ranks_are_met(fails_at):
 
     comm = comm_of()
     comm.barrier = lambda what, limit_s: met.append(what)
-    found = measure_products(comm, 0.3, multiply)
+    found = measure_matmuls(comm, 0.3, multiply)
     assert found.error == "CUDA error: out of memory"
     assert (found.flops_per_s, len(met)) == (0.0, 1)
 
 
 def test_threads_are_as_before_and_nothing_is_measured_in_no_time():
     threads = torch.get_num_threads()
-    found = measure_products(comm_of(), 0.02)
+    found = measure_matmuls(comm_of(), 0.02)
     assert found.flops_per_s > 0
     assert torch.get_num_threads() == threads
-    assert measure_products(comm_of(), 0.0) is None
+    assert measure_matmuls(comm_of(), 0.0) is None
 
 
 def test_speeds_are_written_as_people_do():
-    assert [speed(n) for n in (712.4e12, 19.52e12, 38.21e9, 0.5e9)] == [
+    assert [format_flops(n) for n in (712.4e12, 19.52e12, 38.21e9, 0.5e9)] == [
         *("712 TFLOP/s", "19.5 TFLOP/s", "38.2 GFLOP/s", "0.5 GFLOP/s")
     ]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.skipif(release_of(torch.__version__) < (2, 10), reason="needs a device guard")
+@pytest.mark.skipif(parse_release(torch.__version__) < (2, 10), reason="needs a device guard")
 def test_a_gpu_is_waited_for_between_batches_alone(tmp_path):
     words = [*python(cold=True), "-m", "tests.support.fake_cuda_products", str(tmp_path)]
     done = run_ranks(words, rank_environment(1), HANG_S, cwd=ROOT)
@@ -115,10 +115,10 @@ def test_a_gpu_is_waited_for_between_batches_alone(tmp_path):
     told = json.loads(done.stdout)
     assert told["in_batch"] == told["races"] == []
     assert told["warming"] == ["an event is waited for in probe/products.py wait"]
-    found = Products(**told["found"])
+    found = MatmulResult(**told["found"])
     assert told["waits"] == {
         "an event is waited for in probe/products.py wait": found.num_checked,
-        "values are read in probe/products.py wrong": 1,
+        "values are read in probe/products.py count_wrong": 1,
     }
     assert (found.dtype, found.size) == ("bf16", 8192)
     assert found.flops_per_s == 2 * 8192**3 / 2e-3

@@ -3,7 +3,7 @@
 import subprocess
 
 from hpc_tune.probe import software
-from hpc_tune.probe.software import _gpu_names, for_a_bug_report, git_commit
+from hpc_tune.probe.software import _gpu_names, bug_report_lines, git_commit
 
 
 def test_the_models_of_gpus_are_read_from_the_drivers_folder(tmp_path):
@@ -22,8 +22,8 @@ def test_a_clone_is_named_by_its_commit_and_an_installed_package_is_not(tmp_path
         command = ["git", *words, "-q", *options]
         subprocess.run(command, cwd=tmp_path, check=True)
     monkeypatch.setattr(software, "__file__", str(tmp_path / "hpc_tune" / "probe" / "software.py"))
-    assert f"commit {git_commit(tmp_path)}" in for_a_bug_report()
+    assert f"commit {git_commit(tmp_path)}" in bug_report_lines()
     elsewhere = tmp_path / "venv" / "hpc_tune" / "probe" / "software.py"
     elsewhere.parent.mkdir(parents=True)
     monkeypatch.setattr(software, "__file__", str(elsewhere))
-    assert not [line for line in for_a_bug_report() if line.startswith("commit ")]
+    assert not [line for line in bug_report_lines() if line.startswith("commit ")]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.probe.topology import NO_LIBRARY, Topology, read_topology
+from hpc_tune.probe.topology import NO_NVML, Topology, read_topology
 
 # A node of two switches: each has two GPUs and one network card behind it.
 PCI = {
@@ -193,7 +193,7 @@ def test_without_a_driver_or_its_package_the_cards_are_told(kernel, monkeypatch,
         found = read_topology(kernel)
         assert (found.gpus, found.paths, found.driver) == ((), {}, "")
         assert [card.name for card in found.cards] == list(CARDS)
-    assert read_topology(tmp_path / "nothing") == Topology(driver_error=NO_LIBRARY)
+    assert read_topology(tmp_path / "nothing") == Topology(driver_error=NO_NVML)
 
 
 def test_the_stand_in_has_the_names_of_the_real_package():

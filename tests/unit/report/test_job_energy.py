@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.report.job_energy import EnergyOfJobs, energy_of_jobs
+from hpc_tune.report.job_energy import JobsEnergy, find_jobs_energy
 
 
 def events(*jobs):
@@ -43,13 +43,13 @@ def test_what_is_known_is_added_up_and_what_is_not_is_named(told, joules, words)
         asked.append((scheduler, starts))
         return told
 
-    found = energy_of_jobs(events("7", "8", "7"), asks=True, ask=ask)
-    assert found == EnergyOfJobs(joules, words)
+    found = find_jobs_energy(events("7", "8", "7"), asks=True, ask=ask)
+    assert found == JobsEnergy(joules, words)
     assert asked == [("Slurm", [("7", 0.0), ("8", 10.0), ("7", 20.0)])]
 
 
 def test_a_report_that_a_job_writes_asks_nobody():
-    found = energy_of_jobs(events("7"), asks=False, ask=lambda *_: pytest.fail("asked"))
+    found = find_jobs_energy(events("7"), asks=False, ask=lambda *_: pytest.fail("asked"))
     assert found.joules is None
     assert found.words.startswith("Slurm was not asked, since a job's energy is complete once")
 
@@ -64,4 +64,4 @@ def test_a_report_that_a_job_writes_asks_nobody():
     ],
 )
 def test_a_run_without_jobs_of_slurm_says_nothing(event):
-    assert energy_of_jobs([event], asks=True) is None
+    assert find_jobs_energy([event], asks=True) is None

@@ -16,16 +16,21 @@ from rich.console import Console
 
 from hpc_tune import cli
 from hpc_tune.report import watch as watching
-from hpc_tune.report.checkpoints import checkpoints
-from hpc_tune.report.facts import facts, predictions, straggler, where_time_went
-from hpc_tune.report.figures import FIGURES, all_figures
-from hpc_tune.report.read import Lines, differences, read_run
-from hpc_tune.report.sources import sources
-from hpc_tune.report.starts import starts
+from hpc_tune.report.checkpoints import list_checkpoints
+from hpc_tune.report.facts import (
+    compare_predictions,
+    describe_straggler,
+    main_figures,
+    time_by_kind,
+)
+from hpc_tune.report.figures import FIGURES, draw_figures
+from hpc_tune.report.read import JsonLines, find_differences, read_run
+from hpc_tune.report.sources import source_rows
+from hpc_tune.report.starts import list_starts
 from hpc_tune.report.write import write_report
 from hpc_tune.rundir import heartbeat, owner
-from hpc_tune.rundir.owner import this_process
-from hpc_tune.rundir.stragglers import ADVICE
+from hpc_tune.rundir.owner import make_owner
+from hpc_tune.rundir.stragglers import STRAGGLER_ADVICE
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
@@ -228,7 +233,7 @@ def test_what_preferences_did_is_told_and_that_chosen_answers_are_unlearned_too(
     text = checked(write_report([falling]))
     for words in ("25.0% → 100.0%", "0.5 → 2", "in 3 evaluations in a row, from -2.000 to -2.300"):
         assert words in text, words
-    names = {name for name, _, _ in all_figures([read_run(falling)])}
+    names = {name for name, _, _ in draw_figures([read_run(falling)])}
     assert {"preferences", "log-probs"} <= names
     steady = make("steady", [*steps, *evaluations(-2.0, -2.1, -2.0, -2.3)], evals=False)
     page = write_report([steady])
@@ -239,7 +244,7 @@ def test_what_preferences_did_is_told_and_that_chosen_answers_are_unlearned_too(
 def test_a_run_without_preferences_has_no_figure_of_them(make):
     plain = [step(n, BEGAN_S + 2 * n, preferences=None) for n in range(1, 11)]
     run = make("plain", plain)
-    names = {name for name, _, _ in all_figures([read_run(run)])}
+    names = {name for name, _, _ in draw_figures([read_run(run)])}
     assert "loss" in names
     assert not {"preferences", "log-probs"} & names
     assert "accuracy" not in checked(write_report([run]))
@@ -277,7 +282,7 @@ def test_each_start_has_its_place_on_the_axis_of_time(make):
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] + later
     stop = event("stop", BEGAN_S + 20, step=10, reason="SIGUSR1")
     again = event("start", BEGAN_S + 1020, size=4, total_steps=15, layout="shard 4: fits")
-    first, second = starts(read_run(make(steps=steps, events=[stop, again], outcome=DONE)))
+    first, second = list_starts(read_run(make(steps=steps, events=[stop, again], outcome=DONE)))
     assert (first.ranks, first.layout, first.first_step, first.last_step) == (2, "shard 2", 1, 10)
     assert (first.ended, first.seconds, first.before_s) == ("SIGUSR1", 20, 0)
     assert (second.ranks, second.layout, second.first_step) == (4, "shard 4", 11)
@@ -293,7 +298,7 @@ def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
         event("start", BEGAN_S + 1020, size=4),
         event("stop", BEGAN_S + 1030, reason="memory is short", began_s=BEGAN_S + 1010),
     ]
-    first, second = starts(read_run(make(events=events)))
+    first, second = list_starts(read_run(make(events=events)))
     assert (first.ended, first.seconds) == ("killed", 20)
     assert second.ended == "memory is short"
 
@@ -309,10 +314,10 @@ def test_a_start_that_was_refused_is_no_time_running(make):
     last = event("stop", BEGAN_S + 1030, reason="all steps done")
     path = make(events=[*refused, again, last], outcome=DONE)
     run = read_run(path)
-    assert [start.seconds for start in starts(run)] == [20, 10]
-    assert (starts(run)[0].begin_s, starts(run)[1].waited_s) == (BEGAN_S, 1000)
-    assert facts(run)["time running"] == "30s in 2 starts"
-    figure = dict((name, figure) for name, _, figure in all_figures([run]))["timeline"]
+    assert [start.seconds for start in list_starts(run)] == [20, 10]
+    assert (list_starts(run)[0].begin_s, list_starts(run)[1].waited_s) == (BEGAN_S, 1000)
+    assert main_figures(run)["time running"] == "30s in 2 starts"
+    figure = dict((name, figure) for name, _, figure in draw_figures([run]))["timeline"]
     stops = [line for line in figure.axes[1].lines if line.get_marker() == "s"]
     assert [list(line.get_xdata()) for line in stops] == [[30.0]]
     first_screen = checked(write_report([path])).partition("All starts on one axis")[0]
@@ -329,7 +334,7 @@ def test_losses_are_drawn_when_they_were_measured_and_lost_steps_are_a_gap(make)
     settings = "lr: 0.1}\ntune: {objective: dpo"
 
     def lines_of(run):
-        figures = {name: figure for name, _, figure in all_figures([run])}
+        figures = {name: figure for name, _, figure in draw_figures([run])}
         above = figures["timeline"].axes[0]
         assert above.get_ylabel() == figures["loss"].axes[0].get_ylabel() == "loss"
         return [list(map(float, line.get_xdata())) for line in above.lines[:2]]
@@ -351,25 +356,25 @@ def test_a_held_out_loss_has_the_step_that_it_is_of_and_none_of_other_data_besid
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
     evals = [evaluated(0, 4.0, 4.0, BEGAN_S), evaluated(8, 3.0, 2.0, BEGAN_S + 17)]
     run = read_run(make("cut", [*steps, *evals], evals=False))
-    [(_, said)] = [(k, v) for k, v in facts(run).items() if k.startswith("held-out loss")]
+    [(_, said)] = [(k, v) for k, v in main_figures(run).items() if k.startswith("held-out loss")]
     assert said == "4.0000 → 2.5000 (of step 8)"
     other = event("held_out", BEGAN_S + 16.5, step=8)
     run = read_run(make("other", [*steps, *evals], [other], evals=False))
-    [(_, said)] = [(k, v) for k, v in facts(run).items() if k.startswith("held-out loss")]
+    [(_, said)] = [(k, v) for k, v in main_figures(run).items() if k.startswith("held-out loss")]
     assert said == "2.5000 → 2.5000 (of step 8)"
-    assert [row[-1] for row in sources(run)] == ["3.0000 → 3.0000", "2.0000 → 2.0000"]
+    assert [row[-1] for row in source_rows(run)] == ["3.0000 → 3.0000", "2.0000 → 2.0000"]
 
 
 def test_each_held_out_source_has_its_own_curve(make):
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
     evals = [evaluated(0, 4.0, 3.0), evaluated(5, 3.0, 3.5), evaluated(10, 2.0, 4.0)]
     run = make("mixture", [*steps, *evals], evals=False)
-    figures = {name: figure for name, _, figure in all_figures([read_run(run)])}
+    figures = {name: figure for name, _, figure in draw_figures([read_run(run)])}
     drawn = {line.get_label(): list(line.get_ydata()) for line in figures["held-out"].axes[0].lines}
     assert drawn == {"chat": [4.0, 3.0, 2.0], "code": [3.0, 3.5, 4.0]}
     assert '"evaluations_by_source":[{"step":0,"chat":4.0' in write_report([run]).read_text()
     one = make("one", [*steps, {"step": 10, "eval_loss": 2.0}], evals=False)
-    assert "held-out" not in {name for name, _, _ in all_figures([read_run(one)])}
+    assert "held-out" not in {name for name, _, _ in draw_figures([read_run(one)])}
 
 
 def test_sources_among_the_settings_are_read_line_by_line(make):
@@ -388,7 +393,7 @@ def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(
         event("start", BEGAN_S + 60, size=1),
     ]
     path = make(events=events, outcome=DONE)
-    first, second = starts(read_run(path))
+    first, second = list_starts(read_run(path))
     assert (first.ended, first.left_out, first.seconds) == ("host n2 is gone", ("n2",), 20)
     assert second.ended == "done"
     text = checked(write_report([path]))
@@ -401,7 +406,7 @@ def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(
 def test_what_was_sent_is_compared_with_the_formula(make):
     sent = {"sent_bytes": {"all_reduce": 3 << 20}, "expected_bytes": {"all_reduce": 2 << 20}}
     run = read_run(make(steps=[step(n, BEGAN_S + n, **sent) for n in (1, 2)]))
-    assert predictions(run) == [
+    assert compare_predictions(run) == [
         ("sent per step by rank 0: all_reduce", "2.00 MiB", "3.00 MiB", "+50.0%")
     ]
 
@@ -414,18 +419,18 @@ def test_checkpoints_are_verified_against_their_manifests(tmp_path):
         wanted = {"bytes": 4, "sha256": hashlib.sha256(b"good").hexdigest()}
         (folder / "manifest.json").write_text(json.dumps({"files": {"x": wanted}}))
     (tmp_path / "checkpoints" / "step-00000004").mkdir()
-    told = [what for _, _, what in checkpoints(tmp_path)]
+    told = [what for _, _, what in list_checkpoints(tmp_path)]
     assert told[0] == "every byte verified"
     assert told[1] == told[2] == "DAMAGED: x is not as it was written"
     assert "manifest.json cannot be used" in told[3]
-    assert [what for _, _, what in checkpoints(tmp_path, most_bytes=7)][:2] == [
+    assert [what for _, _, what in list_checkpoints(tmp_path, most_bytes=7)][:2] == [
         "every byte verified",
         "sizes verified; bytes: inspect --verify",
     ]
 
 
 def test_every_axis_says_what_it_shows_in_which_unit(make):
-    figures = list(all_figures([read_run(make(events=EVENTS, outcome=DONE))]))
+    figures = list(draw_figures([read_run(make(events=EVENTS, outcome=DONE))]))
     assert len(figures) == len(FIGURES)
     units = re.compile(
         r"layer|expert|share|reward|step|second|GiB|nats|minutes|hours|rate|norm|% of peak|rank"
@@ -441,7 +446,7 @@ def test_every_axis_says_what_it_shows_in_which_unit(make):
 def test_a_run_that_was_killed_is_told_of_with_its_last_words(make):
     run = make(events=EVENTS)
     word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    heartbeat.write(word, heartbeat.path_of(run, 0))
+    heartbeat.write(word, heartbeat.heartbeat_path(run, 0))
     text = checked(write_report([run]))
     assert read_run(run).state == "died"
     assert "it was killed: no outcome.json. Last seen on n1" in text
@@ -477,11 +482,11 @@ def test_waits_between_starts_are_no_running_time(make):
     steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] + later
     again = [event("start", BEGAN_S + 1020, size=4, total_steps=15)]
     run = read_run(make(steps=steps, events=again, evals=False))
-    assert facts(run)["time running"] == "30s in 2 starts"
-    assert facts(run)["goodput (steps that count)"] == "100%"  # 15 x 2 s
+    assert main_figures(run)["time running"] == "30s in 2 starts"
+    assert main_figures(run)["goodput (steps that count)"] == "100%"  # 15 x 2 s
     assert run.elapsed_s(BEGAN_S + 500) == 20
     assert run.elapsed_s(BEGAN_S + 1024) == 24
-    parts = dict(where_time_went(run))
+    parts = dict(time_by_kind(run))
     assert parts["compute"] == "21s (70.0%)"  # 15 x (2 - 0.1 - 0.5)
     assert parts["messages, waiting for other ranks included"] == "8s (25.0%)"
     assert parts["total"] == "30s"
@@ -489,23 +494,23 @@ def test_waits_between_starts_are_no_running_time(make):
 
 def test_a_straggler_is_named_and_even_ranks_are_not_blamed(make):
     """Of 1.0 and 1.4 s the median is 1.2: as the profile and the figure of all ranks have it."""
-    said = straggler(read_run(make()))
+    said = describe_straggler(read_run(make()))
     assert said.startswith("rank 1 in 9 of 9 steps; it works 1.17 x as long as the median rank, ")
-    assert said.endswith(ADVICE)
+    assert said.endswith(STRAGGLER_ADVICE)
     even = [step(n, BEGAN_S + n, slowest_rank=n % 2) for n in range(1, 11)]
-    assert ADVICE not in straggler(read_run(make("even", steps=even)))
-    none = straggler(read_run(make("none", ranks=False)))
+    assert STRAGGLER_ADVICE not in describe_straggler(read_run(make("even", steps=even)))
+    none = describe_straggler(read_run(make("none", ranks=False)))
     assert none == "rank 1 in 9 of 9 steps"
 
 
 def test_several_runs_lie_over_each_other_with_the_settings_that_differ(make, tmp_path):
     runs = [make("a", outcome=DONE), make("b", outcome=DONE, settings="lr: 0.2")]
-    assert differences([read_run(run) for run in runs]) == [("optim.lr", ["0.1", "0.2"])]
+    assert find_differences([read_run(run) for run in runs]) == [("optim.lr", ["0.1", "0.2"])]
     out = write_report(runs, tmp_path / "both.html")
     text = checked(out)
     assert "2 runs: settings that differ" in text.partition("What came out")[0]
     assert "optim.lr" in text
-    figures = {name: figure for name, _, figure in all_figures([read_run(run) for run in runs])}
+    figures = {name: figure for name, _, figure in draw_figures([read_run(run) for run in runs])}
     labels = [text.get_text() for text in figures["loss"].legends[0].get_texts()]
     assert labels == ["a: training", "a: held-out", "b: training", "b: held-out"]
 
@@ -570,13 +575,13 @@ def test_a_manifest_leads_to_no_file_outside_of_its_checkpoint(tmp_path):
     (tmp_path / "outside").write_bytes(b"")
     for name in ("/dev/zero", "../../outside", f"{tmp_path}/outside"):
         (folder / "manifest.json").write_text(json.dumps({"files": {name: empty}}))
-        [(_, _, told)] = checkpoints(tmp_path)
+        [(_, _, told)] = list_checkpoints(tmp_path)
         assert told.startswith("DAMAGED"), name
 
 
 def test_the_slow_rank_is_the_dark_one(make):
     """Rank 1 works 1.4 s beside 1.0 s: 1.17 and 0.83 of the median."""
-    figures = {name: figure for name, _, figure in all_figures([read_run(make())])}
+    figures = {name: figure for name, _, figure in draw_figures([read_run(make())])}
     [image] = figures["rank-steps"].axes[0].images
     assert image.get_array().shape == (2, 10)
     assert [round(float(row[0]), 2) for row in image.get_array()] == [0.83, 1.17]
@@ -594,13 +599,13 @@ def test_the_newest_tokens_of_experts_are_drawn_by_their_layers_mean(make):
         {"step": 9, "since": 8, "layers": [], "tokens": []},
     ]
     (run / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures = {name: figure for name, _, figure in all_figures([read_run(run)])}
+    figures = {name: figure for name, _, figure in draw_figures([read_run(run)])}
     axes = figures["experts"].axes[0]
     [image] = axes.images
     assert image.get_array().filled(-1).tolist() == [[1, 0, 2], [0, 0, -1]]
     assert axes.get_title() == "steps 4 to 8"
     assert [text.get_text() for text in axes.get_yticklabels()] == ["1", "4"]
-    others = {name for name, _, _ in all_figures([read_run(make("dense")), read_run(run)])}
+    others = {name for name, _, _ in draw_figures([read_run(make("dense")), read_run(run)])}
     assert "experts" not in others
 
 
@@ -630,7 +635,7 @@ def test_a_checkpoint_leads_to_its_run(make):
 
 def test_growing_files_are_read_once_and_replaced_ones_anew(tmp_path):
     file = tmp_path / "lines"
-    lines = Lines(file)
+    lines = JsonLines(file)
     assert lines.read() == []
     file.write_text('{"a": 1}\n{"a"')
     assert lines.read() == [{"a": 1}]
@@ -664,7 +669,7 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     os.utime(run / "metrics.jsonl")
     assert read_run(run).state == "running"
     word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write(word, heartbeat.path_of(run, 0))
+    heartbeat.write(word, heartbeat.heartbeat_path(run, 0))
     assert read_run(run).reason == "it is training step 3"
     text = checked(write_report([run]))
     assert re.search(r"Now +it is training step 3 +So far +Training loss", text)
@@ -674,11 +679,11 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
 def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys):
     run = make()
     word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write(word, heartbeat.path_of(run, 0))
+    heartbeat.write(word, heartbeat.heartbeat_path(run, 0))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        mark = replace(this_process("abc", run), pid=process.pid)
-        mark = replace(mark, start=owner._start_of(process.pid))
-        (run / owner.FILE).write_text(json.dumps(asdict(mark)))
+        mark = replace(make_owner("abc", run), pid=process.pid)
+        mark = replace(mark, start=owner._process_start(process.pid))
+        (run / owner.LIVE_FILE).write_text(json.dumps(asdict(mark)))
         assert read_run(run).state == "running"
         assert cli.main(["inspect", str(run)]) == 0
         assert "none yet, the run is training step 3" in capsys.readouterr().out
@@ -691,7 +696,7 @@ def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys
 def test_a_run_that_is_silent_for_seconds_says_so(make, capsys):
     run = make()
     word = heartbeat.Heartbeat(time.time() - 20, "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write(word, heartbeat.path_of(run, 0))
+    heartbeat.write(word, heartbeat.heartbeat_path(run, 0))
     assert read_run(run).reason == "it is training step 3, no sign of life for 20 s"
     assert cli.main(["inspect", str(run)]) == 0
     assert "training step 3, no sign of life for 20 s" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from hpc_tune.report.figures import all_figures
+from hpc_tune.report.figures import draw_figures
 from hpc_tune.report.read import read_run
 from hpc_tune.report.write import write_report
 from hpc_tune.rundir import heartbeat
@@ -70,7 +70,7 @@ def many_kinds(make):
         "early": make("early", steps=[], evals=False, outcome=DONE | {"status": "failed"}),
     }
     word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    heartbeat.write(word, heartbeat.path_of(kinds["killed"], 0))
+    heartbeat.write(word, heartbeat.heartbeat_path(kinds["killed"], 0))
     return {**{name: [run] for name, run in kinds.items()}, "overlaid": list(kinds.values())}
 
 
@@ -92,7 +92,7 @@ def texts_of(figure):
 def test_no_text_of_a_figure_is_cut_off_or_lies_on_another(make):
     num = 0
     for kind, runs in many_kinds(make).items():
-        for name, _, figure in all_figures([read_run(run) for run in runs]):
+        for name, _, figure in draw_figures([read_run(run) for run in runs]):
             width, height = figure.canvas.get_width_height()
             texts = list(texts_of(figure))
             num += len(texts)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from rich.console import Console
 
 from hpc_tune.checkpoint.locate import list_checkpoints
-from hpc_tune.data.mixture import Part, Phase
+from hpc_tune.data.mixture import MixturePhase, MixtureSource
 from hpc_tune.report import watch as watching
 from hpc_tune.report.read import read_run
-from hpc_tune.report.sources import sources
+from hpc_tune.report.sources import source_rows
 from tests.support.training import give_manifest
 
 MIXTURE = [
@@ -36,7 +36,7 @@ def run_of(folder, start, evals):
 def test_shares_and_passes_are_those_of_the_tokens_that_were_learned(tmp_path):
     evals = [{"chat": 2.0, "math": 3.0}, {"chat": 1.5, "math": 3.25}]
     run = run_of(tmp_path, {"mixture": MIXTURE}, evals)
-    assert list(sources(run)) == [
+    assert list(source_rows(run)) == [
         ("chat", "weight 0.75", "150", "75.00%", "3.00", "2.0000 → 1.5000"),
         ("code", "weight 0.25", "50", "25.00%", "0.05", ""),
         ("math", "held out", "", "", "", "3.0000 → 3.2500"),
@@ -50,13 +50,13 @@ def test_shares_and_passes_are_those_of_the_tokens_that_were_learned(tmp_path):
 
 def test_a_start_that_says_nothing_or_something_odd_leaves_what_the_steps_say(tmp_path):
     for odd in ([], [3, None], [{"name": 5, "learned_per_pass": "x"}]):
-        names = [row[0] for row in sources(run_of(tmp_path, {"mixture": odd}, []))]
+        names = [row[0] for row in source_rows(run_of(tmp_path, {"mixture": odd}, []))]
         assert {"chat", "code"} <= {*names}
 
 
 def test_inspect_says_what_the_newest_checkpoint_has_had_of_each_source(tmp_path):
-    parts = {name: Part("hash", None, 10, 100, weight=0.5) for name in ("chat", "code")}
-    loader = {"rows": 12, "phases": [asdict(Phase(parts))]}
+    parts = {name: MixtureSource("hash", None, 10, 100, weight=0.5) for name in ("chat", "code")}
+    loader = {"rows": 12, "phases": [asdict(MixturePhase(parts))]}
     for step, state in ((1, {}), (2, loader)):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)

@@ -196,7 +196,7 @@ def test_every_owner_imports_what_it_owns(third_party):
         ("self.size.trained_itemsize", "step/plan.py"),
         ("989e12", "plan/hardware.py"),
         ("% needed == 0", "config/parallel.py"),
-        ("env=unlaunched()", "cluster/own_command.py"),
+        ("env=environ_without_launcher()", "cluster/own_command.py"),
     ],
 )
 def test_a_decision_is_made_in_one_file(decision, owner):

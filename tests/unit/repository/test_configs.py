@@ -11,10 +11,10 @@ import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.language import read_shape
+from hpc_tune.model.language import read_language_config
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.resolve import check_layout, choose_layout
-from hpc_tune.plan.shape import shape_of
+from hpc_tune.plan.shape import open_shape
 from hpc_tune.step.size import ModelSize, measure
 
 FOLDER = Path(__file__).parents[3] / "configs"
@@ -51,7 +51,7 @@ def test_the_layout_fits_the_launch_line_and_the_model(name):
     found = re.search(r"mpirun -np (\d+)", file.read_text())
     layout, _ = choose_layout(config.parallel, int(found[1]), ModelSize(1, 1, 2, 4), 80 << 30)
     assert layout.size == int(found[1])
-    shape = read_shape(shape_directory(f"shape:{SHAPED[name]}"))
+    shape = read_language_config(shape_directory(f"shape:{SHAPED[name]}"))
     check_layout(layout, config.parallel, shape)
     assert config.data.seq_len <= shape.max_position_embeddings
     assert config.batch.global_size % layout.data_size == 0
@@ -90,7 +90,7 @@ def memory_of(script):
 
 def weight_bytes(name):
     """Return the bytes of a model's files."""
-    with shape_of(f"shape:{SHAPED[name]}", torch.bfloat16, TuneConfig(method="lora"), 0) as shape:
+    with open_shape(f"shape:{SHAPED[name]}", torch.bfloat16, TuneConfig(method="lora"), 0) as shape:
         return measure(shape.build().module).frozen_bytes
 
 

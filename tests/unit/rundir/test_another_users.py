@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hpc_tune.checkpoint.store import Store, damage_of
+from hpc_tune.checkpoint.store import Store, find_damage
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import EXIT_USER, DataError, DiskError, NoRightError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.rundir.owner import RunLock, this_process
-from hpc_tune.rundir.right_to import AnothersError, require_rights
+from hpc_tune.rundir.owner import RunLock, make_owner
+from hpc_tune.rundir.right_to import AnothersError, require_permissions
 from hpc_tune.train.job import _make_run_dir
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become two users")
@@ -70,13 +70,13 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_another_user_may_go_on_with_a_run_begun_under_umask_002(run_dir):
     begin(run_dir, umask=0o002)
     with user(BEN, GROUP, umask=0o002):
-        require_rights(run_dir)
+        require_permissions(run_dir)
 
 
 def test_a_start_of_another_user_is_refused_by_whose_files_they_are_and_changes_nothing(run_dir):
     begin(run_dir, umask=0o022)
     before = contents(run_dir)
-    lock = RunLock(run_dir, this_process("nonce", run_dir), lambda _: None)
+    lock = RunLock(run_dir, make_owner("nonce", run_dir), lambda _: None)
     with user(BEN, GROUP), pytest.raises(AnothersError) as refused:
         _make_run_dir(run_dir, lock, RunSettings(), lambda path: path.write_text("settings"))
     said = str(refused.value)
@@ -91,7 +91,7 @@ def test_a_start_of_another_user_is_refused_by_whose_files_they_are_and_changes_
 def test_who_is_not_in_the_files_group_is_told_of_chgrp_too(run_dir):
     begin(run_dir, umask=0o002)
     with user(BEN), pytest.raises(AnothersError, match="chgrp -R to a group that user 61002 is in"):
-        require_rights(run_dir)
+        require_permissions(run_dir)
 
 
 @pytest.mark.parametrize("name", ["logs/rank-3.txt", "checkpoints", "checkpoints/step-00000001"])
@@ -99,7 +99,7 @@ def test_what_only_other_ranks_or_later_saves_write_is_found_at_the_start(run_di
     begin(run_dir, umask=0o002)
     (run_dir / name).chmod(0o755)
     with user(BEN, GROUP), pytest.raises(AnothersError, match=f"{name} cannot be opened"):
-        require_rights(run_dir)
+        require_permissions(run_dir)
 
 
 def test_an_open_that_is_refused_anywhere_is_the_users_to_mend(run_dir):
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_may_not_be_read_is_neither_damaged_nor_tried_again(ru
     checkpoint = run_dir / "checkpoints" / "step-00000001"
     (checkpoint / "manifest.json").chmod(0o600)
     with user(BEN, GROUP), pytest.raises(NoRightError, match=f"a file of user {ANNA}") as refused:
-        damage_of(checkpoint)
+        find_damage(checkpoint)
     assert refused.value.exit_code == EXIT_USER
 
 

@@ -5,13 +5,18 @@ import math
 import pytest
 
 from hpc_tune.checkpoint.state import Evals
-from hpc_tune.rundir.displacement import MIN_FALLS, longest, warning, with_next
+from hpc_tune.rundir.displacement import (
+    MIN_FALLS,
+    displacement_warning,
+    extend_streak,
+    longest_streak,
+)
 
 
 def streak_of(values):
     streak = ()
     for value in values:
-        streak = with_next(streak, value)
+        streak = extend_streak(streak, value)
     return streak
 
 
@@ -33,21 +38,21 @@ def test_a_streak_is_what_falls_without_a_break(values, streak):
 
 def test_a_warning_needs_three_falls_and_has_the_figures():
     assert MIN_FALLS == 3
-    assert warning((-2.0, -2.1, -2.2)) is None
-    said = warning((-2.0, -2.1, -2.2, -2.5))
+    assert displacement_warning((-2.0, -2.1, -2.2)) is None
+    said = displacement_warning((-2.0, -2.1, -2.2, -2.5))
     assert "in 3 evaluations in a row, from -2.000 to -2.500 per token" in said
     assert "tune.sft_weight=1" in said
 
 
 def test_the_longest_streak_of_a_run_is_found_wherever_it_is():
-    assert longest([-1.0, -1.1, -1.2, -1.0, -1.1]) == (-1.0, -1.1, -1.2)
-    assert longest([-1.0, -1.1, -1.0, -1.2]) == (-1.0, -1.2)
-    assert longest([]) == ()
+    assert longest_streak([-1.0, -1.1, -1.2, -1.0, -1.1]) == (-1.0, -1.1, -1.2)
+    assert longest_streak([-1.0, -1.1, -1.0, -1.2]) == (-1.0, -1.2)
+    assert longest_streak([]) == ()
 
 
 def test_a_run_that_resumes_goes_on_counting():
     evals = Evals()
     for number, chosen in enumerate([-2.0, -2.1, -2.2, -2.3]):
-        evals = Evals.from_json(vars(evals)).with_(number, 1.0, chosen)
-    assert warning(evals.chosen) is not None
-    assert Evals().with_(1, 1.0).chosen == ()  # of answers without preferences
+        evals = Evals.from_json(vars(evals)).with_eval(number, 1.0, chosen)
+    assert displacement_warning(evals.chosen) is not None
+    assert Evals().with_eval(1, 1.0).chosen == ()  # of answers without preferences

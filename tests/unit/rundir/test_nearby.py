@@ -3,14 +3,14 @@
 import pytest
 
 from hpc_tune import cli
-from hpc_tune.rundir.nearby import SETTINGS
+from hpc_tune.rundir.nearby import RESOLVED_CONFIG
 
 
 @pytest.fixture
 def runs(tmp_path):
     for name in ("taste", "small"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / SETTINGS).write_text("")
+        (tmp_path / "runs" / name / RESOLVED_CONFIG).write_text("")
     return tmp_path / "runs"
 
 

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from hpc_tune.rundir.refused import names_in, take_back
+from hpc_tune.rundir.refused import list_names, remove_new_files
 
 
 def made_by_a_start(run_dir):
@@ -17,35 +17,35 @@ def made_by_a_start(run_dir):
 
 def test_a_new_directory_keeps_what_tells_of_the_start(tmp_path):
     run_dir = tmp_path / "run"
-    assert (before := names_in(run_dir)) == frozenset()
+    assert (before := list_names(run_dir)) == frozenset()
     made_by_a_start(run_dir)
     (run_dir / "data" / ".prepared.h5.1234.parts").mkdir()
     (run_dir / "weights").symlink_to(tmp_path)
-    assert take_back(run_dir, before) == []
-    assert names_in(run_dir) == {"outcome.json", "events.jsonl", "live.json"}
+    assert remove_new_files(run_dir, before) == []
+    assert list_names(run_dir) == {"outcome.json", "events.jsonl", "live.json"}
     assert tmp_path.is_dir()
 
 
 def test_prepared_data_stays_and_is_told(tmp_path):
-    before = names_in(tmp_path)
+    before = list_names(tmp_path)
     made_by_a_start(tmp_path)
     (tmp_path / "data" / "prepared.h5").touch()
-    assert take_back(tmp_path, before) == ["data"]
+    assert remove_new_files(tmp_path, before) == ["data"]
     assert (tmp_path / "data" / "prepared.h5").exists()
 
 
 def test_what_was_there_stays(tmp_path):
     made_by_a_start(tmp_path)
     (tmp_path / "notes.txt").touch()
-    before = names_in(tmp_path)
+    before = list_names(tmp_path)
     (tmp_path / "memory").mkdir()
-    assert take_back(tmp_path, before) == []
-    assert names_in(tmp_path) == before
+    assert remove_new_files(tmp_path, before) == []
+    assert list_names(tmp_path) == before
 
 
 def test_a_directory_that_cannot_be_read_counts_as_unknown_and_not_as_empty(tmp_path, monkeypatch):
     made_by_a_start(tmp_path)
-    before = names_in(tmp_path) - {"data"}
+    before = list_names(tmp_path) - {"data"}
     (tmp_path / "data" / "prepared.h5").touch()
     listed = Path.iterdir
 
@@ -56,7 +56,7 @@ def test_a_directory_that_cannot_be_read_counts_as_unknown_and_not_as_empty(tmp_
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     unreadable = tmp_path
-    assert names_in(tmp_path) is None
+    assert list_names(tmp_path) is None
     unreadable = tmp_path / "data"
-    assert take_back(tmp_path, before) == ["data"]
+    assert remove_new_files(tmp_path, before) == ["data"]
     assert (tmp_path / "data" / "prepared.h5").exists()

@@ -11,8 +11,8 @@ from hpc_tune.rundir import owner, unended
 
 def test_a_run_on_a_disk_that_is_full_is_not_taken_for_one_that_has_ended(tmp_path, monkeypatch):
     assert unended.has_ended(tmp_path)
-    elsewhere = replace(owner.this_process("nonce", tmp_path), host="elsewhere", place="elsewhere")
-    (tmp_path / owner.FILE).write_text(json.dumps(asdict(elsewhere)))
+    elsewhere = replace(owner.make_owner("nonce", tmp_path), host="elsewhere", place="elsewhere")
+    (tmp_path / owner.LIVE_FILE).write_text(json.dumps(asdict(elsewhere)))
     assert not unended.has_ended(tmp_path)
 
     def refuse(**_):

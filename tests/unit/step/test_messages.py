@@ -12,8 +12,8 @@ from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.step_time import tensor_s
-from hpc_tune.probe.links import Links, Pair
+from hpc_tune.plan.step_time import tensor_time
+from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
@@ -116,12 +116,12 @@ def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     layout, bytes_per_s = Layout(1, 1, 2), 1e6
     whole = expected(tied, "full", layout, MICROS)["all_reduce"]
     built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
-    links = Links((Pair((0, 1), (0, 0), 0.0, bytes_per_s),), ())
+    links = Links((Link((0, 1), (0, 0), 0.0, bytes_per_s),), ())
     network = Network.measured(links, (0, 0))
     plan = StepPlan.of(built, layout, ParallelConfig(reshard="block"))
-    found = tensor_s(plan, (0, 1), network, (TOKENS, 80))
+    found = tensor_time(plan, (0, 1), network, (TOKENS, 80))
     scalars = 4 + 8
-    assert bytes_per_s * found.moving_s == pytest.approx(whole - scalars)
+    assert bytes_per_s * found.transfer_s == pytest.approx(whole - scalars)
 
 
 def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
@@ -206,7 +206,7 @@ SHARE = 0.5
 for folder, ranks, rank, settings in json.loads(sys.argv[1]):
     words = ["data.eval_path=null", f"model.path={folder}", *settings]
     config = load_config(None, words)
-    step = trace.traced_step(config, ranks)
+    step = trace.make_traced_step(config, ranks)
     built, layout = step.shape.build(), step.layout
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(rank, ranks), fake, TracedMemory(0).watch():
@@ -332,7 +332,7 @@ def test_a_stage_holds_its_own_blocks_where_blocks_differ(tmp_path, stages):
         built = build(base, torch.float32, TuneConfig(method="full"), 0, weights=False)
         plan = StepPlan.of(built, Layout(1, 1, pipeline=stages), ParallelConfig())
         own = sum(p.numel() for p in cut_stages(built, plan, place)[0].module.parameters())
-        assert sum(weights.num_values for weights in plan.held_by(place)) == own
-        plans.append((plan.mixtures_of(place), len(plan.blocks_of(place))))
+        assert sum(weights.num_values for weights in plan.rank_weights(place)) == own
+        plans.append((plan.num_mixture_blocks(place), len(plan.rank_blocks(place))))
     assert sum(mixtures for mixtures, _ in plans) == 4
     assert sum(blocks for _, blocks in plans) == 5

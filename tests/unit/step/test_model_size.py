@@ -9,7 +9,7 @@ from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import (
     ModelSize,
-    Weights,
+    WeightGroup,
     activation_bound,
     attention_flops,
     flops_per_token,
@@ -54,7 +54,7 @@ def test_a_frozen_base_is_divided_and_adapters_stay_whole(layout, num_bytes):
 
 
 def test_adapters_on_experts_are_dealt_with_them():
-    routed = Weights("blocks", "whole", True, False, 8, 32, ROUTED)
+    routed = WeightGroup("blocks", "whole", True, False, 8, 32, ROUTED)
     size = ModelSize(1000, 10, 2000, 40, weights=(routed,))
     # Of ten values with adapters 8 are on experts, of which a rank has a half, or a fourth.
     for expert, held in ((1, 10), (2, 6), (4, 4)):
@@ -63,8 +63,8 @@ def test_adapters_on_experts_are_dealt_with_them():
 
 def test_shards_of_what_they_do_not_divide_are_as_large_as_the_largest():
     """6 experts over 4 ranks: 2 each, 8 in all; of dealt ones another dimension is divided."""
-    routed = Weights("blocks", "whole", True, False, 6 * 40, 960, ROUTED, shape=(6, 8, 5))
-    rest = Weights("blocks", "whole", True, False, 80, 320, shape=(8, 10))
+    routed = WeightGroup("blocks", "whole", True, False, 6 * 40, 960, ROUTED, shape=(6, 8, 5))
+    rest = WeightGroup("blocks", "whole", True, False, 80, 320, shape=(8, 10))
     size = ModelSize(0, 320, 0, 1280, weights=(routed, rest))
     copies = 4  # gradients and two moments
     assert static_bytes(size, Layout(1, 4)) == copies * (960 // 6 * 2 + 320 // 4)

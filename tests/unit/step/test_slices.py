@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from hpc_tune.step.slices import plan_of, slicing_problems
+from hpc_tune.step.slices import read_tp_plan, slicing_problems
 
 
 def config(**plan):
@@ -17,7 +17,7 @@ def config(**plan):
 def test_an_embedding_that_is_tied_to_the_head_stays_whole():
     """As transformers 5.17 has it in its plan, which others do not."""
     tied = config(embed_tokens="embedding_rowwise")
-    assert plan_of(tied) == plan_of(config())
+    assert read_tp_plan(tied) == read_tp_plan(config())
     assert slicing_problems(tied, 2) == []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 needs_fake_cuda = pytest.mark.skipif(
-    shutil.which("g++") is None or release_of(torch.__version__) < (2, 10),
+    shutil.which("g++") is None or parse_release(torch.__version__) < (2, 10),
     reason="needs g++, and torch 2.10 for a device that is not there",
 )
 

@@ -15,7 +15,13 @@ import pytest
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import ConfigError
 from hpc_tune.trackers import trackers
-from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers, require_trackers, trackers_of
+from hpc_tune.trackers.trackers import (
+    RunFacts,
+    Trackers,
+    list_trackers,
+    open_trackers,
+    require_trackers,
+)
 from hpc_tune.train.metrics import Metrics
 from tests.ranks.test_bad_input import mounted
 from tests.unit.train.test_metrics import STEP
@@ -44,7 +50,7 @@ def opened(run_dir, names, start_step=0, words=SETTINGS):
     words = [*words, f"run.dir={run_dir}", f"run.trackers=[{names}]", "run.tensorboard=false"]
     config = load_config(None, words)
     run, settings = config.run, config.model_dump(mode="json")
-    facts = Facts(run_dir, run.name, run.tags, run.notes, "c0ffee", settings, start_step)
+    facts = RunFacts(run_dir, run.name, run.tags, run.notes, "c0ffee", settings, start_step)
     return open_trackers(run, facts)
 
 
@@ -245,7 +251,7 @@ def test_what_a_full_disk_refuses_costs_figures_and_not_the_run(tmp_path, instal
 
 
 def test_one_that_is_not_installed_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    monkeypatch.setattr(trackers, "is_importable", lambda name: False)
     require_trackers(load_config(None, ["run.tensorboard=false"]).run)
     for name, package in (("mlflow", "mlflow-skinny"), ("tensorboard", "tensorboard")):
         words = ["run.tensorboard=false", f"run.trackers=[{name}]"]
@@ -254,12 +260,12 @@ def test_one_that_is_not_installed_is_refused_at_once(monkeypatch):
 
 
 def test_the_default_one_is_left_out_with_a_word_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
+    monkeypatch.setattr(trackers, "is_importable", lambda name: False)
     said = []
     monkeypatch.setattr(trackers.log, "warning", said.append)
     run = load_config(None, []).run
     require_trackers(run)
-    assert trackers_of(run) == []
+    assert list_trackers(run) == []
     (line,) = said
     assert line.startswith("tensorboard is not installed, so no figures are written for it; python")
 
@@ -267,7 +273,7 @@ def test_the_default_one_is_left_out_with_a_word_where_it_is_not_installed(monke
 def test_a_folder_of_its_name_is_not_taken_for_the_package(tmp_path, monkeypatch):
     (tmp_path / "tracker_of_mine").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trackers, "trackers_of", lambda run: ["tracker_of_mine"])
+    monkeypatch.setattr(trackers, "list_trackers", lambda run: ["tracker_of_mine"])
     with pytest.raises(ConfigError, match="not installed"):
         require_trackers(load_config(None, []).run)
 
@@ -289,7 +295,7 @@ def test_a_wrong_mode_of_wandb_is_refused_at_once(monkeypatch):
     ],
 )
 def test_which_trackers_a_configuration_asks_for(words, names):
-    assert trackers_of(load_config(None, words).run) == names
+    assert list_trackers(load_config(None, words).run) == names
 
 
 def test_a_setting_that_is_gone_names_its_successor():

@@ -12,19 +12,19 @@ from transformers import AutoConfig
 from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.engine.compile import compiled_alone
+from hpc_tune.engine.compile import compiling_in_process
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.loss import fusible_exponentials
 from hpc_tune.train.startup import compile_trial
 from hpc_tune.train.startup.compile_trial import (
-    LEAST,
-    _Step,
+    MIN_TOLERANCES,
+    _StepValues,
+    check_compiled,
+    check_compiled_cached,
+    compare_steps,
     decide_compile,
-    differs,
-    try_compiled,
-    wrong_compiled,
 )
 
 LLAMA = AutoConfig.for_model("llama")
@@ -68,7 +68,7 @@ def graphs(monkeypatch):
 def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_graph(
     graphs, dtype, recompute
 ):
-    assert try_compiled(LLAMA, LORA, dtype, CPU, recompute) == ""
+    assert check_compiled(LLAMA, LORA, dtype, CPU, recompute) == ""
     # Forward and backward of a block, of its first call with a mask and without; the loss.
     assert 0 < len(graphs) <= 5
 
@@ -77,7 +77,7 @@ def test_compiled_blocks_that_are_right_are_taken_and_other_lengths_have_one_gra
 @pytest.mark.parametrize("method", ["full", "dora"])
 def test_other_methods_are_tried_with_the_compiler_itself(method):
     tune = LORA.model_copy(update={"method": method})
-    assert try_compiled(LLAMA, tune, torch.float32, CPU, "none") == ""
+    assert check_compiled(LLAMA, tune, torch.float32, CPU, "none") == ""
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -99,7 +99,7 @@ def test_compiled_blocks_that_compute_something_else_are_found(monkeypatch, whic
         return computed
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert "with compiled blocks" in try_compiled(LLAMA, LORA, torch.float32, CPU, "none")
+    assert "with compiled blocks" in check_compiled(LLAMA, LORA, torch.float32, CPU, "none")
 
 
 @pytest.mark.parametrize("which", ["losses", "gradients"])
@@ -115,19 +115,19 @@ def test_a_compiled_loss_that_is_something_else_is_found(monkeypatch, which):
         return computed
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert "with compiled blocks" in try_compiled(LLAMA, LORA, torch.float32, CPU, "none")
+    assert "with compiled blocks" in check_compiled(LLAMA, LORA, torch.float32, CPU, "none")
 
 
 def test_gradients_may_be_as_far_from_fp32_as_without_the_compiler():
     def step(loss, off):
-        return _Step((loss,), {"w": torch.ones(4) + off})
+        return _StepValues((loss,), {"w": torch.ones(4) + off})
 
-    least = LEAST[torch.bfloat16]
-    assert differs(step(1.0, 0), step(1.01, 0.02), step(0.98, 0.03), least) == ""
-    assert "loss is" in differs(step(1.0, 0), step(1.01, 0.02), step(1.05, 0.02), least)
-    assert "off by 9" in differs(step(1.0, 0), step(1.01, 0.02), step(1.01, 0.09), least)
+    least = MIN_TOLERANCES[torch.bfloat16]
+    assert compare_steps(step(1.0, 0), step(1.01, 0.02), step(0.98, 0.03), least) == ""
+    assert "loss is" in compare_steps(step(1.0, 0), step(1.01, 0.02), step(1.05, 0.02), least)
+    assert "off by 9" in compare_steps(step(1.0, 0), step(1.01, 0.02), step(1.01, 0.09), least)
     lacks = replace(step(1.0, 0), gradients={})
-    assert "off by 1" in differs(step(1.0, 0), step(1.0, 0.02), lacks, least)
+    assert "off by 1" in compare_steps(step(1.0, 0), step(1.0, 0.02), lacks, least)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_auto_is_decided_on_gpus_alone_and_by_the_trial(built, monkeypatch, capl
     caplog.set_level(logging.INFO, "hpc_tune")
     config = config_of()
     assert decide_compile(job_on("cpu", config), built).compile == "auto"
-    monkeypatch.setattr(compile_trial, "wrong_compiled", lambda *_: "")
+    monkeypatch.setattr(compile_trial, "check_compiled_cached", lambda *_: "")
     assert decide_compile(job_on("cuda", config), built).compile is True
-    monkeypatch.setattr(compile_trial, "wrong_compiled", lambda *_: "this torch has none")
+    monkeypatch.setattr(compile_trial, "check_compiled_cached", lambda *_: "this torch has none")
     assert decide_compile(job_on("cuda", config), built).compile is False
     assert "blocks are not compiled: this torch has none" in caplog.text
     for value in ("true", "false"):
@@ -185,12 +185,12 @@ def test_a_trial_is_made_once_and_one_that_ended_by_an_exception_again(
             raise outcome
         return outcome
 
-    monkeypatch.setattr(compile_trial, "try_compiled", try_once)
-    assert "fails with RuntimeError: no room" in wrong_compiled(built, "none", CPU)
-    assert wrong_compiled(built, "none", CPU) == "a loss"
-    assert wrong_compiled(built, "none", CPU) == "a loss"
+    monkeypatch.setattr(compile_trial, "check_compiled", try_once)
+    assert "fails with RuntimeError: no room" in check_compiled_cached(built, "none", CPU)
+    assert check_compiled_cached(built, "none", CPU) == "a loss"
+    assert check_compiled_cached(built, "none", CPU) == "a loss"
     assert len(tried) == 2
-    assert wrong_compiled(built, "full", CPU) == "another"
+    assert check_compiled_cached(built, "full", CPU) == "another"
 
 
 def test_without_a_compiler_nothing_is_tried(built, monkeypatch):
@@ -198,8 +198,8 @@ def test_without_a_compiler_nothing_is_tried(built, monkeypatch):
         raise ConfigError("no compiler")
 
     monkeypatch.setattr(compile_trial, "require_compiler", refuse)
-    monkeypatch.setattr(compile_trial, "try_compiled", None)
-    assert wrong_compiled(built, "none", CPU) == "no compiler"
+    monkeypatch.setattr(compile_trial, "check_compiled", None)
+    assert check_compiled_cached(built, "none", CPU) == "no compiler"
 
 
 def test_a_trial_compiles_alone_in_its_own_folder(monkeypatch, tmp_path):
@@ -208,7 +208,7 @@ def test_a_trial_compiles_alone_in_its_own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = config.compile_threads
-    with compiled_alone(tmp_path):
+    with compiling_in_process(tmp_path):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
         assert config.compile_threads == 1
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"

@@ -8,7 +8,7 @@ import torch
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import Tokenizing, prepare_data, ready_data
+from hpc_tune.train.data import LazyTokenizer, open_or_prepare, open_sources
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import World
 from tests.support.data import byte_tokenizer, chat, write_jsonl, zero_tokens
@@ -28,12 +28,14 @@ def model(tmp_path):
 def opened(path, model, run_dir):
     run_dir.mkdir(exist_ok=True)
     data = DataConfig(path=str(path), seq_len=100)
-    return ready_data(str(path), data, Tokenizing(model, None), ALONE, run_dir)
+    return open_or_prepare(str(path), data, LazyTokenizer(model, None), ALONE, run_dir)
 
 
 def test_zeroed_tokens_are_refused_by_the_name_of_their_file(tmp_path, model):
     rows = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a")])
-    prepare(str(rows), tmp_path / "d.h5", Tokenizing(model, None).tokenizer, PrepareSettings(100))
+    prepare(
+        str(rows), tmp_path / "d.h5", LazyTokenizer(model, None).tokenizer, PrepareSettings(100)
+    )
     zero_tokens(tmp_path / "d.h5")
     with pytest.raises(DataError, match=r"d\.h5: its documents are not as `prepare` wrote them"):
         opened(tmp_path / "d.h5", model, tmp_path / "run")
@@ -63,8 +65,8 @@ def test_a_token_of_the_text_that_the_model_has_no_embedding_for_is_refused(tmp_
 
 def stores(model, run_dir, **settings):
     run_dir.mkdir(exist_ok=True)
-    found = prepare_data(
-        DataConfig(seq_len=100, **settings), ALONE, run_dir, Tokenizing(model, None)
+    found = open_sources(
+        DataConfig(seq_len=100, **settings), ALONE, run_dir, LazyTokenizer(model, None)
     )
     return [source.store for part in found for source in part]
 

@@ -11,8 +11,8 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import _look_for, _require_loss
-from hpc_tune.train.sources import Opened, Wanted
+from hpc_tune.train.data import _require_loss, _require_source
+from hpc_tune.train.sources import OpenSource, SourceConfig
 from tests.support.data import attributes, histogram_of
 
 
@@ -36,24 +36,24 @@ def order(seq_len, seed=0, packing=True):
 def test_answers_that_all_begin_behind_seq_len_are_refused_with_what_to_do(tmp_path, name, word):
     store = store_of(tmp_path / "d.h5", [64, 90, 70])
     with pytest.raises(DataError) as raised:
-        _require_loss(Opened("", name, store), order(64), None, word)
+        _require_loss(OpenSource("", name, store), order(64), None, word)
     message = str(raised.value)
     assert message.startswith(f"{name}={tmp_path / 'd.h5'}: none of its 3 rows of data.seq_len=64")
     assert f"has a token that is {word}" in message
     assert "it was prepared with seq_len 100" in message
     assert "Raise data.seq_len" in message
-    _require_loss(Opened("", name, store), order(65), None, word)
+    _require_loss(OpenSource("", name, store), order(65), None, word)
 
 
 def test_a_first_token_is_nobodys_target(tmp_path):
     store = store_of(tmp_path / "d.h5", [0], length=1)
     with pytest.raises(DataError, match="none of its 1 rows"):
-        _require_loss(Opened("", "data.path", store), order(64), 9, "learned")
+        _require_loss(OpenSource("", "data.path", store), order(64), 9, "learned")
 
 
 def test_only_rows_that_are_used_count(tmp_path):
     store = store_of(tmp_path / "d.h5", [80] * 40 + [10])
-    source = Opened("", "data.path", store)
+    source = OpenSource("", "data.path", store)
     _require_loss(source, order(64, packing=False), 41, "learned")
     refused = 0
     for seed in range(8):
@@ -65,14 +65,14 @@ def test_only_rows_that_are_used_count(tmp_path):
 
 
 def wanted(setting, path):
-    return Wanted("", setting, DataConfig(path=str(path)))
+    return SourceConfig("", setting, DataConfig(path=str(path)))
 
 
 def test_raw_data_that_is_gone_names_the_file_that_was_prepared_from_it(tmp_path):
     raw, cache = tmp_path / "raw" / "d.jsonl", tmp_path / "run" / "data"
     raw.parent.mkdir()
     with pytest.raises(DataError, match=r"there is no data at .*d\.jsonl$"):
-        _look_for(wanted("data.path", raw), cache)
+        _require_source(wanted("data.path", raw), cache)
     for folder, source in ((cache, raw), (cache, "another.jsonl"), (raw.parent, raw)):
         folder.mkdir(parents=True, exist_ok=True)
         sizes, file = np.array([4]), folder / f"{Path(source).stem}.h5"
@@ -81,7 +81,7 @@ def test_raw_data_that_is_gone_names_the_file_that_was_prepared_from_it(tmp_path
         if source == raw:
             said = f"{file} was prepared from it: name that, as in data.eval_path={file}"
             with pytest.raises(DataError, match=re.escape(said)):
-                _look_for(wanted("data.eval_path", raw), cache)
+                _require_source(wanted("data.eval_path", raw), cache)
     raw.mkdir()  # there, and no data in it
     with pytest.raises(DataError, match="is a folder without any"):
-        _look_for(wanted("data.path", raw), cache)
+        _require_source(wanted("data.path", raw), cache)

@@ -14,21 +14,21 @@ from hpc_tune.data.counts import Counters
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, Weights
+from hpc_tune.step.size import ModelSize, WeightGroup
 from hpc_tune.train.data import Data
 from hpc_tune.train.model import Model
-from hpc_tune.train.sources import Opened
+from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup import describe
 from hpc_tune.train.startup.describe import (
-    _batch,
-    _counts,
-    _data,
-    allocator_of,
-    few_steps,
-    idle_ranks,
-    method_of,
-    of_8bit,
-    rate_of,
+    _count_data,
+    _describe_batch,
+    _describe_data,
+    describe_allocator,
+    describe_method,
+    describe_rate,
+    warn_8bit_useless,
+    warn_few_steps,
+    warn_idle_ranks,
 )
 
 
@@ -42,18 +42,18 @@ def test_a_limited_source_counts_by_the_documents_that_are_used():
         document=lambda _: (np.ones(10), np.arange(10) < 5),
     )
     loader = SimpleNamespace(num_rows_per_epoch=3, padding=0.0)
-    sources = [Opened("a", "a", store), Opened("b", "b", store, limit=4)]
+    sources = [OpenSource("a", "a", store), OpenSource("b", "b", store, limit=4)]
     data = Data(sources, sources[1:], loader, total_steps=1)
-    found = _counts(data)
+    found = _count_data(data)
     assert (found["documents"], found["tokens"], found["loss_tokens"]) == (13, 130, 65)
     assert found["held_out_documents"] == 4
-    assert "13 documents" in _data(load_config(None, []).data, data)
+    assert "13 documents" in _describe_data(load_config(None, []).data, data)
 
 
 def warnings_of(settings, total_steps, rows_per_epoch):
     config = load_config(None, settings)
     rows = config.batch.global_size
-    return list(few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch))
+    return list(warn_few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_moments_in_8_bits_that_take_long_or_gain_nothing_are_told_of(
     name, num_trained, spared, device, words
 ):
     size = ModelSize(0, num_trained, 0, 4 * num_trained, spared_bytes=spared)
-    told = list(of_8bit(OptimConfig(name=name), size, torch.device(device)))
+    told = list(warn_8bit_useless(OptimConfig(name=name), size, torch.device(device)))
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
 
@@ -116,7 +116,7 @@ def test_moments_in_8_bits_that_take_long_or_gain_nothing_are_told_of(
     ],
 )
 def test_ranks_without_a_row_are_told_of(rows, layout, said):
-    told = list(idle_ranks(rows, layout))
+    told = list(warn_idle_ranks(rows, layout))
     assert len(told) == len(said)
     assert all(text.startswith(word) for word, text in zip(said, told, strict=True))
 
@@ -132,7 +132,7 @@ def test_ranks_without_a_row_are_told_of(rows, layout, said):
 def test_how_the_rows_of_a_step_are_shared_is_told(rows, ranks, said):
     loader = SimpleNamespace(total_rows=160, num_rows_per_epoch=80)
     data: Any = SimpleNamespace(loader=loader, total_steps=20)
-    assert _batch(rows, Layout(ranks, 1), data).startswith(said)
+    assert _describe_batch(rows, Layout(ranks, 1), data).startswith(said)
 
 
 def test_epochs_that_a_number_of_steps_overrules_are_told_of():
@@ -160,7 +160,7 @@ def test_epochs_that_a_number_of_steps_overrules_are_told_of():
 )
 def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
     config = load_config(None, ["model.path=/m", *settings])
-    text = rate_of(config.optim, config.tune, config.batch.global_size, 100)
+    text = describe_rate(config.optim, config.tune, config.batch.global_size, 100)
     assert text.startswith(said)
 
 
@@ -181,13 +181,13 @@ def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
 )
 def test_the_method_is_told_with_what_it_trains_of_each_kind(method, trained, said):
     weights = tuple(
-        Weights(part, "whole", True, is_vector, num) for part, is_vector, num in trained
+        WeightGroup(part, "whole", True, is_vector, num) for part, is_vector, num in trained
     )
     num = sum(weights.num_values for weights in weights)
     frozen = 0 if method == "full" else 100_000 - num
     size = ModelSize(frozen, num, 4 * frozen, 4 * num, weights=weights)
     config = load_config(None, ["model.path=/m", f"tune.method={method}"])
-    assert method_of(config.tune, size) == said
+    assert describe_method(config.tune, size) == said
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def model_of(kind, within, compiled, seq_len=64):
     ],
 )
 def test_the_allocator_of_a_gpu_is_told_of(device, environ, said):
-    assert allocator_of(torch.device(device), environ) == said
+    assert describe_allocator(torch.device(device), environ) == said
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_a_run_tells_that_nccl_sends_by_tcp_beside_a_faster_network(
     for number in range(cards):
         (tmp_path / "class" / "cxi" / f"cxi{number}" / "device").mkdir(parents=True)
     library = SimpleNamespace(name="NCCL", plugin=plugin)
-    monkeypatch.setattr(describe, "library_of_torch", lambda: library)
+    monkeypatch.setattr(describe, "find_nccl", lambda: library)
     comm = SimpleNamespace(
         device=torch.device(device), world=SimpleNamespace(num_nodes=nodes, size=8)
     )
-    found = describe.slow_network(comm, {"NCCL_SOCKET_IFNAME": names}, tmp_path)
+    found = describe.warn_slow_network(comm, {"NCCL_SOCKET_IFNAME": names}, tmp_path)
     assert len(found) == bool(said)
     assert all(words in text for text in found for words in said)
     assert not found or ("run.interface" in found[0]) == (len(said) == 2)
@@ -296,7 +296,7 @@ def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
         comm = SimpleNamespace(
             device=torch.device(device), world=SimpleNamespace(num_nodes=1, size=8)
         )
-        found = describe.of_gpus(comm, environ)
+        found = describe.warn_gpu_setup(comm, environ)
         assert len(found) == num
         assert all("torch has not read expandable_segments:True" in text for text in found)
 
@@ -313,4 +313,4 @@ def test_it_is_said_how_a_float8_base_is_multiplied(monkeypatch, base_dtype, why
     monkeypatch.setattr(describe, "no_float8_products", lambda *_: why)
     config = SimpleNamespace(tune=SimpleNamespace(base_dtype=base_dtype))
     model = SimpleNamespace(config=config, built=SimpleNamespace(dtype=torch.bfloat16))
-    assert describe.products_of(model, torch.device("cpu")) == said
+    assert describe.describe_float8_base(model, torch.device("cpu")) == said

@@ -17,24 +17,24 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.evaluate import Evaluation, evals_so_far
-from hpc_tune.train.startup.describe import lost_best
+from hpc_tune.train.evaluate import Evaluation, restore_evals
+from hpc_tune.train.startup.describe import warn_best_not_kept
 
 
 def saved(held_out, *losses):
     evals = Evals()
     for number, loss in enumerate(losses):
-        evals = evals.with_(number, loss)
+        evals = evals.with_eval(number, loss)
     return RunState(9, 40, "", {}, {}, 1, {}, evals=vars(evals), held_out=held_out)
 
 
 def test_losses_over_other_held_out_data_are_not_compared(caplog, tmp_path):
     events, before = Events(tmp_path / "events.jsonl"), saved("a", 3.0, 1.0, 2.0)
-    assert evals_so_far(None, "a", events) == evals_so_far(saved("a"), "b", events) == Evals()
+    assert restore_evals(None, "a", events) == restore_evals(saved("a"), "b", events) == Evals()
     for of, mark in ((before, "a"), (before, ""), (saved("", 3.0, 1.0, 2.0), "a")):
-        assert evals_so_far(of, mark, events) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
+        assert restore_evals(of, mark, events) == Evals((0, 3.0), (2, 2.0), (1, 1.0), 1)
     assert not caplog.messages
-    assert evals_so_far(before, "b", events) == Evals()
+    assert restore_evals(before, "b", events) == Evals()
     assert "up to step 2 are over other held-out data" in caplog.text
     events.close()
     (told,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
@@ -49,8 +49,8 @@ def evaluation(evals, patience):
 def test_the_change_of_the_held_out_loss_has_its_steps_where_nothing_is_held_out_by_now(caplog):
     caplog.set_level("INFO", "hpc_tune")
     evals, train = Evals((0, 4.0), (16, 3.0), (16, 3.0)), TrainConfig()
-    Evaluation(None, None, None, {}, train, 18, evals, TuneConfig()).say_change()
-    Evaluation(None, None, None, {"": list}, train, 16, evals, TuneConfig()).say_change()
+    Evaluation(None, None, None, {}, train, 18, evals, TuneConfig()).log_change()
+    Evaluation(None, None, None, {"": list}, train, 16, evals, TuneConfig()).log_change()
     change = "held-out loss 4.0000 -> 3.0000 (-25.0%)"
     assert caplog.messages == [f"{change} from step 0 to step 16", change]
 
@@ -59,8 +59,8 @@ def ours(losses, patience):
     """Return after how many evaluations a run ends; each is of a start of its own."""
     evals = Evals()
     for number, loss in enumerate(losses, 1):
-        evals = Evals.from_json(vars(evals)).with_(number, loss)
-        if evaluation(evals, patience).no_better:
+        evals = Evals.from_json(vars(evals)).with_eval(number, loss)
+        if evaluation(evals, patience).early_stop_reason:
             return number
     return None
 
@@ -102,12 +102,12 @@ def test_a_loss_that_is_no_number_has_not_fallen():
 
 
 def test_the_reason_says_what_was_best():
-    evals = Evals().with_(0, 2.0).with_(10, 1.5).with_(20, 1.5).with_(30, 1.75)
-    assert evaluation(evals, 3).no_better is None
-    assert evaluation(evals, 2).no_better == (
+    evals = Evals().with_eval(0, 2.0).with_eval(10, 1.5).with_eval(20, 1.5).with_eval(30, 1.75)
+    assert evaluation(evals, 3).early_stop_reason is None
+    assert evaluation(evals, 2).early_stop_reason == (
         "the held-out loss has not fallen below 1.5000 of step 10 for 2 evaluations"
     )
-    assert evaluation(evals, None).no_better is None
+    assert evaluation(evals, None).early_stop_reason is None
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_the_reason_says_what_was_best():
 )
 def test_a_best_that_would_be_lost_is_told_of(settings, said):
     config = load_config(None, ["train.eval_every_steps=5", *settings])
-    told = list(lost_best(config.train, config.checkpoint))
+    told = list(warn_best_not_kept(config.train, config.checkpoint))
     assert [said in text for text in told] == ([] if said is None else [True])

@@ -38,7 +38,7 @@ def left(monkeypatch):
 
 def comm_of(rank, doing="training step 8", step=7):
     world = SimpleNamespace(rank=rank, size=4, hostname="n1")
-    progress = {"doing": [doing], "resume_point": ResumePoint(step), "watch": None}
+    progress = {"activity": [doing], "resume_point": ResumePoint(step), "watch": None}
     return SimpleNamespace(world=world, is_rank_0=rank == 0, store_rank=0, nonce="1", **progress)
 
 
@@ -155,21 +155,21 @@ def test_a_folder_in_the_place_of_the_stop_file_is_named_and_the_outcome_is_writ
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
-    assert outcome.of_start(tmp_path, None, 0.0) is None
+    assert outcome.read_for_start(tmp_path, None, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
-    told = outcome.of_start(tmp_path, None, time.time() - 5)
+    told = outcome.read_for_start(tmp_path, None, time.time() - 5)
     assert told["exit_code"] == EXIT_RESUMABLE
-    assert outcome.of_start(tmp_path, None, time.time() + 5) is None
+    assert outcome.read_for_start(tmp_path, None, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
-    assert outcome.of_start(tmp_path, None, 0.0) is None
+    assert outcome.read_for_start(tmp_path, None, 0.0) is None
 
 
 def test_once_the_ranks_have_met_an_outcome_counts_by_its_start_whatever_the_clocks_say(tmp_path):
     """The file system's clock may be hours behind this host's, and an older outcome be left."""
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path, "of this start")
     os.utime(tmp_path / "outcome.json", (0, 0))
-    assert outcome.of_start(tmp_path, "of this start", time.time()) is not None
-    assert outcome.of_start(tmp_path, "of another", 0.0) is None
+    assert outcome.read_for_start(tmp_path, "of this start", time.time()) is not None
+    assert outcome.read_for_start(tmp_path, "of another", 0.0) is None
 
 
 ERRORS = {
@@ -242,7 +242,9 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
 def failed(monkeypatch, capsys):
     """What a rank prints of an error, and what it leaves in outcome.json."""
     monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
-    monkeypatch.setattr("hpc_tune.world.failure._reports_first", lambda comm, store_is_gone: True)
+    monkeypatch.setattr(
+        "hpc_tune.world.failure._is_first_to_report", lambda comm, store_is_gone: True
+    )
 
     def fail(error, run_dir, **progress):
         comm = comm_of(1, **progress)
@@ -321,7 +323,7 @@ def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monke
     written = outcome.write_file
 
     def write_file(path, text):
-        if (tmp_path / outcome.RESERVE).exists():
+        if (tmp_path / outcome.RESERVE_FILE).exists():
             raise OSError(28, "No space left on device")
         written(path, text)
 
@@ -333,14 +335,17 @@ def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monke
 
 def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
     outcome.write(outcome.Outcome("failed", "the first", None, 1), tmp_path)
-    (tmp_path / outcome.RESERVE).mkdir()  # takes no bytes, as a full disk
+    (tmp_path / outcome.RESERVE_FILE).mkdir()  # takes no bytes, as a full disk
     with pytest.raises(OSError, match="directory"):
         outcome.begin(tmp_path)
     assert outcome.read(tmp_path)["reason"] == "the first"
 
 
 def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monkeypatch):
-    with train_exit.failing(None, tmp_path), train_exit.translating(lambda error: ConfigError("x")):
+    with (
+        train_exit.ending_world_on_error(None, tmp_path),
+        train_exit.raising_cause(lambda error: ConfigError("x")),
+    ):
         raise KeyboardInterrupt
     assert [(type(e), e.exit_code) for e in left] == [(InterruptError, 130)]
     monkeypatch.undo()
@@ -355,7 +360,7 @@ def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monke
 
 
 def test_a_package_that_cannot_be_used_is_the_users_to_mend(left, tmp_path):
-    with train_exit.failing(None, tmp_path):
+    with train_exit.ending_world_on_error(None, tmp_path):
         raise ImportError("cannot import name 'x' from 'old'", name="old", path="/site/old/a.py")
     assert [type(e) for e in left] == [ConfigError]
     assert "old in /site cannot be used: cannot import name 'x' from 'old'" in str(left[0])

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.model.balance import Router, RouterSums
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, Events
-from hpc_tune.train.expert_load import ExpertLoad, said_of, starving
+from hpc_tune.train.expert_load import ExpertLoad, describe_starving, find_starving
 
 ROUTERS = (Router("layers.1.gate", 1, 3), Router("layers.4.gate", 4, 2))
 
@@ -78,12 +78,12 @@ def test_layers_whose_experts_starve_are_said_once_until_others_do(load, tmp_pat
 
 
 def test_few_tokens_starve_nobody_and_all_in_one_starves_the_others():
-    assert starving([3], [[290, 0, 0]]) == {}
-    assert starving([3], [[900, 0, 0]]) == {3: [1, 2]}
-    assert starving([3, 7], [[300, 300, 300], [0, 400, 500]]) == {7: [0]}
+    assert find_starving([3], [[290, 0, 0]]) == {}
+    assert find_starving([3], [[900, 0, 0]]) == {3: [1, 2]}
+    assert find_starving([3, 7], [[300, 300, 300], [0, 400, 500]]) == {7: [0]}
 
 
 def test_a_long_list_is_cut_and_says_by_how_much():
-    text = said_of({layer: list(range(layer)) for layer in range(1, 12)}, 4, 9)
+    text = describe_starving({layer: list(range(layer)) for layer in range(1, 12)}, 4, 9)
     assert "in steps 5 to 9: layer 1: 0; layer 2: 0, 1; " in text
     assert "; 3 more. " in text

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.memory.policy import Action, Lever
-from hpc_tune.rundir.previous import Previous
+from hpc_tune.memory.policy import Action, ActionHandle
+from hpc_tune.rundir.previous import PreviousRun
 from hpc_tune.train.governor import Governor, loader_levers
 
 SPLIT = Action.SPLIT_MICRO_BATCHES
@@ -16,7 +16,7 @@ def started(previous, mode="on", without=(), device=None):
     """Return what a governor has taken at its start, and how often each lever was pulled."""
     pulled = {}
     levers = {
-        action: Lever(
+        action: ActionHandle(
             lambda times, action=action: pulled.setdefault(action.value, str(times)),
             most=2 if action == SPLIT else 1,
         )
@@ -29,7 +29,7 @@ def started(previous, mode="on", without=(), device=None):
 
 def test_a_start_takes_the_actions_of_the_last_run_again():
     before = ("shrink_buffers", "split_micro_batches", "split_micro_batches")
-    taken, pulled = started(Previous(before))
+    taken, pulled = started(PreviousRun(before))
     assert taken == list(before)
     assert pulled == {"shrink_buffers": "1", "split_micro_batches": "2"}
 
@@ -43,19 +43,19 @@ def test_a_start_takes_the_actions_of_the_last_run_again():
     ],
 )
 def test_where_memory_ended_the_last_run_one_costly_action_more_is_taken(before, added):
-    taken, pulled = started(Previous(before, short_of="host"))
+    taken, pulled = started(PreviousRun(before, short_of="host"))
     assert taken == [*before, *added]
     assert set(pulled) == set(taken)
 
 
 def test_an_action_that_has_no_lever_any_more_is_left_out():
-    before = Previous(("recompute", "save_in_pieces", "of_another_version"))
+    before = PreviousRun(("recompute", "save_in_pieces", "of_another_version"))
     assert started(before, without={Action.RECOMPUTE})[0] == ["save_in_pieces"]
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
 def test_a_governor_that_only_observes_takes_nothing(mode):
-    assert started(Previous(("recompute",), short_of="host"), mode) == ([], {})
+    assert started(PreviousRun(("recompute",), short_of="host"), mode) == ([], {})
 
 
 @pytest.mark.parametrize(("micro_size", "rows"), [(1, []), (2, [1]), (6, [3, 1]), (8, [4, 2, 1])])

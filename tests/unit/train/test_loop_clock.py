@@ -7,10 +7,10 @@ import pytest
 
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
-from hpc_tune.rundir.failures import History, is_failure, read
+from hpc_tune.rundir.failures import StartHistory, is_failure, read
 from hpc_tune.train import save_clock
 from hpc_tune.train.run import run
-from hpc_tune.train.save_clock import SaveClock, best_interval_s, interval_of
+from hpc_tune.train.save_clock import SaveClock, best_interval_s, choose_interval
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -46,7 +46,7 @@ def test_the_interval_by_young_and_daly_within_limits(wait_s, mtbf_s, interval_s
 
 
 def test_before_a_failure_one_in_264_days_of_a_node_is_assumed():
-    interval_s, why = interval_of(History(0, DAY_S, (9.0, 1.0, 1.0)), 64)
+    interval_s, why = choose_interval(StartHistory(0, DAY_S, (9.0, 1.0, 1.0)), 64)
     assert interval_s == pytest.approx(math.sqrt(2 * 1.0 * 264 * DAY_S / 64))
     assert why == (
         "every 14m04s: sqrt(2 x 1 s that training waits for a save x 99h00m between failures) "
@@ -55,7 +55,7 @@ def test_before_a_failure_one_in_264_days_of_a_node_is_assumed():
 
 
 def test_failures_of_this_run_count_instead_as_soon_as_there_are_any():
-    interval_s, why = interval_of(History(2, 20 * HOUR_S, (18.0,)), 64)
+    interval_s, why = choose_interval(StartHistory(2, 20 * HOUR_S, (18.0,)), 64)
     assert interval_s == pytest.approx(math.sqrt(2 * 18 * 10 * HOUR_S))
     assert why.endswith("x 10h00m between failures) (2 failures in 20h00m of this run)")
 
@@ -63,13 +63,21 @@ def test_failures_of_this_run_count_instead_as_soon_as_there_are_any():
 @pytest.mark.parametrize(
     ("history", "minutes", "text"),
     [
-        (History(), 30, "every 30m00s until a save has been measured"),
-        (History(1, HOUR_S, (0.1,)), 5, "between failures), at least 5m00s (1 failure in 1h00m"),
-        (History(0, HOUR_S, (5.0,)), 120, "between failures), at most 2h00m (no failure so far"),
+        (StartHistory(), 30, "every 30m00s until a save has been measured"),
+        (
+            StartHistory(1, HOUR_S, (0.1,)),
+            5,
+            "between failures), at least 5m00s (1 failure in 1h00m",
+        ),
+        (
+            StartHistory(0, HOUR_S, (5.0,)),
+            120,
+            "between failures), at most 2h00m (no failure so far",
+        ),
     ],
 )
 def test_limits_and_what_is_not_measured_yet_are_said(history, minutes, text):
-    interval_s, why = interval_of(history, 1)
+    interval_s, why = choose_interval(history, 1)
     assert interval_s == 60 * minutes
     assert text in why
 
@@ -80,9 +88,9 @@ def test_auto_follows_what_each_save_costs(tmp_path, monkeypatch):
     assert clock.due_in_s == pytest.approx(300, abs=5)
     clock.begin_save()
     assert clock.due_in_s == pytest.approx(1800, abs=5)
-    clock.take_in(8.0)
+    clock.record_wait(8.0)
     assert clock.due_in_s == pytest.approx(1175.755, abs=5)
-    clock.take_in(32.0)  # the median is 20
+    clock.record_wait(32.0)  # the median is 20
     assert clock.due_in_s == pytest.approx(math.sqrt(2 * 20 * DAY_S), abs=5)
 
 
@@ -128,9 +136,9 @@ def write(run_dir, name, rows):
 
 
 def test_the_past_of_a_run_is_read_from_its_events(tmp_path):
-    assert read(tmp_path) == History()
+    assert read(tmp_path) == StartHistory()
     write(tmp_path, "events.jsonl", PAST)
-    assert read(tmp_path) == History(1, 900 + 100, (0.5, 0.7))
+    assert read(tmp_path) == StartHistory(1, 900 + 100, (0.5, 0.7))
 
 
 def test_where_supervise_counts_its_lines_do(tmp_path):
@@ -144,7 +152,7 @@ def test_a_run_with_auto_says_how_far_apart_its_saves_are(tmp_path, monkeypatch,
     """The first save is due at once; the boundary after it learns what it cost, and the next save
     is due at the one after that.
     """
-    monkeypatch.setattr(save_clock, "LEAST_S", 0.0)
+    monkeypatch.setattr(save_clock, "MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(save_clock, "FIRST_SAVE_S", 0.0)
     monkeypatch.setattr(save_clock, "NODE_DAYS_PER_FAILURE", 0.0)
     words = [*SMALL, "data.path=builtin:pydocs:heldout", f"run.dir={tmp_path}"]

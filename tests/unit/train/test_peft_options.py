@@ -16,9 +16,9 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.load import allocate, load_trained, load_weights
-from hpc_tune.train.model import _require_one_embedding
+from hpc_tune.train.model import _refuse_split_tied_embedding
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 from tests.support.stock_run import stock_losses
@@ -163,7 +163,7 @@ def test_rows_of_added_tokens_are_trained_and_exported_as_by_peft(is_tied, model
     assert losses(tmp_path / "again")[0] < losses(tmp_path / "run")[0]
     other = settings(tmp_path / "other", base, "tune.trainable_tokens=[40, 98, 258]").tune
     with pytest.raises(ConfigError, match=r"trainable_token_indices is \[40, 99, 258\] there"):
-        start_from(build(base, torch.float32, other, seed=0), tmp_path / "adapter")
+        use_init_adapter(build(base, torch.float32, other, seed=0), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ def test_a_tied_model_with_trained_rows_is_not_split_where_its_head_lacks_them(t
     built = build(tmp_path / "tiny", torch.float32, tune, seed=0)
     for parallel in (ParallelConfig(tensor=2), ParallelConfig(pipeline=2)):
         with pytest.raises(ConfigError, match="its embedding, and reads the trained rows as well"):
-            _require_one_embedding(built, parallel)
+            _refuse_split_tied_embedding(built, parallel)
     with pytest.raises(ConfigError, match=r"with parallel\.zero_stage=3"):
-        _require_one_embedding(built, ParallelConfig(zero_stage=3))
+        _refuse_split_tied_embedding(built, ParallelConfig(zero_stage=3))
     for allowed in (ParallelConfig(shard=2), ParallelConfig(zero_stage=2)):
-        _require_one_embedding(built, allowed)
+        _refuse_split_tied_embedding(built, allowed)
 
 
 PATTERNS = (
@@ -226,7 +226,7 @@ def test_ranks_and_alphas_by_pattern_are_trained_and_exported_as_by_peft(more, m
     plain = settings("unused", model_dir, *PATTERNS[1:], *more).tune
     other = build(model_dir, torch.float32, plain, seed=0)
     with pytest.raises(ConfigError, match=r"rank_pattern is .* there, and tune\.rank_pattern says"):
-        start_from(other, tmp_path / "adapter")
+        use_init_adapter(other, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def as_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(Loader, "next_step", lambda self: [b.pinned() for b in built(self)])
     monkeypatch.setattr(
-        Batch, "to", lambda self, device: self._each(torch.Tensor.long, torch.clone)
+        Batch, "to", lambda self, device: self._map_tensors(torch.Tensor.long, torch.clone)
     )
 
 

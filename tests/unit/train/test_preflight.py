@@ -27,7 +27,7 @@ def job(tmp_path, monkeypatch):
 def test_a_run_that_is_asked_to_stop_while_it_plans_stops(job):
     (job.dir / "STOP").touch()
     with pytest.raises(ResumableStop) as left:
-        preflight._plan(job, MACHINE, [], 60.0)
+        preflight._run_plan_command(job, MACHINE, [], 60.0)
     assert str(left.value) == (
         "stopped while planning (STOP file). Rerun the same command to start again"
     )
@@ -36,5 +36,5 @@ def test_a_run_that_is_asked_to_stop_while_it_plans_stops(job):
 
 def test_a_plan_that_alone_is_ended_is_told_of_by_the_signal(job, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        assert preflight._plan(job, MACHINE, [], 60.0) is None
+        assert preflight._run_plan_command(job, MACHINE, [], 60.0) is None
     assert "not planned, the run continues without: it was ended by SIGTERM" in caplog.text

@@ -14,12 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model import load, stock
-from hpc_tune.model.experts import chosen_experts, num_experts
+from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.load import load_weights
-from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
-from hpc_tune.model.stock import Choices, write_small
+from hpc_tune.model.shrink import VOCABULARY, list_shrink_factors, shrink_config
+from hpc_tune.model.stock import TopKChoices, write_small_model
 from hpc_tune.train.startup import proof
-from hpc_tune.train.startup.proof import Proof, prove, try_out
+from hpc_tune.train.startup.proof import (
+    ArchitectureCheck,
+    check_architecture,
+    check_architecture_cached,
+)
 from tests.support.older_transformers import since, skip_without
 
 QLORA = TuneConfig(method="qlora")
@@ -54,7 +58,7 @@ def config_of(kind, **said):
     ],
 )
 def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
-    assert try_out(config_of(kind, **said)) == Proof()
+    assert check_architecture(config_of(kind, **said)) == ArchitectureCheck()
 
 
 @pytest.mark.parametrize(
@@ -65,19 +69,19 @@ def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
     ],
 )
 def test_a_model_that_mixes_the_documents_of_a_row_is_found(kind, said):
-    found = try_out(config_of(kind, **said))
+    found = check_architecture(config_of(kind, **said))
     assert not found.loss
     assert "in one row" in found.packing or "the one before it" in found.packing
 
 
 @pytest.mark.parametrize("kind", ["bert", "bart", "cpmant"])
 def test_a_model_whose_loss_is_not_that_of_transformers_is_found(kind):
-    assert "in transformers" in try_out(config_of(kind)).loss
+    assert "in transformers" in check_architecture(config_of(kind)).loss
 
 
 @CAUSAL_DOGE
 def test_attention_that_needs_its_mask_is_left_to_transformers():
-    found = try_out(config_of("doge"))
+    found = check_architecture(config_of("doge"))
     assert "in transformers" in found.attention
     assert not found.loss
     assert not found.packing
@@ -86,7 +90,7 @@ def test_attention_that_needs_its_mask_is_left_to_transformers():
 @CAUSAL_DOGE
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.full)])
 def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
-    found = try_out(config_of("doge"), TuneConfig(method=method))
+    found = check_architecture(config_of("doge"), TuneConfig(method=method))
     assert "in transformers" in found.attention
     assert (found.loss, found.packing, found.adapters) == ("", "", "")
 
@@ -104,10 +108,10 @@ def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
 def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
     """transformers makes the mask of them for its own implementations of attention alone."""
     said = {"text_config": MINIMAX_M3} if kind == "minimax_m3_vl" else {}
-    found = try_out(config_of(kind, **said))
+    found = check_architecture(config_of(kind, **said))
     assert (found.loss, found.attention) == ("", "")
     monkeypatch.setattr("hpc_tune.model.packed_attention._INDEXER", re.compile("^no such part$"))
-    assert "in transformers" in try_out(config_of(kind, **said)).loss
+    assert "in transformers" in check_architecture(config_of(kind, **said)).loss
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
 )
 def test_mixtures_of_wide_layers_or_in_several_parts_are_made_small_and_tried(kind, said):
     """With fewer heads, parts within parts, and widths that have to fit to the text's."""
-    assert not try_out(config_of(kind, **said)).loss
+    assert not check_architecture(config_of(kind, **said)).loss
 
 
 @pytest.mark.parametrize(
@@ -139,16 +143,16 @@ def test_mixtures_of_wide_layers_or_in_several_parts_are_made_small_and_tried(ki
     ],
 )
 def test_mixtures_that_are_not_read_or_make_no_text_are_refused_with_the_reason(kind, said, why):
-    assert why in try_out(config_of(kind, **said)).loss
+    assert why in check_architecture(config_of(kind, **said)).loss
 
 
 def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
     config = config_of("mistral", sliding_window=8)
-    assert try_out(config) == Proof()
-    monkeypatch.setattr("hpc_tune.model.varlen_attention.window_of", lambda mask: 9)
-    found = try_out(config)
+    assert check_architecture(config) == ArchitectureCheck()
+    monkeypatch.setattr("hpc_tune.model.varlen_attention.decode_window", lambda mask: 9)
+    found = check_architecture(config)
     assert "in one row" in found.kernel
-    assert found == Proof(kernel=found.kernel)
+    assert found == ArchitectureCheck(kernel=found.kernel)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +168,9 @@ def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
 def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
     kind, said, name, monkeypatch
 ):
-    assert not try_out(config_of(kind, **said)).tensor
-    monkeypatch.setattr("hpc_tune.step.slices._BETWEEN", {})
-    found = try_out(config_of(kind, **said))
+    assert not check_architecture(config_of(kind, **said)).tensor
+    monkeypatch.setattr("hpc_tune.step.slices._PARTIAL_BETWEEN", {})
+    found = check_architecture(config_of(kind, **said))
     assert not found.loss
     assert f"{name} is one of each slice" in found.tensor
 
@@ -177,22 +181,24 @@ def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
 )
 def test_linear_attention_is_sliced_though_it_is_computed_whole(kind, monkeypatch):
     """Its last layer is split by outputs: what it reads gets a part of its gradient on a rank."""
-    assert not try_out(config_of(kind)).tensor
-    monkeypatch.setattr("hpc_tune.engine.tensor_parallel.is_fed_by_gathered", lambda *_: False)
-    assert "linear_attn" in try_out(config_of(kind)).tensor
+    assert not check_architecture(config_of(kind)).tensor
+    monkeypatch.setattr("hpc_tune.engine.tensor_parallel.has_gathered_input", lambda *_: False)
+    assert "linear_attn" in check_architecture(config_of(kind)).tensor
 
 
 def test_a_buffer_is_filled_by_the_model_around_its_layers(monkeypatch):
     """And one that nothing fills is named, and not trained with."""
     config = config_of("falcon_h1", num_hidden_layers=2)
-    assert not try_out(config).loss
-    real = load._unfilled
-    monkeypatch.setattr(load, "_unfilled", lambda model, names: real(model, names) or list(names))
-    assert "gives model.layers.0.mamba.mup_vector its values" in try_out(config).loss
+    assert not check_architecture(config).loss
+    real = load._find_unfilled
+    monkeypatch.setattr(
+        load, "_find_unfilled", lambda model, names: real(model, names) or list(names)
+    )
+    assert "gives model.layers.0.mamba.mup_vector its values" in check_architecture(config).loss
 
 
 def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
-    found = try_out(config_of("aya_vision"))
+    found = check_architecture(config_of("aya_vision"))
     assert found.loss.startswith("no small model of this kind could be tried: ValueError: embed_")
 
 
@@ -215,7 +221,7 @@ def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
 )
 def test_mixtures_of_experts_are_trained_as_transformers_does_and_packed(kind):
     fields = {"glm4_moe": {"head_dim": 128}, "deepseek_v3": FEW_HEADS}.get(kind, {})
-    found = try_out(config_of(kind, **fields))
+    found = check_architecture(config_of(kind, **fields))
     assert (found.loss, found.packing, found.kernel) == ("", "", "")
 
 
@@ -228,14 +234,14 @@ def test_biases_of_a_routers_choice_that_are_not_loaded_are_found(monkeypatch):
                 buffer.zero_()
 
     monkeypatch.setattr(proof, "load_weights", loaded)
-    assert "loss" in try_out(config_of("deepseek_v3", **FEW_HEADS)).loss
+    assert "loss" in check_architecture(config_of("deepseek_v3", **FEW_HEADS)).loss
 
 
 @pytest.mark.parametrize("kind", ["bailing_hybrid", "gemma4_text", "kimi_linear", "qwen3_moe"])
 def test_a_token_of_a_small_mixture_has_experts_to_choose_from(kind):
-    small = shrunk(config_of(kind, **GEMMA if kind == "gemma4_text" else {}), 2)
+    small = shrink_config(config_of(kind, **GEMMA if kind == "gemma4_text" else {}), 2)
     groups = getattr(small, "n_group", None) or 1
-    assert num_experts(small) >= 2 * chosen_experts(small) == 16
+    assert num_experts(small) >= 2 * num_chosen_experts(small) == 16
     assert num_experts(small) % groups == 0
 
 
@@ -244,12 +250,12 @@ def test_a_token_of_a_small_mixture_has_experts_to_choose_from(kind):
     [pytest.param(kind, marks=pytest.mark.full) for kind in ("longcat_flash", "kimi_linear")],
 )
 def test_mixtures_with_names_of_their_own_for_numbers_of_experts_are_tried(kind):
-    assert not try_out(config_of(kind)).loss
+    assert not check_architecture(config_of(kind)).loss
 
 
 @pytest.mark.full
 def test_a_model_with_other_numbers_of_blocks_and_layers_is_cut_into_no_stages():
-    found = try_out(config_of("longcat_flash"))
+    found = check_architecture(config_of("longcat_flash"))
     assert not found.loss
     assert found.pipeline == "it has 2 decoder blocks where its configuration says 4 layers"
 
@@ -260,10 +266,10 @@ def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypa
 
     def written(config, directory, seed=0):
         drawn.append(seed)
-        write_small(config, directory, seed)
+        write_small_model(config, directory, seed)
 
-    monkeypatch.setattr("hpc_tune.model.stock.write_small", written)
-    assert try_out(config_of("gemma4_text", **GEMMA)) == Proof()
+    monkeypatch.setattr("hpc_tune.model.stock.write_small_model", written)
+    assert check_architecture(config_of("gemma4_text", **GEMMA)) == ArchitectureCheck()
     assert drawn == [0, 1]
 
 
@@ -278,7 +284,7 @@ def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypa
     ],
 )
 def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores, count, nearest):
-    with Choices() as choices:
+    with TopKChoices() as choices:
         torch.topk(torch.tensor(scores), count, dim=-1)
     assert choices.nearest == nearest
 
@@ -286,49 +292,49 @@ def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores,
 @pytest.mark.parametrize("kind", ["lfm2_moe", "jamba"])
 def test_mixtures_with_layers_that_have_a_state_are_trained_row_by_row(kind):
     fields = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
-    found = try_out(config_of(kind, **fields if kind == "lfm2_moe" else {}))
+    found = check_architecture(config_of(kind, **fields if kind == "lfm2_moe" else {}))
     assert not found.loss
     assert "three documents in one row" in found.packing
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "qwen3_vl"])
 def test_a_language_model_is_tried_as_a_part_of_the_whole(kind):
-    assert try_out(config_of(kind)) == Proof()
+    assert check_architecture(config_of(kind)) == ArchitectureCheck()
 
 
 def test_a_language_model_that_reads_another_way_within_the_whole_is_found():
     """PaliGemma looks at its prompt in both directions."""
-    assert "in transformers" in try_out(config_of("paligemma")).loss
+    assert "in transformers" in check_architecture(config_of("paligemma")).loss
 
 
 def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = config_of("llama")
-    assert prove(config) == Proof()
+    assert check_architecture_cached(config) == ArchitectureCheck()
     (file,) = tmp_path.rglob("llama-*.json")
-    marked = dataclasses.asdict(Proof(packing="as it was remembered"))
+    marked = dataclasses.asdict(ArchitectureCheck(packing="as it was remembered"))
     file.write_text(json.dumps(marked))
-    assert prove(config).packing == "as it was remembered"
-    assert prove(config_of("llama", rope_theta=5e5)) == Proof()
+    assert check_architecture_cached(config).packing == "as it was remembered"
+    assert check_architecture_cached(config_of("llama", rope_theta=5e5)) == ArchitectureCheck()
     assert len(list(tmp_path.rglob("llama-*.json"))) == 2
     monkeypatch.setattr(proof, "software", lambda: "transformers 99")
-    assert prove(config) == Proof()
+    assert check_architecture_cached(config) == ArchitectureCheck()
     file.write_text("{")  # a node that went down while it wrote
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert prove(config) == Proof()
+    assert check_architecture_cached(config) == ArchitectureCheck()
 
 
 @pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
 def test_a_trial_with_another_package_of_adapters_does_not_count(monkeypatch, package):
-    names = [proof.trial_file(config_of("llama"), QLORA).name]
+    names = [proof.trial_cache_file(config_of("llama"), QLORA).name]
     installed = importlib.metadata.version
 
     def version(name):
         return "99" if name == package else installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    names.append(proof.trial_file(config_of("llama"), QLORA).name)
+    names.append(proof.trial_cache_file(config_of("llama"), QLORA).name)
     assert len(set(names)) == 2
 
 
@@ -339,12 +345,12 @@ def test_a_trial_by_other_code_does_not_count(tmp_path, monkeypatch, changed):
     monkeypatch.setattr(proof, "__file__", str(package / "train/startup/proof.py"))
     names = []
     for _ in range(2):
-        proof._own_code.cache_clear()
-        names.append(proof.trial_file(config_of("llama"), proof.FULL).name)
+        proof._hash_package.cache_clear()
+        names.append(proof.trial_cache_file(config_of("llama"), proof.FULL_TUNING).name)
         with (package / changed).open("a") as file:
             file.write("\n")
     monkeypatch.undo()
-    proof._own_code.cache_clear()
+    proof._hash_package.cache_clear()
     assert len(set(names)) == 2
 
 
@@ -356,10 +362,13 @@ def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch)
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as unlucky:
-        unlucky.setattr(proof._Trial, "wrong_packing", fail)
-        assert "fails with RuntimeError: out of luck" in prove(config_of("llama")).packing
+        unlucky.setattr(proof._Trial, "check_packing", fail)
+        assert (
+            "fails with RuntimeError: out of luck"
+            in check_architecture_cached(config_of("llama")).packing
+        )
     assert not list(tmp_path.rglob("*.json"))
-    assert prove(config_of("llama")) == Proof()
+    assert check_architecture_cached(config_of("llama")) == ArchitectureCheck()
 
 
 @pytest.mark.parametrize(
@@ -377,25 +386,25 @@ def test_a_trial_without_a_small_model_is_made_again(tmp_path, monkeypatch, owne
 
     with monkeypatch.context() as unlucky:
         unlucky.setattr(owner, name, fail)
-        assert str(error) in prove(config_of("llama")).loss
+        assert str(error) in check_architecture_cached(config_of("llama")).loss
     assert not list(tmp_path.rglob("*.json"))
-    assert prove(config_of("llama")) == Proof()
+    assert check_architecture_cached(config_of("llama")) == ArchitectureCheck()
 
 
 def test_where_nothing_can_be_remembered_the_trial_is_made_each_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert prove(config_of("llama")) == Proof()
+    assert check_architecture_cached(config_of("llama")) == ArchitectureCheck()
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.chdir(tmp_path)
-    assert prove(config_of("llama")) == Proof()
+    assert check_architecture_cached(config_of("llama")) == ArchitectureCheck()
     assert not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "bamba"])
 def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
     config = config_of(kind)
-    small = shrunk(config, factors(config)[0])
+    small = shrink_config(config, list_shrink_factors(config)[0])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small)
     assert sum(p.numel() for p in model.parameters()) < 40e6
@@ -408,8 +417,10 @@ def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
 
 def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits():
     pytest.importorskip("bitsandbytes")
-    assert "fails with RuntimeError" in try_out(config_of("gemma3n_text"), QLORA).adapters
-    assert not try_out(config_of("llama"), QLORA).adapters
+    assert (
+        "fails with RuntimeError" in check_architecture(config_of("gemma3n_text"), QLORA).adapters
+    )
+    assert not check_architecture(config_of("llama"), QLORA).adapters
 
 
 @pytest.mark.parametrize(
@@ -422,7 +433,7 @@ def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits(
     ],
 )
 def test_adapters_that_get_no_gradient_are_named(kind, targets, said):
-    found = try_out(config_of(kind), TuneConfig(targets=targets))
+    found = check_architecture(config_of(kind), TuneConfig(targets=targets))
     assert not found.loss + found.adapters
     assert found.untrained == said
 
@@ -431,15 +442,15 @@ def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     """GLM-5's indexer casts to the dtype of a weight, which of such codes is that of bytes."""
     pytest.importorskip("bitsandbytes")
     config = config_of("glm5_next")
-    assert not try_out(config, QLORA).adapters
-    assert not try_out(config, TuneConfig(base_dtype="fp8")).adapters
+    assert not check_architecture(config, QLORA).adapters
+    assert not check_architecture(config, TuneConfig(base_dtype="fp8")).adapters
     monkeypatch.setattr("hpc_tune.model.special_linears.indexers_of", lambda _: [])
     for tune in (QLORA, TuneConfig(base_dtype="fp8")):
-        assert "with packed weights the loss is" in try_out(config, tune).adapters
+        assert "with packed weights the loss is" in check_architecture(config, tune).adapters
 
 
 @pytest.mark.parametrize("tune", [QLORA, TuneConfig(base_dtype="fp8")])
 def test_layers_with_a_state_use_all_adapters_over_a_packed_base(tune):
     pytest.importorskip("bitsandbytes")
-    found = try_out(config_of("jamba"), tune)
+    found = check_architecture(config_of("jamba"), tune)
     assert (found.loss, found.adapters, found.untrained) == ("", "", "")

@@ -49,7 +49,7 @@ def key_of(**changes):
         config=SimpleNamespace(tune=tune, train=train), built=built, sample=said["sample"]
     )
     store, device = SimpleNamespace(attributes=attributes), torch.device("cpu")
-    return reference._key(model, store, device)
+    return reference._cache_key(model, store, device)
 
 
 def test_a_reference_has_another_name_if_anything_that_it_follows_from_changes(tmp_path):
@@ -81,7 +81,7 @@ def test_an_adapter_that_counts_by_another_scale_is_another_reference(tmp_path):
 
 def test_products_in_tf32_are_another_reference_where_a_gpu_has_them(monkeypatch):
     assert key_of(tf32=False) == key_of(tf32=True), "on a CPU"
-    monkeypatch.setattr(reference, "architecture_of", lambda _: Architecture((9, 0)))
+    monkeypatch.setattr(reference, "find_architecture", lambda _: Architecture((9, 0)))
     assert key_of(tf32=False) != key_of(tf32=True)
     in_bf16 = {key_of(tf32=tf32, dtype=torch.bfloat16) for tf32 in (False, True)}
     assert len(in_bf16) == 1

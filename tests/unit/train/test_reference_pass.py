@@ -24,7 +24,7 @@ def test_results_are_read_many_micro_batches_at_a_time(monkeypatch, num):
     ]
     given = [(documents, values if documents else values[:0]) for documents, values in given]
     found = np.zeros((2 * num, 2))
-    for documents, sums_M2 in reference._together(iter(given)):
+    for documents, sums_M2 in reference._group_results(iter(given)):
         np.add.at(found, documents, sums_M2)
     wanted = [[n // 2 if n // 2 % 5 != 4 else 0] * 2 for n in range(2 * num)]
     assert found.tolist() == wanted

@@ -7,7 +7,7 @@ import pytest
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.train.reference import require_same_start, start_of
+from hpc_tune.train.reference import hash_init_adapter, require_same_init_adapter
 
 WEIGHTS = b"weights"
 HASH = hashlib.sha256(WEIGHTS).hexdigest()
@@ -25,19 +25,19 @@ def saved(start, init_from=None):
 
 
 def test_the_start_is_that_of_the_adapter_where_answers_are_compared(adapter):
-    assert start_of(TuneConfig(objective="dpo", init_from=adapter)) == HASH
-    assert start_of(TuneConfig(objective="kto")) == ""
-    assert start_of(TuneConfig(objective="orpo", init_from=adapter)) is None
+    assert hash_init_adapter(TuneConfig(objective="dpo", init_from=adapter)) == HASH
+    assert hash_init_adapter(TuneConfig(objective="kto")) == ""
+    assert hash_init_adapter(TuneConfig(objective="orpo", init_from=adapter)) is None
     with pytest.raises(DataError, match="adapter_model.safetensors in it cannot be read"):
-        start_of(TuneConfig(objective="dpo", init_from=f"{adapter}/gone"))
+        hash_init_adapter(TuneConfig(objective="dpo", init_from=f"{adapter}/gone"))
 
 
 def test_the_same_start_goes_on_wherever_it_lies(adapter):
     tune = TuneConfig(objective="dpo", init_from=adapter)
-    require_same_start(saved(HASH, "moved/since"), tune)
-    require_same_start(saved(None), tune)  # of a version that did not keep it
-    require_same_start(saved("", adapter), TuneConfig(objective="dpo"))
-    require_same_start(saved("other"), TuneConfig(objective="simpo"))
+    require_same_init_adapter(saved(HASH, "moved/since"), tune)
+    require_same_init_adapter(saved(None), tune)  # of a version that did not keep it
+    require_same_init_adapter(saved("", adapter), TuneConfig(objective="dpo"))
+    require_same_init_adapter(saved("other"), TuneConfig(objective="simpo"))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_the_same_start_goes_on_wherever_it_lies(adapter):
 def test_another_start_is_refused(adapter, start, before, has_adapter, said):
     tune = TuneConfig(objective="dpo", init_from=adapter if has_adapter else None)
     with pytest.raises(ConfigError) as refused:
-        require_same_start(saved(start, before and before.format(adapter=adapter)), tune)
+        require_same_init_adapter(saved(start, before and before.format(adapter=adapter)), tune)
     assert said.format(adapter=adapter) in str(refused.value)
     assert "Give the old adapter, or another run.dir" in str(refused.value)

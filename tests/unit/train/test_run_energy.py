@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hpc_tune.config.load import load_config
-from hpc_tune.probe.energy import Counter, PartEnergy
-from hpc_tune.rundir.energy import energy_of, read
+from hpc_tune.probe.energy import EnergyCounter, PartEnergy
+from hpc_tune.rundir.energy import read, sum_energy
 from hpc_tune.train import energy as train_energy
 from hpc_tune.train import run as train_run
-from hpc_tune.train.energy import RunEnergy, summed
+from hpc_tune.train.energy import RunEnergy, sum_nodes
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -27,7 +27,9 @@ def node(**parts):
 
 
 def told(*nodes, are_own=True, tokens=2_000_000):
-    energy = energy_of([{"kind": "energy", "step": 7, "tokens": tokens, **summed(nodes, are_own)}])
+    energy = sum_energy(
+        [{"kind": "energy", "step": 7, "tokens": tokens, **sum_nodes(nodes, are_own)}]
+    )
     assert energy is not None
     return energy.words
 
@@ -89,13 +91,13 @@ def test_other_jobs_on_the_nodes_are_said_where_they_may_be_counted(parts, are_o
 def test_starts_add_up_and_those_that_told_nothing_are_counted():
     of_a_start = {"kind": "energy", "joules": {"GPUs": KWH}, "total_j": KWH, "tokens": 1_000_000}
     start = {"kind": "start"}
-    energy = energy_of([start, of_a_start, start, {"kind": "stop"}, start, of_a_start])
+    energy = sum_energy([start, of_a_start, start, {"kind": "stop"}, start, of_a_start])
     assert energy.words == (
         "2 starts: 2.00 kWh (GPUs 2.00 kWh): 1.00 kWh per million tokens; "
         "not of 1 of 3 starts, which were killed, have failed, or are not over"
     )
-    assert energy_of([start, {"kind": "stop"}]) is None
-    assert energy_of([start, of_a_start, start]).untold == 1
+    assert sum_energy([start, {"kind": "stop"}]) is None
+    assert sum_energy([start, of_a_start, start]).untold == 1
 
 
 def test_events_of_any_content_are_read(tmp_path):
@@ -114,14 +116,14 @@ def test_the_first_rank_of_a_node_reads_its_gpus_each_once(monkeypatch, rank, ex
         gather=lambda own: ranks,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    monkeypatch.setattr(train_energy, "address_of", lambda gpu: ranks[rank][1])
+    monkeypatch.setattr(train_energy, "pci_address", lambda gpu: ranks[rank][1])
     assert train_energy._gpus_of_node(comm) == expected
 
 
 def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, monkeypatch, capfd):
     """Each reading is 1.8 kJ further on: two starts, each of a reading before and one after."""
     used = iter(range(0, 10**6, 1800))
-    counters = [Counter("CPUs", "a package", lambda: float(next(used)))]
+    counters = [EnergyCounter("CPUs", "a package", lambda: float(next(used)))]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(train_run, "RunEnergy", partial(RunEnergy, counters_of=lambda g: counters))
     words = [*SMALL, f"data.path={_rows(tmp_path)}", f"run.dir={tmp_path / 'run'}"]

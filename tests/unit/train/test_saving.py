@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.checkpoint.reports import Report, Reports
-from hpc_tune.checkpoint.staging import KeptBlocks
+from hpc_tune.checkpoint.reports import SaveReport, SaveReports
+from hpc_tune.checkpoint.staging import PinnedBlockPool
 from hpc_tune.checkpoint.store import Store, verify
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import CheckpointConfig
@@ -117,15 +117,15 @@ def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3, **writing) -
 class CopyingDevice:
     """Copies at once, to blocks that are kept."""
 
-    def __init__(self, kept: KeptBlocks, seen: list[int]) -> None:
-        self._kept, self._blocks = kept, []
+    def __init__(self, kept: PinnedBlockPool, seen: list[int]) -> None:
+        self._block_pool, self._blocks = kept, []
         seen.append(kept.num_bytes)
 
     def stream(self):
         return nullcontext()
 
     def block(self):
-        self._blocks.append(self._kept.take())
+        self._blocks.append(self._block_pool.take())
         return self._blocks[-1]
 
     def copy(self, values, to):
@@ -135,7 +135,7 @@ class CopyingDevice:
         pass
 
     def close(self):
-        self._kept.put_back(self._blocks)
+        self._block_pool.put_back(self._blocks)
 
 
 def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_pat
 
     monkeypatch.setattr(torch, "empty", on_host)
     device = partial(CopyingDevice, seen=kept)
-    saver = saver_of(tmp_path / "run", limit_s=60.0, device=device, admit=admit)
+    saver = saver_of(tmp_path / "run", limit_s=60.0, device=device, can_allocate=admit)
     lever = saver.levers[Action.SAVE_IN_PIECES].set_level
 
     def save(step):
@@ -164,7 +164,7 @@ def test_a_save_has_the_blocks_of_the_last_one_until_they_are_given_back(tmp_pat
 
     assert save(1) == (1, 0, [1])
     assert save(2) == (0, 1, [0]), "no more memory is asked for"
-    saver.give_back()
+    saver.release_staging_blocks()
     assert save(3) == (1, 0, [1])
     lever(1)
     assert save(4) == (0, 0, []), "training waits, and nothing is copied"
@@ -216,17 +216,17 @@ def comm_of(rank: int, size: int, store: object):
 def test_rank_0_hears_of_all_ranks_and_the_store_forgets_it():
     store, files = dist.HashStore(), (WrittenFile("a", 3, "00"), WrittenFile("b", 4, "11"))
     before, polls = store.num_keys(), []
-    sent = {1: Report(files), 2: Report(error="no space"), 3: Report()}
+    sent = {1: SaveReport(files), 2: SaveReport(error="no space"), 3: SaveReport()}
     for rank in (3, 1):
-        Reports(comm_of(rank, 4, store), "x").send(sent[rank])
+        SaveReports(comm_of(rank, 4, store), "x").send(sent[rank])
 
     def between():
         polls.append(len(polls))
         if len(polls) == 3:
-            Reports(comm_of(2, 4, store), "x").send(sent[2])
+            SaveReports(comm_of(2, 4, store), "x").send(sent[2])
 
-    own = Report(files[:1])
-    assert Reports(comm_of(0, 4, store), "x").collect(own, between) == [own, *sent.values()]
+    own = SaveReport(files[:1])
+    assert SaveReports(comm_of(0, 4, store), "x").collect(own, between) == [own, *sent.values()]
     assert len(polls) == 3
     assert store.num_keys() == before
 
@@ -237,6 +237,6 @@ def test_a_store_that_is_gone_is_named():
 
     store = SimpleNamespace(set=gone, add=gone)
     with pytest.raises(CheckpointError, match="rank 1 could not tell rank 0.*reset by peer"):
-        Reports(comm_of(1, 2, store), "x").send(Report())
+        SaveReports(comm_of(1, 2, store), "x").send(SaveReport())
     with pytest.raises(CheckpointError, match="rank 0 cannot learn.*reset by peer"):
-        Reports(comm_of(0, 2, store), "x").collect(Report(), lambda: None)
+        SaveReports(comm_of(0, 2, store), "x").collect(SaveReport(), lambda: None)

@@ -9,18 +9,18 @@ import pytest
 from hpc_tune.config.data import DataConfig
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.sources import HeldOutSource, TrainedSource
-from hpc_tune.data.mixture import Part, Phase, reached
+from hpc_tune.data.mixture import MixturePhase, MixtureSource, compute_progress
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
-from hpc_tune.train.data import Tokenizing, look_for_data, prepare_data
+from hpc_tune.train.data import LazyTokenizer, open_sources, require_data
 from hpc_tune.train.sources import (
+    build_rows,
     check_passes,
-    phases_of,
-    planned_sources,
-    rows_of,
-    wanted_for_evaluation,
-    wanted_for_training,
+    describe_planned_sources,
+    determine_phases,
+    list_eval_sources,
+    list_training_sources,
 )
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 from tests.unit.train.test_data_inputs import ALONE
@@ -29,7 +29,7 @@ PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{%
 
 
 def part(rows=100, learned=1_000, **share):
-    return Part("hash", None, rows, learned, **share)
+    return MixtureSource("hash", None, rows, learned, **share)
 
 
 def saved(phases, rows):
@@ -42,9 +42,9 @@ OLD = {"a": part(weight=0.6), "b": part(weight=0.4)}
 
 
 def test_the_same_mixture_goes_on_and_says_nothing():
-    assert phases_of(None, OLD, False) == [Phase(OLD)]
-    assert phases_of(saved([Phase(OLD)], 40), OLD, False) == [Phase(OLD)]
-    assert phases_of(saved([Phase(OLD)], 40), OLD, True) == [Phase(OLD)]
+    assert determine_phases(None, OLD, False) == [MixturePhase(OLD)]
+    assert determine_phases(saved([MixturePhase(OLD)], 40), OLD, False) == [MixturePhase(OLD)]
+    assert determine_phases(saved([MixturePhase(OLD)], 40), OLD, True) == [MixturePhase(OLD)]
 
 
 @pytest.mark.parametrize(
@@ -56,41 +56,41 @@ def test_the_same_mixture_goes_on_and_says_nothing():
     ],
 )
 def test_another_mixture_needs_the_setting_and_begins_where_the_run_is(now, said):
-    position = saved([Phase(OLD)], 40)
+    position = saved([MixturePhase(OLD)], 40)
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
-        phases_of(position, now, False)
+        determine_phases(position, now, False)
     assert "set data.new_mixture=true" in str(raised.value)
-    first, second = phases_of(position, now, True)
-    assert first == Phase(OLD)
+    first, second = determine_phases(position, now, True)
+    assert first == MixturePhase(OLD)
     assert (second.first_row, second.first_epoch) == (40, 40 / 200)
     before = {name: p.rows_before for name, p in second.parts.items()}
     assert before == {name: {"a": 24, "b": 16}.get(name, 0) for name in now}
     # Started again with the same settings it is no new phase.
-    assert phases_of(saved([first, second], 60), now, True) == [first, second]
+    assert determine_phases(saved([first, second], 60), now, True) == [first, second]
 
 
 def test_a_source_that_comes_back_goes_on_where_it_was():
     only_a = {"a": part(weight=1.0)}
-    phases = phases_of(saved([Phase(OLD)], 50), only_a, True)
-    phases = phases_of(saved(phases, 70), OLD, True)
+    phases = determine_phases(saved([MixturePhase(OLD)], 50), only_a, True)
+    phases = determine_phases(saved(phases, 70), OLD, True)
     assert {name: p.rows_before for name, p in phases[-1].parts.items()} == {"a": 50, "b": 20}
 
 
 def test_a_source_that_comes_back_with_other_data_is_refused():
-    left_out = phases_of(saved([Phase(OLD)], 50), {"a": part(weight=1.0)}, True)
+    left_out = determine_phases(saved([MixturePhase(OLD)], 50), {"a": part(weight=1.0)}, True)
     position = saved(left_out, 70)
     for changes, said in (
         ({"content": "grown"}, "b is not the data this run was trained on"),
         ({"limit": 7}, "b has limit=7, and no limit in the checkpoint"),
     ):
         with pytest.raises(ConfigError, match=said):
-            phases_of(position, {**OLD, "b": replace(OLD["b"], **changes)}, True)
+            determine_phases(position, {**OLD, "b": replace(OLD["b"], **changes)}, True)
     with pytest.raises(ConfigError, match="b back, with weight 0.4"):
-        phases_of(position, OLD, False)
+        determine_phases(position, OLD, False)
 
 
 def test_other_data_under_an_old_name_are_refused():
-    position = saved([Phase(OLD)], 40)
+    position = saved([MixturePhase(OLD)], 40)
     for changes, said in (
         ({"content": "grown"}, "a is not the data this run was trained on"),
         ({"limit": 7}, "a has limit=7, and no limit in the checkpoint"),
@@ -98,27 +98,27 @@ def test_other_data_under_an_old_name_are_refused():
         now = {**OLD, "a": replace(OLD["a"], **changes)}
         for allowed in (False, True):
             with pytest.raises(ConfigError, match=said):
-                phases_of(position, now, allowed)
+                determine_phases(position, now, allowed)
 
 
 def test_epochs_do_not_change_within_a_run():
     old = {"a": part(epochs=1), "b": part(epochs=2)}
     with pytest.raises(ConfigError, match="b epochs 2, now epochs 3") as raised:
-        phases_of(saved([Phase(old)], 10), {**old, "b": part(epochs=3)}, True)
+        determine_phases(saved([MixturePhase(old)], 10), {**old, "b": part(epochs=3)}, True)
     assert "new_mixture" not in str(raised.value)
 
 
 def test_a_position_in_data_path_or_a_damaged_one_is_refused():
     with pytest.raises(ConfigError, match=r"of a run on data\.path, and data\.sources are set"):
-        phases_of({"rows": 3, "content": "hash"}, OLD, True)
+        determine_phases({"rows": 3, "content": "hash"}, OLD, True)
     with pytest.raises(CheckpointError, match="mixture cannot be used"):
-        phases_of({"rows": 3, "phases": [{"parts": 1}]}, OLD, True)
+        determine_phases({"rows": 3, "phases": [{"parts": 1}]}, OLD, True)
 
 
 def test_what_a_run_reaches_is_its_shares_and_passes():
     parts = {"a": part(10, 100, weight=0.6), "b": part(100, 10_000, weight=0.4)}
-    phase = Phase(parts)
-    a, b = reached([phase], phase.num_rows)
+    phase = MixturePhase(parts)
+    a, b = compute_progress([phase], phase.num_rows)
     assert a.passes == pytest.approx(60.6, abs=0.2)
     assert (a.share, b.share) == (pytest.approx(0.6, abs=0.01), pytest.approx(0.4, abs=0.01))
     assert str(b).startswith("b, weight 0.4: 40 rows, 0.40 passes, 4.0k learned tokens, 39.72% of")
@@ -127,12 +127,12 @@ def test_what_a_run_reaches_is_its_shares_and_passes():
 def test_too_many_passes_are_refused_and_more_than_one_is_said():
     parts = {"a": part(10, weight=0.5), "b": part(10, weight=0.5)}
     sources = [TrainedSource(path=n, weight=0.5, max_epochs=4) for n in "ab"]
-    assert list(check_passes(sources, [Phase(parts)], 20)) == []
-    (line,) = check_passes(sources, [Phase(parts)], 30)
+    assert list(check_passes(sources, [MixturePhase(parts)], 20)) == []
+    (line,) = check_passes(sources, [MixturePhase(parts)], 30)
     assert "the run passes over a 1.50 times, b 1.50 times" in line
-    assert len(list(check_passes(sources, [Phase(parts)], 80))) == 1
+    assert len(list(check_passes(sources, [MixturePhase(parts)], 80))) == 1
     with pytest.raises(ConfigError, match=re.escape("pass over a 4.10 times (max_epochs=4)")):
-        list(check_passes(sources, [Phase(parts)], 81))
+        list(check_passes(sources, [MixturePhase(parts)], 81))
 
 
 def test_held_out_sources_are_read_as_the_source_of_their_name():
@@ -144,12 +144,12 @@ def test_held_out_sources_are_read_as_the_source_of_their_name():
             HeldOutSource(path="y.jsonl", loss_on="all"),
         ],
     )
-    first, second = wanted_for_evaluation(data)
+    first, second = list_eval_sources(data)
     assert (first.path, first.data.columns, first.limit) == ("x.jsonl", {"q": "prompt"}, None)
     assert (second.name, second.data.columns, second.data.loss_on) == ("y", {}, "all")
     split = data.model_copy(update={"eval_sources": None, "eval_fraction": 0.1})
-    assert [(w.part, w.limit) for w in wanted_for_training(split)] == [("train", 5)]
-    assert [(w.part, w.limit) for w in wanted_for_evaluation(split)] == [("held-out", None)]
+    assert [(w.part, w.limit) for w in list_training_sources(split)] == [("train", 5)]
+    assert [(w.part, w.limit) for w in list_eval_sources(split)] == [("held-out", None)]
 
 
 @pytest.fixture
@@ -163,9 +163,9 @@ def opened(model, sources, **settings):
     data = DataConfig(path=None, sources=sources, seq_len=100, **settings)
     run_dir = model.parent / "run"
     run_dir.mkdir(exist_ok=True)
-    look_for_data(data, ALONE, run_dir)
-    training, held_out = prepare_data(data, ALONE, run_dir, Tokenizing(model, None))
-    rows = rows_of(data, training, SampleOrder(100, True, 0), None, ALONE)
+    require_data(data, ALONE, run_dir)
+    training, held_out = open_sources(data, ALONE, run_dir, LazyTokenizer(model, None))
+    rows = build_rows(data, training, SampleOrder(100, True, 0), None, ALONE)
     return rows, training, held_out
 
 
@@ -230,20 +230,20 @@ def test_what_is_wrong_with_one_source_is_said_by_its_name(tmp_path, model):
 
 def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_path, model):
     raw = write_jsonl(tmp_path / "raw.jsonl", [chat(f"q{n}", "a") for n in range(40)])
-    tokenizer = Tokenizing(model, None).tokenizer
+    tokenizer = LazyTokenizer(model, None).tokenizer
     prepare(str(raw), tmp_path / "p.h5", tokenizer, PrepareSettings(100))
     sources = [TrainedSource(path=str(tmp_path / "p.h5"), name="p", epochs=2)]
     data = DataConfig(path=None, sources=sources, seq_len=100)
-    ready, repeated = planned_sources(data, TrainConfig(), 4)
+    ready, repeated = describe_planned_sources(data, TrainConfig(), 4)
     assert ready.startswith("source  p, epochs 2: ")
     assert "2.00 passes" in ready
     assert "passes over p 2.00 times" in repeated
     with pytest.raises(ConfigError, match=re.escape("pass over p 6.00 times (max_epochs=4)")):
-        list(planned_sources(data, TrainConfig(epochs=3), 4))
+        list(describe_planned_sources(data, TrainConfig(epochs=3), 4))
     mixed = [*sources, TrainedSource(path=str(raw), epochs=1)]
-    (line,) = planned_sources(data.model_copy(update={"sources": mixed}), TrainConfig(), 4)
+    (line,) = describe_planned_sources(data.model_copy(update={"sources": mixed}), TrainConfig(), 4)
     assert "of which raw not prepared yet" in line
-    assert list(planned_sources(DataConfig(), TrainConfig(), 4)) == []
+    assert list(describe_planned_sources(DataConfig(), TrainConfig(), 4)) == []
 
 
 def test_a_file_of_two_sources_is_said(tmp_path, model, caplog):

@@ -110,7 +110,7 @@ def test_what_the_step_had_allocated_is_free_before_the_cache_is_given_back(trai
             held.append(weakref.ref(activations))
             raise torch.OutOfMemoryError(ERROR)
 
-    monkeypatch.setattr(trainer, "give_back_cache", lambda: alive.append(held[-1]() is not None))
+    monkeypatch.setattr(trainer, "empty_caches", lambda: alive.append(held[-1]() is not None))
     assert train("full", replace(with_room_for(0), compute=compute))[0] == EXIT_DONE
     assert alive == [False]
 
@@ -192,7 +192,7 @@ def test_all_ranks_give_a_step_up_or_none_does(fails, others, has_gradients, vot
     rows = trained.next_batches()
     assert trained.accumulate(rows, 1) is has_gradients
     assert ranks.votes == [vote], "each rank votes once"
-    assert bool(trained.ran_out) == (fails is not None)
+    assert bool(trained.out_of_memory_reason) == (fails is not None)
     again = first_rows(trained.next_batches())
     assert (again == first_rows(rows)) is not has_gradients, "the same rows come again"
     assert trained.step == 3

@@ -9,7 +9,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.train.model import _require_supported, _require_trained
-from hpc_tune.train.startup.proof import Proof
+from hpc_tune.train.startup.proof import ArchitectureCheck
 
 PART = "model.layers.*.self_attn.k_proj"
 
@@ -28,28 +28,30 @@ def built(base, **said):
 def test_a_named_target_whose_adapters_get_no_gradient_is_refused(base, target):
     model = built(base, targets=["q_proj", target])
     with pytest.raises(ConfigError) as error:
-        _require_trained(model, Proof(untrained=PART))
+        _require_trained(model, ArchitectureCheck(untrained=PART))
     assert f"adapters on {PART} get no gradient: a llama model does not call" in str(error.value)
     assert str(error.value).endswith(f"; leave {target} out")
 
 
 def test_one_among_all_linear_layers_is_warned_of(base, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(built(base), Proof(untrained=PART))
+        _require_trained(built(base), ArchitectureCheck(untrained=PART))
     assert f"adapters on {PART} get no gradient" in caplog.text
     assert caplog.text.rstrip().endswith("they stay zero")
 
 
 def test_a_weight_without_a_gradient_is_warned_of(base, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(built(base, method="full"), Proof(untrained=f"{PART}.weight\nanother"))
+        _require_trained(
+            built(base, method="full"), ArchitectureCheck(untrained=f"{PART}.weight\nanother")
+        )
     assert caplog.text.rstrip().endswith(f"no gradient and stay as they are: {PART}.weight")
 
 
 @pytest.mark.parametrize("untrained", ["", PART])
 def test_nothing_is_said_of_what_is_not_trained(base, untrained, caplog):
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _require_trained(built(base, targets=["q_proj"]), Proof(untrained=untrained))
+        _require_trained(built(base, targets=["q_proj"]), ArchitectureCheck(untrained=untrained))
     assert not caplog.text
 
 
@@ -63,4 +65,4 @@ def test_nothing_is_said_of_what_is_not_trained(base, untrained, caplog):
 def test_adapters_that_fail_in_the_trial_are_refused(method, said):
     tune = TuneConfig(method=method)
     with pytest.raises(ConfigError, match=said):
-        _require_supported(Proof(adapters="it fails"), "llama", ParallelConfig(), tune)
+        _require_supported(ArchitectureCheck(adapters="it fails"), "llama", ParallelConfig(), tune)

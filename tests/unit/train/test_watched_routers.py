@@ -8,8 +8,8 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.language import read_config
-from hpc_tune.train.model import _say_of_model, _watched
-from hpc_tune.train.startup.proof import Proof, try_out
+from hpc_tune.train.model import _log_ignored_parts, _with_router_watch
+from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since
 
@@ -30,7 +30,9 @@ def built(directory, tune=LEARNS):
 
 def test_a_mixture_that_is_understood_is_watched_with_and_without_losses(bases):
     for tune in (LEARNS, TuneConfig()):
-        found = _watched(built(bases["mixture"], tune), Proof(score="softmax"), False)
+        found = _with_router_watch(
+            built(bases["mixture"], tune), ArchitectureCheck(score="softmax"), False
+        )
         assert [router.num_experts for router in found.routers] == [6] * len(found.routers)
         assert found.routers
 
@@ -47,11 +49,13 @@ def test_losses_of_routers_that_cannot_be_watched_are_refused(
     bases, base, score, is_compiled, said, caplog
 ):
     with pytest.raises(ConfigError) as error:
-        _watched(built(bases[base]), Proof(score=score), is_compiled)
+        _with_router_watch(built(bases[base]), ArchitectureCheck(score=score), is_compiled)
     assert BOTH + said in str(error.value)
     assert str(error.value).endswith("; leave them out")
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        found = _watched(built(bases[base], TuneConfig()), Proof(score=score), is_compiled)
+        found = _with_router_watch(
+            built(bases[base], TuneConfig()), ArchitectureCheck(score=score), is_compiled
+        )
     assert found.routers == ()
     assert (f"not counted: {said}" in caplog.text) == (base == "mixture")
 
@@ -69,10 +73,10 @@ def test_a_loss_that_config_json_asks_transformers_for_is_not_learned_and_said(
     """As trl and LLaMA-Factory leave it there: transformers would add it to the loss."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     base = write_mixture(family, tmp_path / "base", **asked)
-    assert try_out(read_config(base)) == Proof(score="softmax")
+    assert check_architecture(read_config(base)) == ArchitectureCheck(score="softmax")
     with caplog.at_level("WARNING", logger="hpc_tune"):
-        _say_of_model(built(base))
+        _log_ignored_parts(built(base))
         assert "a loss of the routers" not in caplog.text
-        _say_of_model(built(base, TuneConfig()))
+        _log_ignored_parts(built(base, TuneConfig()))
     assert "asks for a loss of the routers" in caplog.text
     assert "tune.router_aux_loss, and not set" in caplog.text

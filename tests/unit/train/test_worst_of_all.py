@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.train.control import StepStatus
-from hpc_tune.train.metrics import Extremes, OfRanks, _worst
+from hpc_tune.train.metrics import Extremes, PerRank, _find_extremes
 
 
 def of_ranks(*said):
-    return OfRanks(*zip(*map(astuple, said), strict=True))
+    return PerRank(*zip(*map(astuple, said), strict=True))
 
 
 def step(**known):
@@ -19,7 +19,7 @@ def step(**known):
 @pytest.mark.parametrize("world", [[0.5], [1.25, 0.5], [0.5, 86400.0, 0.25], [-0.001, 0.0]])
 def test_the_slowest_rank_is_named_with_its_time_and_the_fastest_ones(world):
     """Times to a tenth of a millisecond."""
-    found = _worst(step(), of_ranks(*(Extremes(work_s=own) for own in world)))
+    found = _find_extremes(step(), of_ranks(*(Extremes(work_s=own) for own in world)))
     assert found["most_work_s"] == pytest.approx(max(0.0, *world, 0.0), abs=1e-4)
     assert found["least_work_s"] == pytest.approx(max(0.0, min(world)), abs=1e-4)
     if max(world) > 0:
@@ -27,13 +27,13 @@ def test_the_slowest_rank_is_named_with_its_time_and_the_fastest_ones(world):
 
 
 def test_of_equally_slow_ranks_the_last_is_named():
-    found = _worst(step(), of_ranks(*(Extremes(work_s=own) for own in (0.30001, 0.3, 0.2))))
+    found = _find_extremes(step(), of_ranks(*(Extremes(work_s=own) for own in (0.30001, 0.3, 0.2))))
     assert found["slowest_rank"] == 1
 
 
 def test_the_fullest_node_and_device_need_not_be_the_same_rank():
     said = [Extremes(2.0**53, 1.0, 6.0), Extremes(2.0, 5.0, 3.0), Extremes(1.0, 2.0, 4.0)]
-    found = _worst(step(device_bytes=None), of_ranks(*said))
+    found = _find_extremes(step(device_bytes=None), of_ranks(*said))
     assert (found["host_bytes"], found["host_ranks_bytes"]) == (2**53, 5)
     assert "device_bytes" not in found
 
@@ -50,9 +50,9 @@ def test_what_ranks_say_at_a_boundary_adds_up_in_any_order():
             comm = SimpleNamespace(
                 gather_numbers=lambda row: rows.append(row) or [[v] for v in row]
             )
-            status.exchanged(comm, more)
+            status.exchange(comm, more)
         everyone = SimpleNamespace(gather_numbers=lambda _: list(zip(*rows, strict=True)))
-        status, said = own[0].exchanged(everyone, beside[0])
+        status, said = own[0].exchange(everyone, beside[0])
         assert list(said.work_s) == order
         return status
 

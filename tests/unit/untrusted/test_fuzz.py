@@ -19,11 +19,11 @@ from hpc_tune.checkpoint.store import (
     MANIFEST,
     Store,
     _hash_of,
-    damage_of,
+    find_damage,
     read_state,
     verify,
 )
-from hpc_tune.cluster.launchers import claim_of, rank_hint
+from hpc_tune.cluster.launchers import find_claim, rank_hint
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
@@ -144,7 +144,7 @@ ENTRIES = st.dictionaries(
 def test_what_manifests_say_of_files(folder, body):
     """Sealed by their own hash, as whoever writes one can seal it."""
     (folder / MANIFEST).write_text(json.dumps(body | {"sha256": _hash_of(body)}))
-    for look in (verify, read_state, damage_of):
+    for look in (verify, read_state, find_damage):
         try:
             look(folder)
         except CheckpointError as error:
@@ -246,8 +246,8 @@ VARIABLES = st.dictionaries(
 def test_variables_of_launchers(folder, environ):
     assert rank_hint(environ) >= 0
     try:
-        claim = claim_of(environ)
-        if not claim.speaks_mpi:
+        claim = find_claim(environ)
+        if not claim.uses_mpi:
             world, _ = discover(environ)
             assert isinstance(world, World)
             assert 0 <= world.rank < world.size

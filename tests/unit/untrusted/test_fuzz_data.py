@@ -12,11 +12,11 @@ import torch
 import yaml
 from hypothesis import strategies as st
 
-from hpc_tune.data.chats import end_of_answer
-from hpc_tune.data.files import find
+from hpc_tune.data.chats import find_answer_end
+from hpc_tune.data.files import find_files
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import KNOWN
+from hpc_tune.data.reading import KNOWN_FIELDS
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.weights import (
     FULL_SHAPES_KEY,
@@ -37,7 +37,7 @@ MESSAGES = st.lists(
     max_size=3,
 )
 RECORDS = st.dictionaries(
-    st.sampled_from(sorted(KNOWN)) | st.text(max_size=4),
+    st.sampled_from(sorted(KNOWN_FIELDS)) | st.text(max_size=4),
     st.text(max_size=30) | MESSAGES | JSON,
     max_size=4,
 )
@@ -124,7 +124,7 @@ def test_chat_templates(folder, template):
     tokenizer = byte_tokenizer(template)
     prepare_all(folder / "d.jsonl", tokenizer, "the chat template of")
     try:
-        end_of_answer(tokenizer)
+        find_answer_end(tokenizer)
     except DataError as error:
         said(error, "the chat template of")
 
@@ -164,7 +164,7 @@ def test_cards_of_datasets(folder, drawn):
         (data / name).write_text(CHATS)
     (data / "README.md").write_bytes(card)
     try:
-        found = find(str(data))
+        found = find_files(str(data))
     except DataError as error:
         said(error, "data")
         return
@@ -181,7 +181,7 @@ def test_descriptions_of_saved_datasets(folder, drawn):
     (folder / "b" / name).write_bytes(data)
     for path in ("a", "b"):
         try:
-            find(str(folder / path))
+            find_files(str(folder / path))
         except DataError as error:
             said(error, str(folder / path))
 

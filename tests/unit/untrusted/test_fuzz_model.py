@@ -13,7 +13,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import index_model_directory
 from tests.support.fuzz import JSON, damaged, flips, fuzz, said
@@ -117,6 +117,6 @@ def test_adapters_to_start_from(folder, drawn):
     weights = weights if damage is None else damaged(weights, damage)
     (folder / "adapter_model.safetensors").write_bytes(weights)
     try:
-        start_from(built(), folder)
+        use_init_adapter(built(), folder)
     except (DataError, ConfigError) as error:
         said(error, str(folder))

@@ -28,7 +28,7 @@ from hpc_tune.checkpoint.locate import locate
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import SlurmConfig
-from hpc_tune.config.secrets import mask
+from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.data.prepare import PrepareSettings, Ranks, prepare
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.builtin import write_tiny
@@ -352,7 +352,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_repeated(monkeypatch, capsys, 
 
 @pytest.mark.parametrize(("text", "environ"), SECRETS)
 def test_a_secret_is_masked_where_a_command_is_recorded(text, environ):
-    masked = mask(text, environ)
+    masked = mask_secrets(text, environ)
     assert "***" in masked
     assert not [part for part in ("pass0word", "0123", TOKEN) if part in masked]
 
@@ -362,7 +362,7 @@ def test_a_secret_is_masked_where_a_command_is_recorded(text, environ):
     ["runs/a-token-model", "data/token=gpt2/x.jsonl", "ssh://git@host/x", "TOKENIZERS=1", "a:b@c"],
 )
 def test_what_only_looks_like_a_secret_is_none(text):
-    assert mask(text, {"TOKENIZERS_PARALLELISM": text, "HF_TOKEN": "short"}) == text
+    assert mask_secrets(text, {"TOKENIZERS_PARALLELISM": text, "HF_TOKEN": "short"}) == text
     load_config(None, [f"run.name='{text}'"])
 
 
@@ -412,9 +412,9 @@ def test_ranks_meet_at_the_interface_that_is_named_and_at_no_other():
 
 STRANGERS = [
     b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
-    json_channel._message({"token": "guessed", "rank": 1}),
-    json_channel._message([1]),
-    json_channel._message({"rank": 1}),
+    json_channel._encode_message({"token": "guessed", "rank": 1}),
+    json_channel._encode_message([1]),
+    json_channel._encode_message({"rank": 1}),
     b"\xff" * 64,
     b"\0\0\0\2{]",
 ]

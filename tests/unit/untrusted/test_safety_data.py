@@ -12,7 +12,7 @@ import yaml
 from hpc_tune.data import lines
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.seal import seal
+from hpc_tune.data.seal import append_checksum
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, store_of_lengths, write_jsonl
 
@@ -48,7 +48,7 @@ def test_a_prepared_file_whose_data_are_in_another_file_is_refused(tmp_path, pla
     with h5py.File(path, "r+") as file:
         del file[name]
         plant(file, name, str(tmp_path / "elsewhere.h5"))
-    seal(path)
+    append_checksum(path)
     with pytest.raises(DataError, match=r"s\.h5: .* (to another place|in another file)"):
         TokenStore.open(path)
 
@@ -60,7 +60,7 @@ def test_a_prepared_file_that_is_in_a_group_of_another_file_is_refused(tmp_path)
     with h5py.File(path, "r+") as file:
         del file["documents"]
         file["documents"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/documents")
-    seal(path)
+    append_checksum(path)
     with pytest.raises(DataError, match="ExternalLink to another place"):
         TokenStore.open(path)
 

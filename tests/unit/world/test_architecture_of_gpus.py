@@ -8,8 +8,8 @@ import torch
 from hpc_tune.engine.float8 import check_float8
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import compute_dtype
-from hpc_tune.model.kernels import why_one_by_one
-from hpc_tune.world.architecture import Architecture, architecture_of
+from hpc_tune.model.kernels import why_experts_loop
+from hpc_tune.world.architecture import Architecture, find_architecture
 
 GPU = torch.device("cuda", 0)
 
@@ -21,7 +21,7 @@ def shown(monkeypatch, gfx, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    return architecture_of(GPU)
+    return find_architecture(GPU)
 
 
 def can(architecture, environ):
@@ -30,7 +30,7 @@ def can(architecture, environ):
         "tf32": architecture.has_tf32,
         "attention": architecture.has_varlen_attention,
         "float8": architecture.has_float8,
-        "groups": architecture.groups_products(environ),
+        "groups": architecture.has_grouped_mm(environ),
     }
 
 
@@ -51,7 +51,7 @@ def test_of_amd_the_architecture_counts(monkeypatch, gfx, capability, name, floa
     assert can(found, {"ROCM_ALLOW_GROUP_GEMM_CK": "1"}) == {**able, "groups": True}
     assert compute_dtype("auto", GPU) == torch.bfloat16
     monkeypatch.delenv("ROCM_ALLOW_GROUP_GEMM_CK", raising=False)
-    assert why_one_by_one(torch.bfloat16, GPU).endswith(
+    assert why_experts_loop(torch.bfloat16, GPU).endswith(
         "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950, this is bfloat16 on "
         f"architecture {gfx}"
     )
@@ -78,7 +78,7 @@ def test_an_amd_gpu_without_matrix_cores_has_none_of_it(monkeypatch):
 )
 def test_of_nvidia_the_capability_counts(monkeypatch, capability, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    found = architecture_of(GPU)
+    found = find_architecture(GPU)
     assert found == Architecture(capability)
     assert {name for name, has in can(found, {}).items() if has} == able
 
@@ -95,8 +95,8 @@ def test_of_nvidia_the_capability_counts(monkeypatch, capability, able):
 )
 def test_which_gpus_compute_in_fp16_and_with_the_same_bits(architecture, has_fp16, repeats):
     assert architecture.has_fp16 is has_fp16
-    assert architecture.repeats_products is repeats
+    assert architecture.has_deterministic_matmul is repeats
 
 
 def test_a_cpu_has_no_architecture():
-    assert architecture_of(torch.device("cpu")) is None
+    assert find_architecture(torch.device("cpu")) is None

@@ -19,7 +19,7 @@ def heard(limit_s, work):
 
 
 def test_waiting_for_a_file_that_never_answers_is_a_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_tune.world.liveness.must_leave_soon", lambda: None)
+    monkeypatch.setattr("hpc_tune.world.liveness.exit_soon", lambda: None)
     fifo = tmp_path / "model.safetensors"
     os.mkfifo(fifo)
 

@@ -8,16 +8,16 @@ import torch
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world import bootstrap, device
-from hpc_tune.world.device import DeviceReport, Gpus, check_devices, pick_device
+from hpc_tune.world.device import DeviceReport, VisibleGpus, check_devices, pick_device
 from hpc_tune.world.discover import World
-from hpc_tune.world.hidden_gpus import hidden_neighbours, reachable_gpus
+from hpc_tune.world.hidden_gpus import count_openable_gpus, hidden_gpus_warning
 
 
 def test_what_may_be_opened_is_counted_whatever_variables_show(tmp_path, monkeypatch):
     for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert reachable_gpus(tmp_path) == 3
+    assert count_openable_gpus(tmp_path) == 3
     opened = os.open
 
     def by_cgroup(path, *more, **options):
@@ -26,8 +26,8 @@ def test_what_may_be_opened_is_counted_whatever_variables_show(tmp_path, monkeyp
         return opened(path, *more, **options)
 
     monkeypatch.setattr(os, "open", by_cgroup)
-    assert reachable_gpus(tmp_path) == 1
-    assert reachable_gpus(tmp_path / "of a container without GPUs") == 0
+    assert count_openable_gpus(tmp_path) == 1
+    assert count_openable_gpus(tmp_path / "of a container without GPUs") == 0
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_who_is_told_that_the_others_gpus_are_hidden(reachable, uuids, is_told):
         for rank, uuid in enumerate(uuids)
     ]
     assert check_devices(here, launched=True) is None
-    text = hidden_neighbours(here)
+    text = hidden_gpus_warning(here)
     assert bool(text) == is_told
     if is_told:
         assert text.startswith(f"n0: ranks may open {reachable} of the 4 GPUs, whose device files")
@@ -60,14 +60,14 @@ def test_one_gpu_on_each_of_two_nodes_hides_nothing():
         DeviceReport(rank, rank, f"n{rank}", "cuda", "ab"[rank], ("ab"[rank],), reachable=1)
         for rank in range(2)
     ]
-    assert hidden_neighbours(apart) is None
+    assert hidden_gpus_warning(apart) is None
 
 
 def test_a_rank_reports_what_it_may_open(monkeypatch):
-    monkeypatch.setattr(device, "reachable_gpus", lambda: 3)
+    monkeypatch.setattr(device, "count_openable_gpus", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     world = World(0, 1, 0, 1, 0, 1, "n0", "slurm")
-    _, report = pick_device("cuda", world, {0: Gpus(("a", "b", "c"), (None,) * 3)})
+    _, report = pick_device("cuda", world, {0: VisibleGpus(("a", "b", "c"), (None,) * 3)})
     assert report == DeviceReport(0, 0, "n0", "cuda", "a", ("a", "b", "c"), reachable=3)
 
 

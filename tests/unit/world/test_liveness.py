@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.world import liveness
-from hpc_tune.world.liveness import Watcher, when_still
+from hpc_tune.world.liveness import Watcher, make_stall_check
 from tests.support.ranks import HANG_S, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3] / "hpc_tune"
@@ -31,14 +31,14 @@ ROWS = {row["name"]: row for row in ROW.finditer(liveness.__doc__)}
 LIMITS = {
     "HostWatch": ["GONE_LIMIT_S"],
     "HangWatch": [],
-    "StepLimit": ["LOOK_EVERY_S", "STEP_MARGIN_S"],
-    "NcclWatch": ["NCCL_LOOK_EVERY_S", "STEP_MARGIN_S", "NAMED_WITHIN_S"],
+    "StepLimit": ["STEP_LOOK_EVERY_S", "STEP_MARGIN_S"],
+    "NcclWatch": ["NCCL_LOOK_EVERY_S", "STEP_MARGIN_S", "NCCL_NAMED_WITHIN_S"],
     "RollCall": [],
     "StartupWatchdog": ["STOP_LOOK_EVERY_S", "STOP_GRACE_S"],
     "watch_launcher": [],
     "time_limit": ["END_LIMIT_S"],
-    "RunLock": ["TOUCH_EVERY_S", "SILENT_S"],
-    "HeartbeatFile": ["HEARTBEAT_EVERY_S", "QUIET_S", "ALIVE_S"],
+    "RunLock": ["LOCK_TOUCH_EVERY_S", "LOCK_STALE_S"],
+    "HeartbeatFile": ["HEARTBEAT_EVERY_S", "HEARTBEAT_LATE_S", "HEARTBEAT_DEAD_S"],
 }
 
 
@@ -62,7 +62,7 @@ def test_each_row_of_the_table_names_what_is_there():
 
 
 def test_whatever_watches_or_ends_a_process_after_a_while_is_in_the_table():
-    shared = re.compile(r"\b(Watcher|when_still|must_leave_soon)\(")
+    shared = re.compile(r"\b(Watcher|make_stall_check|exit_soon)\(")
     users = {
         name
         for file, name, source in definitions()
@@ -86,7 +86,7 @@ def test_the_figures_of_the_table_are_the_limits():
         wanted = {f"{getattr(liveness, limit):g}" for limit in limits}
         assert set(re.findall(r"\b([\d.]+) s\b", ROWS[name].group())) == wanted, name
     assert liveness.HANG_LOOK_EVERY_S == liveness.LAUNCHER_LOOK_EVERY_S == 1, "every second"
-    assert liveness.LOCKED_FACTOR == 2, "twice"
+    assert liveness.GIL_FACTOR == 2, "twice"
 
 
 def test_every_limit_is_used():
@@ -103,17 +103,17 @@ def test_all_ranks_have_left_within_half_a_minute_of_the_loss_of_a_host():
 
 
 def test_who_is_told_of_the_end_of_a_rank_leaves_later_than_those_that_ended_with_it():
-    assert liveness.TOGETHER_S < liveness.NOBODY_LEFT_S < liveness.GONE_LIMIT_S
+    assert liveness.ENDED_TOGETHER_S < liveness.NOBODY_LEFT_S < liveness.GONE_LIMIT_S
 
 
 def test_a_run_writes_often_enough_to_count_as_alive():
-    assert 2 * liveness.HEARTBEAT_EVERY_S < liveness.QUIET_S < liveness.ALIVE_S
-    assert 10 * liveness.TOUCH_EVERY_S < liveness.SILENT_S
+    assert 2 * liveness.HEARTBEAT_EVERY_S < liveness.HEARTBEAT_LATE_S < liveness.HEARTBEAT_DEAD_S
+    assert 10 * liveness.LOCK_TOUCH_EVERY_S < liveness.LOCK_STALE_S
 
 
 def test_a_sign_that_does_not_change_for_the_limit_is_acted_upon_once():
     signs, acted = iter([1, 1, 2, 2, 2, 2]), []
-    look = when_still(lambda: next(signs), 30, 10, lambda: acted.append(True))
+    look = make_stall_check(lambda: next(signs), 30, 10, lambda: acted.append(True))
     assert [look() for _ in range(6)] == [False] * 5 + [True]
     assert acted == [True]
 
@@ -148,14 +148,14 @@ def test_nothing_is_done_after_it_is_closed_and_closing_waits_for_what_is_done()
         may_end.wait(60)
         done.append("acted")
 
-    threading.Thread(target=watcher.unless_over, args=(act,)).start()
+    threading.Thread(target=watcher.run_unless_over, args=(act,)).start()
     assert acting.wait(60)
     closing = threading.Thread(target=lambda: (watcher.close(), done.append("closed")))
     closing.start()
     may_end.set()
     closing.join(60)
     assert done == ["acted", "closed"]
-    watcher.unless_over(lambda: done.append("late"))
+    watcher.run_unless_over(lambda: done.append("late"))
     assert done == ["acted", "closed"]
     assert watcher.wait(0)
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hpc_tune.world import bootstrap, liveness, nccl_errors
-from hpc_tune.world.nccl_errors import NcclWatch, errors_of_groups, leave_errors_to_us
+from hpc_tune.world.nccl_errors import NcclWatch, disable_torch_handling, find_group_errors
 
 
 class NcclGroup:
@@ -26,14 +26,14 @@ class NcclGroup:
 
 def comm():
     world = SimpleNamespace(rank=3, size=8, hostname="n1")
-    return SimpleNamespace(world=world, doing=["training step 7"])
+    return SimpleNamespace(world=world, activity=["training step 7"])
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """What the world was ended with, once the others have had no time to."""
-    monkeypatch.setattr(liveness, "must_leave_soon", lambda: None)
-    monkeypatch.setattr(liveness, "NAMED_WITHIN_S", 0.05)
+    monkeypatch.setattr(liveness, "exit_soon", lambda: None)
+    monkeypatch.setattr(liveness, "NCCL_NAMED_WITHIN_S", 0.05)
     return queue.Queue()
 
 
@@ -45,8 +45,8 @@ def test_an_error_of_any_group_ends_the_world_with_what_it_means(ended, monkeypa
     names = ("SUCCESS", "of the host", "COMM_ERROR")
     groups = dict.fromkeys(map(NcclGroup, names))
     monkeypatch.setattr(distributed_c10d, "_pg_map", groups)
-    assert errors_of_groups() == ["COMM_ERROR"]
-    watch = watched(ended, errors_of_groups)
+    assert find_group_errors() == ["COMM_ERROR"]
+    watch = watched(ended, find_group_errors)
     of, error = ended.get(timeout=60)
     assert of.world.rank == 3
     assert str(error).startswith(
@@ -67,9 +67,9 @@ def test_the_ranks_new_number_is_named_once_ranks_are_in_another_order(ended):
 
 
 def test_whoever_hears_of_a_ranks_end_speaks_first(ended, monkeypatch):
-    assert liveness.NAMED_WITHIN_S < 1
+    assert liveness.NCCL_NAMED_WITHIN_S < 1
     monkeypatch.undo()
-    assert liveness.NAMED_WITHIN_S > liveness.GONE_LIMIT_S + liveness.NCCL_LOOK_EVERY_S
+    assert liveness.NCCL_NAMED_WITHIN_S > liveness.GONE_LIMIT_S + liveness.NCCL_LOOK_EVERY_S
     asked = []
     watch = watched(ended, lambda: asked.append(None) or ["COMM_ERROR"])
     while not asked:
@@ -119,7 +119,7 @@ def test_torch_ends_no_process_where_its_errors_can_be_looked_at(
     native = torch._C._distributed_c10d
     monkeypatch.setattr(native, "ProcessGroupNCCL", backend, raising=False)
     environ = dict(was)
-    leave_errors_to_us(environ)
+    disable_torch_handling(environ)
     assert (environ != was) == is_changed
     if is_changed:
         assert environ == {
@@ -130,7 +130,7 @@ def test_torch_ends_no_process_where_its_errors_can_be_looked_at(
 
 def test_it_is_said_before_groups_are_made_and_on_gpus_alone(monkeypatch):
     calls = []
-    monkeypatch.setattr(bootstrap, "leave_errors_to_us", lambda environ: calls.append("errors"))
+    monkeypatch.setattr(bootstrap, "disable_torch_handling", lambda environ: calls.append("errors"))
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *_, **__: calls.append("group")
     )

@@ -18,7 +18,7 @@ def comm_of(rank, store):
     comm = SimpleNamespace(
         world=world, is_rank_0=rank == 0, roster=ROSTER, store=store, store_rank=0
     )
-    comm.doing = ["loading the model"]
+    comm.activity = ["loading the model"]
     return comm
 
 

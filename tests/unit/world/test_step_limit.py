@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.packages import release_of
+from hpc_tune.packages import parse_release
 from hpc_tune.world.comm import Peer
-from hpc_tune.world.flight_recorder import keep_trace
-from hpc_tune.world.step_limit import Place, StepLimit, late_ranks, stalled
+from hpc_tune.world.flight_recorder import write_trace
+from hpc_tune.world.step_limit import RankProgress, StepLimit, find_late_ranks, stalled_error
 
 ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2}", 2**22 + rank) for rank in range(3))
 
@@ -44,7 +44,7 @@ def heard(limit_s, work, comm=None, told=None):
 @pytest.fixture
 def stays(monkeypatch):
     """The process is not ended."""
-    monkeypatch.setattr("hpc_tune.world.liveness.must_leave_soon", lambda: None)
+    monkeypatch.setattr("hpc_tune.world.liveness.exit_soon", lambda: None)
 
 
 def test_a_rank_that_waits_for_one_that_is_not_there_names_it(stays):
@@ -127,13 +127,13 @@ def test_a_rank_that_is_asked_answers_where_it_is(stays):
         until_s = time.monotonic() + 60
         while not store.check(["hpc_tune/stalled/1"]) and time.monotonic() < until_s:
             time.sleep(0.01)
-    place = Place(**json.loads(store.get("hpc_tune/stalled/1"))[0])
-    assert (place.entered, place.doing, place.waits) == (1, "beginning step 3", False)
+    place = RankProgress(**json.loads(store.get("hpc_tune/stalled/1"))[0])
+    assert (place.entered, place.activity, place.waits) == (1, "beginning step 3", False)
     assert told == []
 
 
 def at(entered, waits=True, line="hpc_tune/world/comm.py:1 in sum"):
-    return Place(entered, f"training step {entered}", line, waits)
+    return RankProgress(entered, f"training step {entered}", line, waits)
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,12 @@ def at(entered, waits=True, line="hpc_tune/world/comm.py:1 in sum"):
     ],
 )
 def test_late_is_who_the_others_wait_for(places, late):
-    assert late_ranks(places, 3) == late
+    assert find_late_ranks(places, 3) == late
 
 
 def test_a_rank_that_is_behind_is_named_with_its_line():
     places = {0: at(5), 1: at(5), 2: at(4, False, "hpc_tune/data/loader.py:8 in next_step")}
-    error = stalled(places, ROSTER, "training step 5", 1800, set(), "run/collectives")
+    error = stalled_error(places, ROSTER, "training step 5", 1800, set(), "run/collectives")
     assert str(error) == (
         "training step 5: no progress for 1800 s (run.timeout): rank 2 (pid 4194306 on n1) has not "
         "come, it is at training step 4, hpc_tune/data/loader.py:8 in next_step. The last "
@@ -168,7 +168,9 @@ def test_a_rank_that_is_behind_is_named_with_its_line():
 
 
 def test_ranks_that_all_wait_point_to_the_network():
-    error = stalled({0: at(5), 1: at(5), 2: at(5)}, ROSTER, "training step 5", 60, set(), None)
+    error = stalled_error(
+        {0: at(5), 1: at(5), 2: at(5)}, ROSTER, "training step 5", 60, set(), None
+    )
     assert str(error) == (
         "training step 5: no progress for 60 s (run.timeout): all ranks are at "
         "hpc_tune/world/comm.py:1 in sum: look at the network and the devices"
@@ -177,7 +179,7 @@ def test_ranks_that_all_wait_point_to_the_network():
 
 
 def test_a_process_that_has_ended_is_gone():
-    error = stalled({0: at(5), 1: at(5)}, ROSTER, "training step 5", 60, {2}, None)
+    error = stalled_error({0: at(5), 1: at(5)}, ROSTER, "training step 5", 60, {2}, None)
     assert "rank 2 (pid 4194306 on n1) is gone" in str(error)
 
 
@@ -185,10 +187,10 @@ def test_the_trace_of_a_rank_holds_its_collectives(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(3))
-        folder = keep_trace(tmp_path / "collectives", 5, on_gpu=False)
+        folder = write_trace(tmp_path / "collectives", 5, on_gpu=False)
     finally:
         dist.destroy_process_group()
-    if release_of(torch.__version__) < (2, 11):
+    if parse_release(torch.__version__) < (2, 11):
         assert folder is None, "torch 2.9 and 2.10 record none of gloo's collectives"
         assert not (tmp_path / "collectives").exists()
         return

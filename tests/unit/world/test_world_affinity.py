@@ -5,8 +5,14 @@ import sys
 import pytest
 
 from hpc_tune.world import affinity
-from hpc_tune.world.affinity import CoreShare, Near, mask_of, runs_of, share_of_cores
-from hpc_tune.world.numa import cpus_of, numa_of, pci_path
+from hpc_tune.world.affinity import (
+    CoreShare,
+    NumaNode,
+    assign_cores,
+    from_cpu_ranges,
+    to_cpu_ranges,
+)
+from hpc_tune.world.numa import pci_path, read_node_cpus, read_numa_node
 
 
 def one_thread_per_core(cpu):
@@ -39,14 +45,14 @@ EIGHT = mask(*range(8))
     ],
 )
 def test_each_rank_gets_its_share(masks, reachable, local_rank, cpus, threads, pin):
-    share = share_of_cores(masks, reachable, local_rank, one_thread_per_core)
+    share = assign_cores(masks, reachable, local_rank, one_thread_per_core)
     assert (share.cpus, share.threads, share.pin, share.warning) == (cpus, threads, pin, None)
 
 
 def test_the_shares_of_all_ranks_are_disjoint_and_use_every_cpu():
     for num_ranks in range(1, 9):
         shares = [
-            share_of_cores([EIGHT] * num_ranks, EIGHT, r, one_thread_per_core).cpus
+            assign_cores([EIGHT] * num_ranks, EIGHT, r, one_thread_per_core).cpus
             for r in range(num_ranks)
         ]
         assert sum(map(len, shares)) == 8
@@ -54,27 +60,27 @@ def test_the_shares_of_all_ranks_are_disjoint_and_use_every_cpu():
 
 
 def test_a_slice_holds_both_threads_of_its_cores():
-    share = share_of_cores([EIGHT] * 2, EIGHT, 0, two_threads_per_core)
+    share = assign_cores([EIGHT] * 2, EIGHT, 0, two_threads_per_core)
     assert share.cpus == mask(0, 4, 1, 5)
     assert (share.num_cores, share.threads) == (2, 2)
 
 
 def test_ranks_pinned_to_one_core_are_spread_and_told_both_figures():
-    share = share_of_cores([mask(0)] * 4, EIGHT, 1, one_thread_per_core)
+    share = assign_cores([mask(0)] * 4, EIGHT, 1, one_thread_per_core)
     assert share.cpus == mask(2, 3)
     assert share.pin
     assert "pinned all 4 ranks of this node to 1 CPU while 8 CPUs may be used" in share.warning
 
 
 def test_disjoint_but_meagre_masks_are_kept_with_a_warning():
-    share = share_of_cores([mask(0), mask(1)], EIGHT, 1, one_thread_per_core)
+    share = assign_cores([mask(0), mask(1)], EIGHT, 1, one_thread_per_core)
     assert share.cpus == mask(1)
     assert not share.pin
     assert "1 of the node's 8 cores, while its share would be 4" in share.warning
 
 
 # Four NUMA nodes of four CPUs, as a node of LUMI has four: its first GPUs are at the last node.
-NODES = [Near(node, mask(*range(4 * node, 4 * node + 4))) for node in range(4)]
+NODES = [NumaNode(node, mask(*range(4 * node, 4 * node + 4))) for node in range(4)]
 SIXTEEN = mask(*range(16))
 LOWER = mask(*range(8))
 NEAR = {
@@ -108,7 +114,7 @@ def test_cores_are_dealt_by_the_node_of_the_gpu(name):
     near = [NODES[node] for node in nodes]
     reachable = frozenset().union(*masks)
     shares = [
-        share_of_cores(masks, reachable, rank, one_thread_per_core, near)
+        assign_cores(masks, reachable, rank, one_thread_per_core, near)
         for rank in range(len(masks))
     ]
     assert [share.cpus for share in shares] == expected
@@ -124,9 +130,9 @@ LUMI = (49, 57, 17, 25, 1, 9, 33, 41)
 
 def test_eight_ranks_of_a_lumi_node_get_the_cores_that_the_site_gives_their_dies():
     given = mask(*(cpu for cpu in range(64) if cpu % 8))
-    near = [Near(cpu // 16, mask(*range(cpu // 16 * 16, cpu // 16 * 16 + 16))) for cpu in LUMI]
+    near = [NumaNode(cpu // 16, mask(*range(cpu // 16 * 16, cpu // 16 * 16 + 16))) for cpu in LUMI]
     for rank, first in enumerate(LUMI):
-        share = share_of_cores([given] * 8, given, rank, one_thread_per_core, near)
+        share = assign_cores([given] * 8, given, rank, one_thread_per_core, near)
         assert share.cpus == mask(*range(first, first + 7)), rank
         assert (share.threads, share.pin, share.warning) == (7, True, None)
 
@@ -134,7 +140,7 @@ def test_eight_ranks_of_a_lumi_node_get_the_cores_that_the_site_gives_their_dies
 def test_ranks_that_were_pinned_to_one_core_are_spread_by_the_nodes_of_their_gpus():
     near = [NODES[node] for node in (3, 0)]
     shares = [
-        share_of_cores([mask(0)] * 2, SIXTEEN, rank, one_thread_per_core, near) for rank in (0, 1)
+        assign_cores([mask(0)] * 2, SIXTEEN, rank, one_thread_per_core, near) for rank in (0, 1)
     ]
     assert [share.cpus for share in shares] == [{12, 13, 14, 15}, {0, 1, 2, 3}]
     assert all("pinned all 2 ranks" in share.warning for share in shares)
@@ -162,8 +168,8 @@ def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
     near = [None if node is None else NODES[node] for node in nodes]
     said, reachable = set(), frozenset().union(*masks)
     for rank in range(len(masks)):
-        before = share_of_cores(masks, reachable, rank, one_thread_per_core)
-        share = share_of_cores(masks, reachable, rank, one_thread_per_core, near)
+        before = assign_cores(masks, reachable, rank, one_thread_per_core)
+        share = assign_cores(masks, reachable, rank, one_thread_per_core, near)
         assert (share.cpus, share.threads) == (before.cpus, before.threads)
         assert (share.warning or "").startswith(before.warning or "")
         said |= {
@@ -173,9 +179,9 @@ def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
 
 
 def test_a_node_of_memory_alone_changes_nothing():
-    near = [Near(4, mask()), Near(5, mask())]
-    share = share_of_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core, near)
-    assert share == share_of_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core)
+    near = [NumaNode(4, mask()), NumaNode(5, mask())]
+    share = assign_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core, near)
+    assert share == assign_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core)
 
 
 def test_the_kernel_says_where_a_gpu_is_and_which_cpus_are_near(tmp_path):
@@ -186,12 +192,12 @@ def test_the_kernel_says_where_a_gpu_is_and_which_cpus_are_near(tmp_path):
     (gpu / "numa_node").write_text("3\n")
     (node / "node3" / "cpulist").write_text("48-50,112,114-115\n")
     (node / "node4" / "cpulist").write_text("\n")
-    assert numa_of(pci_path(tmp_path, "0000:c1:00.0")) == 3
-    assert cpus_of(tmp_path, 3) == mask(48, 49, 50, 112, 114, 115)
-    assert cpus_of(tmp_path, 4) == cpus_of(tmp_path, 7) == mask()
+    assert read_numa_node(pci_path(tmp_path, "0000:c1:00.0")) == 3
+    assert read_node_cpus(tmp_path, 3) == mask(48, 49, 50, 112, 114, 115)
+    assert read_node_cpus(tmp_path, 4) == read_node_cpus(tmp_path, 7) == mask()
     (gpu / "numa_node").write_text("-1\n")
-    assert numa_of(pci_path(tmp_path, "0000:c1:00.0")) is None
-    assert numa_of(pci_path(tmp_path, "")) is None
+    assert read_numa_node(pci_path(tmp_path, "0000:c1:00.0")) is None
+    assert read_numa_node(pci_path(tmp_path, "")) is None
 
 
 MOVED = """
@@ -206,8 +212,8 @@ for thread in threads:
     thread.start()
 os.sched_setaffinity(threads[1].native_id, both)
 share = affinity.CoreShare(frozenset({other}), 1, 1, pin=True)
-affinity.apply(share, 1)
-affinity.move_others(frozenset({one}), share.cpus)
+affinity.apply_core_share(share, 1)
+affinity.move_other_threads(frozenset({one}), share.cpus)
 masks = [os.sched_getaffinity(tid) for tid in (0, *(thread.native_id for thread in threads))]
 done.set()
 assert masks == [{other}, {other}, both], masks
@@ -289,15 +295,15 @@ def test_a_rank_moves_to_the_cores_at_its_gpu_once_it_has_one(tmp_path):
     ],
 )
 def test_one_line_describes_the_world(shares, num_nodes, line):
-    assert affinity.describe(shares, num_nodes) == line
+    assert affinity.describe_cores(shares, num_nodes) == line
 
 
 def test_an_inherited_thread_count_is_overridden_aloud(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share = CoreShare(mask(0, 1), 2, 2, pin=False)
-    assert "OMP_NUM_THREADS=1 was set and is now 2" in affinity.apply(share, 2)
+    assert "OMP_NUM_THREADS=1 was set and is now 2" in affinity.apply_core_share(share, 2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
-    assert affinity.apply(share, 2) is None
+    assert affinity.apply_core_share(share, 2) is None
 
 
 @pytest.fixture
@@ -324,6 +330,6 @@ def test_a_slurm_share_of_the_node_is_not_widened(narrowed, monkeypatch):
 
 def test_runs_of_cpus_give_the_mask_back():
     cpus = frozenset({0, 1, 2, 5, 8, 9})
-    assert runs_of(cpus) == [[0, 2], [5, 5], [8, 9]]
-    assert mask_of(runs_of(cpus)) == cpus
-    assert mask_of(runs_of(frozenset())) == frozenset()
+    assert to_cpu_ranges(cpus) == [[0, 2], [5, 5], [8, 9]]
+    assert from_cpu_ranges(to_cpu_ranges(cpus)) == cpus
+    assert from_cpu_ranges(to_cpu_ranges(frozenset())) == frozenset()

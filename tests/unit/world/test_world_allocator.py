@@ -8,8 +8,8 @@ import torch
 from hpc_tune.world.allocator import (
     can_map_memory,
     expand_segments,
-    not_read,
     read_settings,
+    unread_settings_warning,
 )
 
 SET = "expandable_segments:True"
@@ -80,7 +80,7 @@ def test_they_do_before_torch_is_imported():
 def test_what_torch_has_not_read_is_told_of(environ, settings, is_told, monkeypatch):
     snapshot = {"segments": [], "allocator_settings": settings}
     monkeypatch.setattr("torch.cuda.memory._snapshot", lambda: snapshot)
-    assert bool(not_read(environ, read_settings())) == is_told
+    assert bool(unread_settings_warning(environ, read_settings())) == is_told
 
 
 def test_a_torch_that_does_not_tell_what_it_has_read_is_believed(monkeypatch):

@@ -27,7 +27,7 @@ def comm():
         lambda c: c.max([1.0]),
         lambda c: c.broadcast(1),
         lambda c: c.barrier("all"),
-        lambda c: c.agree(None, "loading"),
+        lambda c: c.agree_on_error(None, "loading"),
         lambda c: c.run_and_agree("loading", int),
         lambda c: c.on_rank_0("loading", int),
         lambda c: replace(c, threads=2).sum([1.0]),
@@ -89,12 +89,12 @@ def test_another_error_of_a_file_is_none_of_a_full_disk():
 def test_what_a_rank_does_is_known_where_it_fails():
     one, seen = comm(), []
     one.begin("training step 7")
-    one.run_and_agree("writing a checkpoint", lambda: seen.append(one.doing[0]))
-    assert (seen, one.doing) == (["writing a checkpoint"], ["training step 7"])
+    one.run_and_agree("writing a checkpoint", lambda: seen.append(one.activity[0]))
+    assert (seen, one.activity) == (["writing a checkpoint"], ["training step 7"])
 
     def fail():
         raise DataError("cut off")
 
     with pytest.raises(DataError):
         one.run_and_agree("reading the weights", fail)
-    assert one.doing == ["reading the weights"]
+    assert one.activity == ["reading the weights"]

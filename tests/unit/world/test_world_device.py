@@ -9,13 +9,13 @@ import pytest
 from hpc_tune.errors import WorldError
 from hpc_tune.world.device import (
     DeviceReport,
-    Gpus,
-    assign,
+    VisibleGpus,
+    assign_gpus,
     check_devices,
     cpu_has_bf16,
     gather_gpus,
-    names_of,
-    nodes_of_gpus,
+    gpu_numa_nodes,
+    name_gpus,
     pick_device,
     visible_gpus,
 )
@@ -80,7 +80,9 @@ class FakeCuda:
 
 def on_node(*seen):
     """Return what ranks 0, 1, ... of a node see; a GPU's name is a letter."""
-    return {rank: Gpus(tuple(names), (None,) * len(names)) for rank, names in enumerate(seen)}
+    return {
+        rank: VisibleGpus(tuple(names), (None,) * len(names)) for rank, names in enumerate(seen)
+    }
 
 
 def world(rank, size):
@@ -108,7 +110,7 @@ ASSIGNED = {
 @pytest.mark.parametrize("name", ASSIGNED)
 def test_each_rank_gets_a_gpu_that_it_sees_and_no_other_has(name):
     seen, expected = ASSIGNED[name]
-    chosen = assign(dict(enumerate(seen)))
+    chosen = assign_gpus(dict(enumerate(seen)))
     assert "".join(chosen.get(rank, "-") for rank in range(len(seen))) == expected
 
 
@@ -119,7 +121,7 @@ def test_no_rank_stays_without_a_gpu_that_some_assignment_would_give_it(seed):
     most = max(
         sum(gpu in seen[rank] for rank, gpu in enumerate(order)) for order in permutations("abcde")
     )
-    chosen = assign(seen)
+    chosen = assign_gpus(seen)
     assert len(chosen) == len(set(chosen.values())) == most
     assert all(gpu in seen[rank] for rank, gpu in chosen.items())
 
@@ -227,7 +229,7 @@ ZEROS = "00000000-0000-0000-0000-000000000000"
     ],
 )
 def test_a_gpu_has_a_name_that_all_ranks_of_its_node_agree_on(found, environ, names):
-    assert names_of(found, environ) == names
+    assert name_gpus(found, environ) == names
 
 
 def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
@@ -255,8 +257,12 @@ def test_a_gpu_on_which_cuda_does_not_start_is_reported_and_not_raised(monkeypat
 
 
 def test_where_the_gpus_of_a_node_are_is_told_by_rank():
-    seen = {4: Gpus(("a", "b"), (3, 1)), 5: Gpus(("a", "b"), (3, 1)), 7: Gpus(("c",), (None,))}
-    assert nodes_of_gpus({**seen, 8: Gpus()}) == [3, 1, None, None]
+    seen = {
+        4: VisibleGpus(("a", "b"), (3, 1)),
+        5: VisibleGpus(("a", "b"), (3, 1)),
+        7: VisibleGpus(("c",), (None,)),
+    }
+    assert gpu_numa_nodes({**seen, 8: VisibleGpus()}) == [3, 1, None, None]
 
 
 class OneOf:
@@ -272,8 +278,8 @@ class OneOf:
 
 def test_a_rank_learns_what_the_ranks_of_its_node_see():
     rows = [[0, ("a", "b"), (0, None), None], [1, ("x",), (0,), None], [0, (), (), "broken"]]
-    own = Gpus(("a", "b"), (0, None))
-    assert gather_gpus(world(0, 3), own, OneOf(rows)) == {0: own, 2: Gpus(error="broken")}
+    own = VisibleGpus(("a", "b"), (0, None))
+    assert gather_gpus(world(0, 3), own, OneOf(rows)) == {0: own, 2: VisibleGpus(error="broken")}
 
 
 def test_a_report_is_the_same_after_its_way_to_the_other_ranks():

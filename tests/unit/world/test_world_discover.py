@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.discover import World, discover
-from hpc_tune.world.nodes import host_key, nodes_of
+from hpc_tune.world.nodes import host_key, number_nodes
 from tests.support.launcher_variables import HYDRA, OPENMPI, SRUN, TORCHRUN
 
 
@@ -64,12 +64,12 @@ def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
     ],
 )
 def test_nodes_are_numbered_by_their_lowest_rank(by_mpi, by_name, claimed, nodes):
-    assert nodes_of(by_mpi, by_name, claimed) == nodes
+    assert number_nodes(by_mpi, by_name, claimed) == nodes
 
 
 def test_a_node_split_that_fits_nobody_is_shown_from_all_sides():
     with pytest.raises(WorldError, match=r"says \['2'\] ranks per node, MPI sees \[1, 1, 1, 1\]"):
-        nodes_of([0, 1, 2, 3], "llll", [2, 2, 2, 2])
+        number_nodes([0, 1, 2, 3], "llll", [2, 2, 2, 2])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.comm import Peer
-from hpc_tune.world.failure import _failure, gone_error, is_broken_connection
+from hpc_tune.world.failure import _describe_failure, gone_error, is_broken_connection
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
 REMOTE = (
@@ -83,7 +83,7 @@ def test_a_broken_connection_is_told_from_a_fault_of_the_rank_itself(error, is_b
     [(LATE, True), (WATCHDOG, True), (ABORTED, True), (REMOTE, False), (GLOO, False)],
 )
 def test_what_took_too_long_says_that_a_rank_did_not_answer(words, is_late):
-    said = _failure("rank 0 on n0", DistBackendError(words), None)
+    said = _describe_failure("rank 0 on n0", DistBackendError(words), None)
     assert ("had no answer from another rank within run.timeout" in said.reason) is is_late
     assert "\n" not in said.reason
     assert said.details.endswith(words)

@@ -34,7 +34,7 @@ class World:
         comm = SimpleNamespace(
             world=world, is_rank_0=rank == 0, roster=roster, store=store, nonce="abc"
         )
-        comm.doing = ["training step 7"]
+        comm.activity = ["training step 7"]
         lost = lambda comm, error: self.heard.put((comm.world.rank, error))  # noqa: E731
         return HostWatch(comm, "127.0.0.1", 20.0, lost)
 
@@ -52,7 +52,7 @@ class World:
 def world(monkeypatch):
     monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 1.5)
     # The timer would end the tests' own process, however long it is.
-    monkeypatch.setattr(liveness, "must_leave_soon", lambda: None)
+    monkeypatch.setattr(liveness, "exit_soon", lambda: None)
     made = World()
     yield made
     made.end()
@@ -136,15 +136,17 @@ def test_after_the_ranks_are_renumbered_it_is_the_same_host_that_is_named(world)
     world.watches[0].renumber(now, old)
     world.watches[0]._ended = {2: 100.0}
     assert world.watches[0].ended_ranks() == {1}
-    assert str(world.watches[0]._gone({2})) == "host n2 (rank 1) is gone while training step 7"
-    assert world.watches[0]._lost_host(2).facts == {"lost_hosts": ["n2"], "lost_ranks": [1]}
+    assert (
+        str(world.watches[0]._gone_error({2})) == "host n2 (rank 1) is gone while training step 7"
+    )
+    assert world.watches[0]._lost_host_error(2).facts == {"lost_hosts": ["n2"], "lost_ranks": [1]}
     # Of those, the second and the third one are left: the launcher's rank 1 idles.
     last = SimpleNamespace(**vars(host))
     last.roster = tuple(Peer(rank, rank, f"n{was}", 1) for rank, was in enumerate((2, 0)))
     world.watches[0].renumber(last, [1, 2])
     assert world.watches[0].ended_ranks() == {0}
-    assert world.watches[0]._gone({2}).facts == {"lost_hosts": ["n2"], "lost_ranks": [0]}
-    assert world.watches[0]._gone({1}).facts == {"lost_hosts": ["n1"], "lost_ranks": [1]}
+    assert world.watches[0]._gone_error({2}).facts == {"lost_hosts": ["n2"], "lost_ranks": [0]}
+    assert world.watches[0]._gone_error({1}).facts == {"lost_hosts": ["n1"], "lost_ranks": [1]}
     world.watches[0]._ended = {}
 
 

@@ -6,19 +6,26 @@ import sys
 import pytest
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.world.open_files import LEAST, SPARE, needed, require_least, shortage
+from hpc_tune.world.open_files import (
+    MIN_FILES,
+    SPARE_FILES,
+    files_needed,
+    require_min_files,
+    shortage_warning,
+)
 
 LIMITED = """
 import resource, sys
-from hpc_tune.world.open_files import limit_of_files, raise_limit
+from hpc_tune.world.open_files import raise_limit, read_file_limit
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-print(raise_limit(), limit_of_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(raise_limit(), read_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "kept_back"), [(100, 300, SPARE), (300, 300, SPARE), (64, 64, 0), (50, 70, 0)]
+    ("soft", "hard", "kept_back"),
+    [(100, 300, SPARE_FILES), (300, 300, SPARE_FILES), (64, 64, 0), (50, 70, 0)],
 )
 def test_the_soft_limit_becomes_the_hard_one_but_for_a_spare(soft, hard, kept_back):
     argv = [sys.executable, "-c", LIMITED, str(soft), str(hard)]
@@ -68,7 +75,7 @@ if child == 0:
 os.waitpid(child, 0)
 print(processes.is_alive(os.getppid()), processes.is_alive(child))
 try:
-    print(processes.started_s(os.getppid()))
+    print(processes.seconds_from_boot(os.getppid()))
 except OSError as error:
     print(error.errno == errno.EMFILE)
 """)
@@ -77,20 +84,20 @@ except OSError as error:
 
 def test_a_process_that_ends_can_write_why_with_the_files_kept_back(tmp_path):
     without_descriptors(f"""
-open_files.use_spare()
+open_files.release_spare_files()
 Path({str(tmp_path / "outcome.json")!r}).write_text("written")
 """)
     assert (tmp_path / "outcome.json").read_text() == "written"
 
 
-@pytest.mark.parametrize("limit", [LEAST, 1024, None])
+@pytest.mark.parametrize("limit", [MIN_FILES, 1024, None])
 def test_a_limit_with_which_a_small_run_works_is_taken(limit):
-    require_least(limit)
+    require_min_files(limit)
 
 
 def test_a_limit_with_which_no_run_can_begin_is_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match=f"may open 40 files, expected at least {LEAST}"):
-        require_least(40)
+    with pytest.raises(ConfigError, match=f"may open 40 files, expected at least {MIN_FILES}"):
+        require_min_files(40)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,10 @@ def test_a_limit_with_which_no_run_can_begin_is_refused_with_both_numbers():
     ],
 )
 def test_a_limit_that_stays_too_low_is_told_with_both_numbers(limit, num_ranks, is_short):
-    text = shortage(limit, num_ranks)
+    text = shortage_warning(limit, num_ranks)
     assert (text is not None) == is_short
     if text:
-        assert f"may open {limit} files, {num_ranks} ranks need about {needed(num_ranks)} " in text
+        assert (
+            f"may open {limit} files, {num_ranks} ranks need about {files_needed(num_ranks)} "
+            in text
+        )

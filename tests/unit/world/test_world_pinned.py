@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_tune.world import pinned
-from hpc_tune.world.pinned import carved_bytes, pinned_like, rounded
+from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes, round_up_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -15,7 +15,7 @@ MIB, GIB = 1 << 20, 1 << 30
     ("num_bytes", "block"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (5 * MIB, 8 * MIB)]
 )
 def test_a_request_is_rounded_up_to_a_power_of_two(num_bytes, block):
-    assert rounded(num_bytes) == block
+    assert round_up_bytes(num_bytes) == block
 
 
 def moments_of(hidden, inner, keys, blocks, vocab, shards):
@@ -38,16 +38,16 @@ def moments_of(hidden, inner, keys, blocks, vocab, shards):
 )
 def test_moments_of_published_models_take_what_they_have(shape, each, shards):
     sizes = moments_of(*shape, shards)
-    assert sum(map(rounded, sizes)) / sum(sizes) == pytest.approx(each, abs=0.01)
-    assert carved_bytes(sizes) < 1.005 * sum(sizes)
+    assert sum(map(round_up_bytes, sizes)) / sum(sizes) == pytest.approx(each, abs=0.01)
+    assert pinned_blocks_bytes(sizes) < 1.005 * sum(sizes)
 
 
 def test_blocks_are_of_powers_of_two_and_larger_than_four_gib_for_a_larger_tensor_alone():
     for sizes in ([3 * GIB] * 6 + [5 * GIB] * 3, [GIB + 1] * 9, [9 * GIB, 1]):
-        blocks, _ = pinned._carve(sizes)
-        assert all(rounded(block) == block for block in blocks)
-        assert max(blocks) <= max(4 * GIB, rounded(max(sizes)))
-        assert sum(blocks) <= sum(map(rounded, sizes))
+        blocks, _ = pinned._pack_into_blocks(sizes)
+        assert all(round_up_bytes(block) == block for block in blocks)
+        assert max(blocks) <= max(4 * GIB, round_up_bytes(max(sizes)))
+        assert sum(blocks) <= sum(map(round_up_bytes, sizes))
 
 
 def test_tensors_of_any_sizes_share_no_byte_and_take_no_more_than_each_by_itself():
@@ -55,7 +55,7 @@ def test_tensors_of_any_sizes_share_no_byte_and_take_no_more_than_each_by_itself
     for _ in range(500):
         choices = [0, 150 * MIB, 5 * GIB, int(draw.lognormvariate(14, 3)), draw.randint(1, 100)]
         sizes = [draw.choice(choices) for _ in range(draw.randint(0, 60))]
-        blocks, places = pinned._carve(sizes)
+        blocks, places = pinned._pack_into_blocks(sizes)
         assert [place is not None for place in places] == [size > 0 for size in sizes]
         spans = sorted(
             (place.block, place.offset, place.offset + size)
@@ -65,8 +65,8 @@ def test_tensors_of_any_sizes_share_no_byte_and_take_no_more_than_each_by_itself
         assert all(offset % 64 == 0 and end <= blocks[n] for n, offset, end in spans)
         for (block, _, end), (after, begins, _) in zip(spans, spans[1:], strict=False):
             assert block != after or end <= begins
-        assert sum(blocks) <= sum(map(rounded, sizes)) + MIB
-        assert carved_bytes(sizes) == sum(blocks)
+        assert sum(blocks) <= sum(map(round_up_bytes, sizes)) + MIB
+        assert pinned_blocks_bytes(sizes) == sum(blocks)
 
 
 def test_what_is_carved_has_the_shapes_and_dtypes_and_holds_its_values(monkeypatch):
@@ -86,11 +86,11 @@ def test_what_is_carved_has_the_shapes_and_dtypes_and_holds_its_values(monkeypat
         torch.arange(5),
         torch.randn(64, 3).t(),
     ]
-    found = pinned_like(wanted)
+    found = empty_pinned_like(wanted)
     for one, values in zip(found, wanted, strict=True):
         one.copy_(values)
     for one, values in zip(found, wanted, strict=True):
         assert one.is_contiguous()
         assert one.dtype == values.dtype
         assert torch.equal(one, values)
-    assert made == [rounded(sum(values.nbytes for values in wanted))]
+    assert made == [round_up_bytes(sum(values.nbytes for values in wanted))]

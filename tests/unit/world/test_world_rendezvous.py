@@ -12,10 +12,10 @@ import pytest
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world import bootstrap, json_channel, rendezvous
-from hpc_tune.world.affinity import runs_of
+from hpc_tune.world.affinity import to_cpu_ranges
 from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import StarChannel, candidate_ports
-from hpc_tune.world.rendezvous import Address, candidates, choose, local_addresses
+from hpc_tune.world.rendezvous import Address, candidate_addresses, choose_endpoint, local_addresses
 
 
 def world_of(rank, size, num_nodes=1):
@@ -70,17 +70,17 @@ ADDRESSES = [
 
 
 def test_across_nodes_fast_names_come_first_and_loopback_never():
-    ips = [a.ip for a in candidates(ADDRESSES, 2, None)]
+    ips = [a.ip for a in candidate_addresses(ADDRESSES, 2, None)]
     assert ips == ["10.9.0.1", "10.8.0.1", "10.0.0.1", "fd00::2", "172.17.0.1"]
 
 
 def test_the_named_interface_comes_first():
-    ips = [a.ip for a in candidates(ADDRESSES, 2, "eth0")]
+    ips = [a.ip for a in candidate_addresses(ADDRESSES, 2, "eth0")]
     assert ips == ["10.0.0.1", "fd00::2", "10.9.0.1", "10.8.0.1", "172.17.0.1"]
 
 
 def test_of_several_named_interfaces_the_first_comes_first():
-    ips = [a.ip for a in candidates(ADDRESSES, 2, "docker0, eth0")]
+    ips = [a.ip for a in candidate_addresses(ADDRESSES, 2, "docker0, eth0")]
     assert ips == ["172.17.0.1", "10.0.0.1", "fd00::2", "10.9.0.1", "10.8.0.1"]
 
 
@@ -97,7 +97,7 @@ def test_of_several_named_interfaces_the_first_comes_first():
 def test_nccl_is_given_all_interfaces_that_are_named(interface, num_nodes, gloo, nccl, monkeypatch):
     there = [Address(name, "10.0.0.1") for name in ("lo", "eth0", "hsn0", "hsn1")]
     monkeypatch.setattr(bootstrap, "local_addresses", lambda: there)
-    monkeypatch.setattr(bootstrap, "interface_towards", lambda ip: "eth0")
+    monkeypatch.setattr(bootstrap, "find_interface_to", lambda ip: "eth0")
     monkeypatch.setattr(os, "environ", {})
     world = dataclasses.replace(world_of(0, 2), num_nodes=num_nodes)
     bootstrap._set_interface(world, "127.0.0.1", interface)
@@ -106,7 +106,7 @@ def test_nccl_is_given_all_interfaces_that_are_named(interface, num_nodes, gloo,
 
 
 def test_on_one_node_loopback_comes_first():
-    assert candidates(ADDRESSES, 1, None)[0].ip == "127.0.0.1"
+    assert candidate_addresses(ADDRESSES, 1, None)[0].ip == "127.0.0.1"
 
 
 def test_this_host_has_loopback_and_its_interfaces_are_named_by_the_kernel():
@@ -138,7 +138,7 @@ def test_an_alias_belongs_to_its_interface_and_link_local_addresses_are_left_out
 )
 def test_the_first_address_that_every_node_reached_is_chosen(seen, chosen):
     reports = [{"host": f"n{i}", "seen": s} for i, s in enumerate(seen)]
-    assert choose(reports, len(seen[0])) == chosen
+    assert choose_endpoint(reports, len(seen[0])) == chosen
 
 
 def test_all_ranks_meet_at_one_listener_and_the_others_are_closed():
@@ -181,7 +181,7 @@ def test_an_unknown_interface_is_an_error_that_lists_those_there_are():
 
 def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
     """Every docker0 is 172.17.0.1: the second node would reach itself."""
-    real = rendezvous._try
+    real = rendezvous._probe_endpoint
 
     def attempt(ip, port, nonce):
         with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -211,7 +211,7 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
         lambda: [Address("a", "127.0.0.1"), Address("b", "127.0.0.2")],
     )
     monkeypatch.setattr(rendezvous, "_make_offer", offer)
-    monkeypatch.setattr(rendezvous, "_try", attempt)
+    monkeypatch.setattr(rendezvous, "_probe_endpoint", attempt)
     channel = ThreadChannel(2)
     meetings = on_threads(
         2, lambda rank: rendezvous.rendezvous(world_of(rank, 2), channel.of(rank), "a")
@@ -222,7 +222,7 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
 
 
 def test_unreachable_addresses_are_named_with_who_could_not_reach_them(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_try", lambda ip, port, nonce: "no route")
+    monkeypatch.setattr(rendezvous, "_probe_endpoint", lambda ip, port, nonce: "no route")
     channel = ThreadChannel(2)
     errors = on_threads(
         2, lambda rank: rendezvous.rendezvous(world_of(rank, 2), channel.of(rank), None)
@@ -245,9 +245,9 @@ def test_a_star_gathers_from_all_ranks_many_times(size):
 
 def test_what_all_ranks_are_told_is_written_down_once_and_is_short(monkeypatch):
     """Written once for each of 4,096 ranks of 128 CPUs, the start took minutes."""
-    written, message = [], json_channel._message
+    written, message = [], json_channel._encode_message
     monkeypatch.setattr(
-        json_channel, "_message", lambda value: written.append(value) or message(value)
+        json_channel, "_encode_message", lambda value: written.append(value) or message(value)
     )
 
     def rank(rank):
@@ -257,7 +257,7 @@ def test_what_all_ranks_are_told_is_written_down_once_and_is_short(monkeypatch):
 
     on_threads(5, rank)
     assert written.count([[rank] for rank in range(5)]) == 1
-    cpus = runs_of(frozenset(range(128)))
+    cpus = to_cpu_ranges(frozenset(range(128)))
     told = [[rank // 8, rank % 8, cpus] for rank in range(4096)]
     assert len(message(told)) < 128 * 1024
 
@@ -297,7 +297,7 @@ def test_two_jobs_that_share_candidate_ports_do_not_mix():
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_star_meets_by_either_version_of_ip(address):
-    if ":" in address and not json_channel._is_own("::1"):
+    if ":" in address and not json_channel._is_own_address("::1"):
         pytest.skip("this host has no IPv6")
 
     def rank(rank):
@@ -374,5 +374,5 @@ def test_a_stranger_that_says_nothing_keeps_no_node_from_rank_0s_address():
     port = listener.getsockname()[1]
     answering = rendezvous._Responder([listener], "nonce")
     with listener, socket.create_connection(("127.0.0.1", port)):
-        assert rendezvous._try("127.0.0.1", port, "nonce") == ""
+        assert rendezvous._probe_endpoint("127.0.0.1", port, "nonce") == ""
         answering.stop()

@@ -50,7 +50,7 @@ def test_the_end_of_a_run_is_told_and_then_nothing_interrupts_it(capfd):
         flag.end()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert capfd.readouterr().err == "SIGUSR1: the run is ending already\n"
-        flag.ignore()
+        flag.ignore_signals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert flag.reason() == "SIGUSR1"
@@ -103,7 +103,7 @@ def test_the_signals_are_given_back():
 
 
 def test_the_time_limit_counts_from_the_start_of_the_process():
-    age_s = time.time() - stop.process_start()
+    age_s = time.time() - stop.process_start_s()
     assert 0 < age_s < time.monotonic() + 1
     flag = StopFlag(time_limit_s=age_s + 100, environ={})
     assert flag.seconds_left() == pytest.approx(100, abs=2)
