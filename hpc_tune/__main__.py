@@ -75,7 +75,7 @@ def _report_broken_stdout(error):  # type: ignore[no-untyped-def]
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 128 + 13  # as shells report SIGPIPE
-    sys.stderr.write("hpc_tune: what it prints cannot be written: %s\n" % error.strerror)
+    sys.stderr.write("hpc_tune: cannot write to stdout: %s\n" % error.strerror)
     return 1
 
 

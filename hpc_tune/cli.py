@@ -160,7 +160,6 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _settings_text() -> str:
-    """Return every setting with its default and description."""
     lines = ["settings (in FILE as part: {key: value}, here as part.key=value):"]
     for name, kind, default, prose in describe_fields():
         shown = str(default).lower() if isinstance(default, bool) else default

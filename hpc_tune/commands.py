@@ -177,7 +177,7 @@ def supervise(options: Namespace) -> int:
     argument(
         "--scheduler",
         ("slurm", "pbs"),
-        "who gets it (default: whose section is given, or who is on this host)",
+        "the scheduler (default: the one whose section is given, or that this host has)",
     ),
     *SETTINGS_ARGUMENTS,
 )
@@ -329,7 +329,7 @@ def plan(options: Namespace) -> int:
     argument(
         "--to",
         ("adapter", "merged", "gguf"),
-        "a PEFT adapter (of experts also one by one, for vLLM), the whole model, or that as GGUF",
+        "a PEFT adapter (with experts also per expert, for vLLM), the whole model, or that as GGUF",
         required=True,
     ),
     argument("--out", Path, "directory to write (default: RUN/export/ and the kind)"),

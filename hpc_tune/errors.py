@@ -39,8 +39,8 @@ def require_utf8(word: str) -> str:
         word.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{word!a}: this shell's text is read as {sys.getfilesystemencoding()}, and this "
-            "is none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
+            f"{word!a}: this shell's text is read as {sys.getfilesystemencoding()}, which this "
+            "is not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
         ) from None
     return word
 
@@ -168,7 +168,7 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
     if number in _OUT_OF_FILES:
         return (
-            ". It has as many files open as it may: raise the limit before the launcher "
+            ". It has reached its limit of open files: raise the limit before the launcher "
             "(ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
         )
     if number == errno.EDQUOT:

@@ -77,14 +77,13 @@ def _parse_chat(record: dict[str, Any], where: str) -> Chat:
         )
     if found.messages[-1]["role"] == "assistant":
         raise ConfigError(
-            f"{where}: the last message is an answer of the assistant; take it away, for the model "
-            "to give one"
+            f"{where}: the last message is an answer of the assistant; remove it, so the model "
+            "gives one"
         )
     return found
 
 
 def _read_json(option: str, file: Path) -> Any:
-    """Return what a file holds as JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()
@@ -92,7 +91,7 @@ def _read_json(option: str, file: Path) -> Any:
         raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{option} {file}: one half of a surrogate pair in it, as \\ud83d"
+            f"{option} {file}: it contains half of a surrogate pair, such as \\ud83d"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} {file}: expected one JSON value in UTF-8: {error}") from None
@@ -103,7 +102,7 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt -: stdin holds no UTF-8: {error}") from None
+        raise ConfigError(f"--prompt -: stdin is not UTF-8: {error}") from None
 
 
 def generate_answer(
@@ -176,7 +175,6 @@ def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str
 
 
 def _stop_tokens(tokenizer: Any, directory: Path) -> list[int]:
-    """Return the tokens at which generation stops."""
     end = tokenizer.convert_tokens_to_ids(find_answer_end(tokenizer))
     return sorted((stop_ids(tokenizer, directory) | {end}) - {None})
 

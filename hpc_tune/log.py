@@ -44,7 +44,6 @@ class _RankFile(logging.FileHandler):
     """Appends to a file, which is made at the first line; a full disk is said elsewhere."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a line, if it can be."""
         with contextlib.suppress(OSError):
             super().emit(record)
 

@@ -167,7 +167,7 @@ def _mapping_remedy(problem: str) -> str | None:
         return "Memory is full, or the file system is mounted noexec: install on another one"
     return (
         f"ulimit -v, or the batch system, gives this process {limit >> 20} MiB of addresses, and "
-        "libraries need more than they use: take the limit off, or raise it"
+        "libraries reserve more than they use: remove the limit, or raise it"
     )
 
 

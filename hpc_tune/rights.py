@@ -54,7 +54,7 @@ def _has_access(path: Path, letters: str) -> bool:
 def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
-        return f"its {mode} does not let its owner: chmod u+{wanted} {there}"
+        return f"its {mode} does not permit it to its owner: chmod u+{wanted} {there}"
     owner, group, me = (
         _user_name(status.st_uid),
         _group_name(status.st_gid),

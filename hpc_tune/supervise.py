@@ -115,7 +115,7 @@ def decide_next(
     if last.status == "done":
         return "done", "all steps are done"
     if last.exit_code == EXIT_USER and last.missing and can_requeue:
-        return "requeue", f"not on {last.missing} nodes fewer: {last.reason}"
+        return "requeue", f"cannot run on {last.missing} fewer nodes: {last.reason}"
     if last.exit_code == EXIT_USER:
         return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_OUTSIDE_SIGNALS):

@@ -282,8 +282,8 @@ class _Search:
             best = min(self.planned, key=lambda p: p.min_bytes(p.candidate, size))
             least = format_bytes(best.min_bytes(best.candidate, size))
             return (
-                f"parallel.layout=auto: none of {num_legal} layouts fits; the least that a rank's "
-                f"steps were found to take is {least} of {room}, with {best.candidate}. "
+                f"parallel.layout=auto: none of {num_legal} layouts fits; the smallest need that "
+                f"was found is {least} of {room} per rank, with {best.candidate}. "
                 f"What would help there:\n  - " + "\n  - ".join(best.advice)
             )
         return (

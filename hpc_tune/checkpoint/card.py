@@ -122,7 +122,6 @@ def _describe_data(data: DataConfig) -> Iterator[str]:
 
 
 def _read_license(base: Path) -> dict[str, str]:
-    """Return what the head of the base model's card says of its licence."""
     card = base / CARD
     if not card.is_file():
         return _UNKNOWN_LICENSE

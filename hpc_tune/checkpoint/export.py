@@ -104,8 +104,8 @@ def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
         settings = ("rslora", "rank_pattern", "alpha_pattern")
         log.warning(
             "%s: with %s layers are scaled by other numbers than alpha / rank = %g. peft does so; "
-            "servers and converters (vLLM, SGLang, llama.cpp) may take that one for all layers "
-            "and not say so. Use export --to merged there",
+            "servers and converters (vLLM, SGLang, llama.cpp) may use that one for all layers "
+            "without a warning. Use export --to merged there",
             out,
             " and ".join(f"tune.{name}" for name in settings if getattr(tune, name)),
             tune.alpha / tune.rank,
@@ -267,7 +267,6 @@ def require_merge_memory(merged: MergedModel) -> None:
 
 
 def _shards(merged: MergedModel) -> list[list[str]]:
-    """Cut the tensors into files of about SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in merged.names:

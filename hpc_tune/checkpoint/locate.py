@@ -83,7 +83,7 @@ def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path],
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
         gone, (checkpoint, _) = checkpoint, _find_newest(path)
-        log.info("%s was removed by its run, which goes on: taking %s", gone, checkpoint.name)
+        log.info("%s was removed by its run, which still goes on: using %s", gone, checkpoint.name)
     return work(checkpoint)
 
 
@@ -200,7 +200,7 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
     layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items() if axis != "expert")
-    layout += f", experts over {n}" if (n := state.layout.get("expert")) else ""
+    layout += f", expert {n}" if (n := state.layout.get("expert")) else ""
     verified = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
@@ -227,7 +227,7 @@ def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
         if (path / nearby.RESOLVED_CONFIG).is_file():
-            why = (outcome.read(path) or {}).get("reason", "it has not come to a save")
+            why = (outcome.read(path) or {}).get("reason", "it has not reached a save")
             raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "

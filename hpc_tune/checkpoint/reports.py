@@ -71,7 +71,6 @@ class SaveReports:
         ]
 
     def _pop_report(self, rank: int) -> SaveReport:
-        """Return a rank's report, which the store then forgets."""
         store, key = self._comm.store, f"{self._key}/{rank}"
         files, error = json.loads(store.get(key))
         store.delete_key(key)

@@ -206,7 +206,7 @@ def check_resume(
     Raises:
         ConfigError: lists every difference that must not be.
     """
-    other = "" if saved.model_identity == identity else "it is another model than the checkpoint's"
+    other = "" if saved.model_identity == identity else "it is not the checkpoint's model"
     if not other and saved.has_other_weights(sample):
         other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
     require_settings(saved, settings, other)

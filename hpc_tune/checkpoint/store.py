@@ -254,7 +254,7 @@ def _retry_read(file: Path, reading: Callable[[], T]) -> T:
                 raise UnreadableError(
                     f"{file} cannot be read: {error.strerror}, {len(_RETRY_WAITS_S) + 1} "
                     f"times in {sum(_RETRY_WAITS_S):.0f} s. Its checkpoint may be whole, so "
-                    "no other is taken: look at the file system and start again, or move the "
+                    "no older one is used: look at the file system and start again, or move the "
                     "folder of that checkpoint away"
                 ) from None
         time.sleep(wait_s)

@@ -83,18 +83,17 @@ def sourced_files(settings: JobConfig) -> dict[str, str]:
 def _require_valid_command(
     settings: JobConfig, launch: str, started: str, others: Sequence[str]
 ) -> None:
-    """Refuse what no command line can be made of."""
     texts = [started, *settings.modules, settings.env_file or "", settings.venv or "", *others]
     texts.append(settings.container_python)
     name = settings.section
     if any("\0" in text for text in texts):
-        raise ConfigError("a setting has a null character in it, which no script can hold")
+        raise ConfigError("a setting contains a null character, which no script can hold")
     if any(word.startswith("-") for word in settings.modules):
         raise ConfigError(f"{name}.modules={settings.modules}: expected names, found an option")
     try:
         shlex.split(started)
     except ValueError as error:
         raise ConfigError(
-            f"{name}.launch={launch!r} and {name}.container={settings.container!r} are no words "
+            f"{name}.launch={launch!r} and {name}.container={settings.container!r} are not words "
             f"of a command: {error}"
         ) from None

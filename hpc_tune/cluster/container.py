@@ -37,7 +37,7 @@ def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
     if wrong := [one for one in binds if "," in one or one.count(":") > 2]:
         raise ConfigError(
             f"{name}.binds: {', '.join(wrong)}: expected FOLDER, FOLDER:WHERE or FOLDER:WHERE:ro, "
-            "and no comma in it, for which containers have another meaning"
+            "and no comma, which has another meaning for containers"
         )
     is_edf, is_pyxis = image.endswith(".toml"), image.endswith(".sqsh") or _is_remote(image)
     if not is_edf and not is_pyxis:

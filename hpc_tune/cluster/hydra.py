@@ -18,7 +18,7 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
         return None
     was, environ[GPU_AWARE_VARIABLE] = environ[GPU_AWARE_VARIABLE], "0"
-    return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI is given nothing from GPUs here"
+    return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI sends nothing from GPUs here"
 
 
 def _claim(environ: Environ) -> Claim | None:

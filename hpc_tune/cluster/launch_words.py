@@ -157,7 +157,6 @@ def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the words behind the first without the options ``names`` and their values."""
     own, kept, skip = list(_launcher_words(words)), [], False
     for word in own:
         is_glued = re.fullmatch(r"(-[nNwx])\d\S*", word)

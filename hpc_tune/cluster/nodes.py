@@ -94,7 +94,7 @@ class Nodes:
         if len(self._job_nodes) < 2:
             return "the job has no second node that is known"
         if self._kind is None:
-            return f"{self._launch[0]} is no launcher that can be told its nodes"
+            return f"{self._launch[0]} is not a launcher that takes a list of nodes"
         return "its options do not say how many ranks each node has"
 
     @property
@@ -204,8 +204,8 @@ class Nodes:
         left = set() if self._before is None else own - self._before
         if left and (self._lost or not self._slurm.end(left, _STEPS_GONE_S)):
             log.warning(
-                "Slurm still lists the step %s, as it does where a node is lost: the next one "
-                "shares what it holds",
+                "Slurm still lists the step %s, as it does after a node is lost: the next step "
+                "shares its resources",
                 ", ".join(sorted(left)),
             )
             self._shares_steps = True

@@ -40,7 +40,7 @@ def _requeue_command(job_id: str) -> list[str]:
         return []
     if shutil.which("qsub") is None or not Path(script).is_file():
         what = f"{script} is no file" if shutil.which("qsub") else "qsub is not on PATH here"
-        log.warning("%s: no next job can be submitted when the time of this one is over", what)
+        log.warning("%s: the next job cannot be submitted when this one's time is over", what)
         return []
     return [
         "qsub",

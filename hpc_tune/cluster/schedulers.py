@@ -62,7 +62,7 @@ def find_job_end(environ: Environ, ask: bool) -> float | None:
     if end_s is not None and (ago_s := time.time() - end_s) > 0:
         log.warning(
             "the scheduler says that this job has ended %s ago: the clock of %s is ahead of the "
-            "scheduler's by as much at least, so only its signal asks the run to stop. Compare "
+            "scheduler's by at least as much, so only its signal asks the run to stop. Compare "
             "the clocks (date), and set this one right",
             format_seconds(ago_s),
             socket.gethostname(),

@@ -92,8 +92,8 @@ def find_unused_gpus(
         )
     if in_job:
         cause = "the job asked for none (--gpus-per-node=N)"
-    text = f"this run computes on CPUs, though {host} has {counts}: {cause}. run.device=cpu says"
-    return UnusedGpus(f"{text} that it is meant", is_refused=False)
+    text = f"this run computes on CPUs, though {host} has {counts}: {cause}. Set run.device=cpu"
+    return UnusedGpus(f"{text} if that is intended", is_refused=False)
 
 
 def why_cuda_fails() -> str:
@@ -140,7 +140,6 @@ def count_present_gpus(root: Path = Path("/")) -> dict[GpuVendor, int]:
 
 
 def _hiding_variables(environ: Environ) -> list[str]:
-    """Return the variables that show a process no GPU."""
     return [
         f"{name}={environ[name]}"
         for name in VISIBILITY_VARIABLES
@@ -155,7 +154,6 @@ def _cause(
     present: Mapping[GpuVendor, int],
     root: Path,
 ) -> str:
-    """Return why torch finds none, and what to do."""
     if list(present) == ["Intel"]:
         return "hpc_tune does not support Intel's GPUs (torch.xpu)"
     if not build.cuda and not build.rocm:
@@ -186,7 +184,7 @@ def _amd_cause(build: TorchBuild, why: str, root: Path) -> str:
         return "there is no /dev/kfd; start the container with --rocm, or the step with its GPUs"
     if not os.access(kfd, os.R_OK | os.W_OK):
         return (
-            "/dev/kfd may not be opened by this user; ask your centre for the group that may "
+            "this user may not open /dev/kfd; ask your centre for the group that may "
             "(video or render)"
         )
     driver = _read_text(root / "sys/module/amdgpu/version") or "of unknown version"

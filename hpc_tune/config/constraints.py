@@ -47,7 +47,7 @@ def why_not_compiled(
     if train.compile != "auto":
         return f"train.compile={str(train.compile).lower()}"
     if is_mixture:
-        return "routers are not looked at in a compiled block"
+        return "routers cannot be watched in a compiled block"
     if train.max_steps is not None and train.max_steps <= _MIN_COMPILED_STEPS:
         return f"{train.max_steps} steps do not earn back a minute of compiling"
     compiled = train.model_copy(update={"compile": True})
@@ -185,7 +185,7 @@ def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
     shard = parallel.shard or (parallel.expert if parallel.layout == "auto" else 1)
     if shard % parallel.expert:
         yield (
-            f"parallel.expert={parallel.expert} deals experts over ranks of parallel.shard, which "
+            f"parallel.expert={parallel.expert} splits experts over ranks of parallel.shard, which "
             f"is {parallel.shard or 'unset'}; set that to {parallel.expert} or a multiple of it"
         )
     if parallel.stages_per_rank > 1 and (parallel.pipeline or 1) == 1:
@@ -271,7 +271,7 @@ def _conflicts_with_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str
 def _conflicts_with_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
     for name, value in tune.router_losses.items() if train.compiles else ():
         yield (
-            f"{name}={value:g} with train.compile=true is not available: routers are not looked at "
+            f"{name}={value:g} with train.compile=true is not available: routers cannot be watched "
             "in a compiled block; use one of them"
         )
 
@@ -286,7 +286,7 @@ def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
         return
     if data.loss_on == "all":
         yield (
-            f"data.loss_on=all with tune.objective={tune.objective}: preferences are between "
+            f"data.loss_on=all with tune.objective={tune.objective}: preferences compare "
             "answers; leave it out"
         )
     noise = {"dropout": tune.dropout, "neftune_alpha": tune.neftune_alpha or 0.0}
@@ -337,7 +337,7 @@ def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
     if optim.warmup_steps is not None and optim.warmup_ratio is not None:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} and optim.warmup_ratio="
-            f"{optim.warmup_ratio:g} say the same twice; leave one of them out"
+            f"{optim.warmup_ratio:g} both set the warmup; leave one of them out"
         )
     for name, schedule in (("decay_ratio", "wsd"), ("restarts", "cosine_with_restarts")):
         if (value := getattr(optim, name)) is not None and optim.schedule != schedule:
@@ -345,7 +345,7 @@ def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
     if (optim.decay_ratio or 0) + (optim.warmup_ratio or 0) > 1:
         yield (
             f"optim.warmup_ratio={optim.warmup_ratio:g} and optim.decay_ratio="
-            f"{optim.decay_ratio:g} are more than all steps together; lower one of them"
+            f"{optim.decay_ratio:g} add up to more than all steps; lower one of them"
         )
     if optim.batch_scaling != "sqrt" and optim.reference_batch is None:
         yield (

@@ -42,8 +42,8 @@ class DataConfig(Section):
     eval_sources: list[HeldOutSource] | None = Field(
         None,
         description="Several sources of held-out data in place of eval_path, each with path and if "
-        "need be name, limit, columns, chat_template and loss_on, which are those of the source of "
-        "data.sources with its name unless they are said. The loss of each is measured by name; "
+        "need be name, limit, columns, chat_template and loss_on, which default to those of the "
+        "source in data.sources with its name. The loss of each is measured by name; "
         "their mean is the held-out loss that checkpoint.keep_best and train.stop_after_evals go "
         "by.",
     )

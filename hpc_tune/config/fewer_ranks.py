@@ -33,5 +33,4 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
 
 
 def _largest_divisor(of: int, most: int) -> int:
-    """Return the largest divisor of a number up to ``most``."""
     return next(size for size in range(min(of, most), 0, -1) if of % size == 0)

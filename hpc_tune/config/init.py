@@ -75,7 +75,7 @@ def collect_answers(
     missing = [name for name in QUESTIONS if given.get(name) is None]
     if missing and ask is None:
         flags = " ".join(f"--{name} {DEFAULTS[name]}" for name in missing)
-        raise ConfigError(f"nobody to ask here; give what is missing as arguments: {flags}")
+        raise ConfigError(f"there is nobody to ask; give what is missing as arguments: {flags}")
     complete = {name: value for name, value in given.items() if value is not None}
     if ask is not None:
         for name in missing:
@@ -210,7 +210,7 @@ def _recompute_line(sizes: PlannedSizes | None) -> str:
     device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
     if sizes.fits:
         return _line("recompute: full", f"with it a GPU needs {device}; without, more than {limit}")
-    return _line("recompute: full", f"and still a GPU needs {device}: take more of them")
+    return _line("recompute: full", f"and a GPU still needs {device}: take more of them")
 
 
 def _line(setting: str, why: str) -> str:

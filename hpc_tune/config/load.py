@@ -120,7 +120,6 @@ def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[
 
 
 def _explain_unresolved(error: OmegaConfBaseException) -> str:
-    """Return what is wrong with a value that names another."""
     key = error.full_key or "?"
     if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
         name = missing[1]
@@ -242,7 +241,6 @@ def _given_names(name: str, value: Any) -> list[str]:
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name and the definition of every field."""
     for part, section in RunConfig.model_fields.items():
         for name, field in type(section.default).model_fields.items():
             yield f"{part}.{name}", field
@@ -262,7 +260,7 @@ def _read_yaml(path: str) -> DictConfig:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         near = difflib.get_close_matches(Path(path).name, _list_yaml_names(path), n=3)
-        hint = f"; near it there is {', '.join(near)}" if near else ""
+        hint = f"; nearby there is {', '.join(near)}" if near else ""
         raise ConfigError(f"--config {path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None

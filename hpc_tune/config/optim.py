@@ -50,17 +50,17 @@ class OptimConfig(Section):
     )
     lora_b_ratio: Annotated[float, Field(ge=1)] = Field(
         1.0,
-        description="How many times lr the matrices B of adapters learn at, and DoRA's magnitudes "
+        description="The rate of adapters' B matrices in multiples of lr, and of DoRA's magnitudes "
         "as in peft (LoRA+, arXiv:2402.12354). With 16, the paper's choice, lr is best set to half "
-        "or less of what suits 1; hard tasks gain most. 1: one rate for all. Rates that are logged "
-        "are lr's.",
+        "or less of what suits 1; hard tasks gain most. 1: one rate for all. The logged rate "
+        "is lr.",
     )
     schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "cosine",
         description="How the learning rate falls after warmup, over all steps of the run. cosine "
         "and linear end at min_lr_ratio; cosine_with_restarts does so several times, beginning "
         "anew at lr (arXiv:1608.03983); wsd (warmup, stable, decay; arXiv:2404.06395) stays at lr "
-        "and falls straight in the last decay_ratio of the steps, so that a run that has not begun "
+        "and falls linearly in the last decay_ratio of the steps, so that a run that has not begun "
         "to fall can be made longer; constant suits a run whose length is not known yet.",
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -113,7 +113,7 @@ class OptimConfig(Section):
     clip_norm: Annotated[float, Field(ge=0)] = Field(
         1.0,
         description="The global L2 norm to which a larger gradient is scaled down. 1.0 is the "
-        "common choice and takes the force out of single bad batches; 0 never clips.",
+        "common choice and limits the effect of single bad batches; 0 never clips.",
     )
 
     @property

@@ -44,21 +44,21 @@ class ParallelConfig(Section):
     )
     pipeline: PositiveInt | None = Field(
         None,
-        description="Ranks over which the decoder blocks are dealt. Only activations are sent, so "
+        description="Ranks over which the decoder blocks are split. Only activations are sent, so "
         "it suits slow links; give each rank several micro-batches per step, or it is idle for "
         "long. Unset: 1.",
     )
     expert: PositiveInt = Field(
         1,
-        description="Ranks over which the routed experts of a mixture are dealt: they stay where "
+        description="Ranks over which the routed experts of a mixture are spread: they stay where "
         "they are, and tokens are sent to them (arXiv:2006.16668). It must divide parallel.shard, "
         "whose ranks else gather all experts' weights for their tokens. Smaller: neighbours send "
         "each other tokens, and those ranks that have the same experts shard and gather these. For "
-        "few tokens per step and many or large experts. 1: not dealt.",
+        "few tokens per step and many or large experts. 1: not spread.",
     )
     stages_per_rank: PositiveInt = Field(
         1,
-        description="Pipeline stages that each rank holds. 1: the 1F1B schedule "
+        description="Pipeline stages (virtual stages) that each rank holds. 1: the 1F1B schedule "
         "(arXiv:1806.03377); more: interleaved 1F1B (arXiv:2104.04473), less idle time for more "
         "messages.",
     )

@@ -50,8 +50,8 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
             continue
         if (encoding := sys.getfilesystemencoding()) == "ascii" and not path.isascii():
             yield (
-                f"{name}={path!a}: names of files are in {encoding} in this shell, and this is "
-                "none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
+                f"{name}={path!a}: this shell has file names in {encoding}, which this "
+                "is not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
             )
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))

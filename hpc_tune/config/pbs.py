@@ -54,7 +54,7 @@ def _memory(text: str | None) -> str | None:
     """Refuse what qsub does, and a number without a unit, which are bytes."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
-        raise ValueError("PBS takes a whole number with kb, mb, gb or tb behind it, such as 700gb")
+        raise ValueError("PBS takes a whole number with kb, mb, gb or tb after it, such as 700gb")
     return text
 
 

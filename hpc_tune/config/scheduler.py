@@ -40,7 +40,7 @@ def _memory(text: str | None) -> str | None:
     """Refuse what sbatch does, and a number that has lost its unit."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and match is None:
-        raise ValueError("Slurm takes a whole number with K, M, G or T behind it, such as 700G")
+        raise ValueError("Slurm takes a whole number with K, M, G or T after it, such as 700G")
     if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
         raise ValueError(f"Slurm reads {text} as {text} MB; write the unit, such as {text}G")
     return text
@@ -91,8 +91,8 @@ class JobConfig(Section):
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
     spare_nodes: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="Nodes that the job has besides: they wait, and each takes the place of a node "
-        "that is lost or sick. supervise obeys it under other launchers too.",
+        description="Further nodes of the job: they wait, and each takes the place of a node "
+        "that is lost or faulty. supervise obeys it under other launchers too.",
     )
     min_nodes: PositiveInt = Field(
         1,
@@ -126,7 +126,7 @@ class JobConfig(Section):
     container: str = Field(
         "",
         description="The command before python that runs it in a container, such as "
-        "'apptainer exec --nv image.sif'. Where image is set its first words alone, where they are "
+        "'apptainer exec --nv image.sif'. Where image is set: only its first words, if they are "
         "not 'apptainer exec'. Empty: no container.",
     )
     image: str = Field(

@@ -26,7 +26,6 @@ def _require_values(columns: Any) -> Any:
 
 
 def _check_fields(columns: dict[str, str]) -> dict[str, str]:
-    """Check what the columns of data are to be read as."""
     for name, field in columns.items():
         if field not in _FIELDS:
             raise ValueError(f"{name}: {field} is not one of {', '.join(_FIELDS)}")

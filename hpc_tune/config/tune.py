@@ -71,9 +71,9 @@ class TuneConfig(Section):
     )
     sft_weight: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="So many times the chosen answer's mean loss per token is added to each pair's "
-        "(arXiv:2404.19733): against chosen answers that become less likely. Unset: 0; orpo adds "
-        "it by itself.",
+        description="The factor of the chosen answer's mean loss per token, which is added to each "
+        "pair's (arXiv:2404.19733): against chosen answers that become less likely. Unset: 0; "
+        "orpo adds it by itself.",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
         None,
@@ -132,12 +132,12 @@ class TuneConfig(Section):
         None,
         description="Noise on the embeddings of training, uniform in plus or minus neftune_alpha / "
         "sqrt(tokens of the document x values of an embedding) (NEFTune, arXiv:2310.05914): chat "
-        "models then answer at more length, and held-out losses may rise. 5 is the paper's least, "
-        "15 its most. Unset: none.",
+        "models then answer at more length, and held-out losses may rise. The paper uses "
+        "5 to 15. Unset: none.",
     )
     router_aux_loss: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="So many times a loss of balance is learned beside the objective, by which "
+        description="The factor of a load-balancing loss beside the objective, by which "
         "routers of a mixture of experts spread tokens evenly: per layer and row, over its tokens "
         "without padding, E / (k T^2) x sum over experts of (tokens of it x their summed "
         "probabilities), which is 1 where all is even; rows count by their tokens, layers are "
@@ -147,7 +147,7 @@ class TuneConfig(Section):
     )
     router_z_loss: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="So many times the mean squared log-sum-exp of a router's logits is learned "
+        description="The factor of the mean squared log-sum-exp of a router's logits in the loss "
         "(arXiv:2202.08906, equation 5), over tokens without padding, added up over layers: it "
         "keeps logits small. 0.001 is common. Unset: none.",
     )
@@ -157,7 +157,7 @@ class TuneConfig(Section):
         "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
         "mixture of experts it leaves out routed experts and routers, which are named beside it: "
         "[all-linear, experts]. A named layer whose adapters get no gradient is refused, such as "
-        "Jamba's dt_proj; one among all-linear is told of. So is Mamba's out_proj, whose weight "
+        "Jamba's dt_proj; one among all-linear is reported. So is Mamba's out_proj, whose weight "
         "its fused kernels take as it is.",
     )
     modules_to_save: list[str] = Field(
@@ -184,7 +184,7 @@ class TuneConfig(Section):
         None,
         description="fp8: the frozen weights of the blocks' linear layers and routed experts are "
         "kept in float8 (e4m3) with a scale for each row, quantised while they are read: half of "
-        "bf16's memory and messages. GPUs with float8 products (NVIDIA's H100, L40, RTX 40 or "
+        "bf16's memory and messages. GPUs with float8 matmuls (NVIDIA's H100, L40, RTX 40 or "
         "later, AMD's MI350) multiply in it, inputs and gradients too, about twice as fast; "
         "elsewhere values are made for each product. Unset: model.dtype, or 4 bits with "
         "tune.method=qlora.",

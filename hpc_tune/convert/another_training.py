@@ -16,7 +16,7 @@ _AFTERWARDS = (
     "exported model is what {tool} begins with"
 )
 _NAME_IT = (
-    "Name it there (of axolotl rl, of torchtune loss, of LLaMA-Factory stage) and convert it anew. "
+    "Name it there (axolotl: rl, torchtune: loss, LLaMA-Factory: stage) and convert it again. "
     "Stay with {tool} for a reward model"
 )
 _DISTILLATION = "that is distillation, whose loss compares with a teacher's probabilities"
@@ -142,6 +142,5 @@ def _find_distillation(theirs: ForeignConfig) -> WrongTask | None:
 
 
 def _match_dataset_keys(theirs: ForeignConfig, name: str) -> tuple[str, ...]:
-    """Return the keys of datasets that match a pattern."""
     pattern = re.compile(rf"(?:test_)?datasets\.\d+\.{name}")
     return tuple(key for key in theirs.values if pattern.fullmatch(key))

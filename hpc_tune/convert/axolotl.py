@@ -120,7 +120,7 @@ def _layers(theirs: ForeignConfig) -> Outcome:
         return convert_targets(list(map(str, names)), "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return Unsupported(
-            f"all-linear is without {further[0]}; list all names instead", to_do=True
+            f"all-linear does not include {further[0]}; list all names instead", to_do=True
         )
     return Mapped({"tune.targets": "all-linear"})
 
@@ -145,7 +145,7 @@ def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
-    remark = "what is longer is cut and counted; dropped there"
+    remark = "longer rows are cut and counted; there they are dropped"
     return map_seq_len(theirs.whole("sequence_len"), find_objective(theirs), remark)
 
 
@@ -179,7 +179,7 @@ def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
         return Ignored(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
-        return Ignored("fp16 goes before it")
+        return Ignored("fp16 takes precedence")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
     if _method(theirs) != "full":
         return Mapped(ours, "adapters and their state stay in fp32")
@@ -231,7 +231,6 @@ def _plugins(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
-    """Return what axolotl takes where a config says nothing."""
     defaults: dict[str, Any] = {
         "adapter": _FULL,
         "sequence_len": 512,

@@ -108,7 +108,7 @@ def _beta(key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         first = next((one for one in _BETAS if theirs.get(one) is not None), key)
         if find_objective(theirs) != SFT and first != key:
-            return Ignored(f"{first} goes before it")
+            return Ignored(f"{first} takes precedence")
         return number_rule("tune.beta", find_objective)(value, theirs)
 
     return rule
@@ -130,7 +130,7 @@ PREFERENCES: dict[str, Rule] = {
     "kto_undesirable_weight": number_rule("tune.undesirable_weight", find_objective),
     "dpo_use_weighting": lacking_rule(find_objective, "all pairs count alike"),
     "dpo_norm_loss": lacking_rule(
-        find_objective, "of dpo log-probabilities are sums; ipo has means"
+        find_objective, "dpo takes sums of log-probabilities; ipo has means"
     ),
     "dpo_generate_during_eval": lacking_rule(
         find_objective,

@@ -104,7 +104,9 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     text, lines = render_yaml(converted, notes, file.name), report_lines(converted, notes)
     if out is not None:
         write_new(out, text)
-        lines += [f"wrote {out}. After what has a star:"] if notes else [f"wrote {out}. Next:"]
+        lines += (
+            [f"wrote {out}. When the starred lines are done:"] if notes else [f"wrote {out}. Next:"]
+        )
         lines.append(f"  python -m hpc_tune plan --config {shlex.quote(str(out))}")
     return lines, text
 
@@ -356,7 +358,7 @@ def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     else:
         problems = check(config)
     if problems:
-        raise ConfigError("their values cannot be ours:\n  " + "\n  ".join(problems))
+        raise ConfigError("hpc_tune does not accept these values:\n  " + "\n  ".join(problems))
     return {
         part: values for part, values in config.model_dump(exclude_unset=True).items() if values
     }

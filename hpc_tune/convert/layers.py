@@ -101,7 +101,6 @@ def read_layer_names(directory: Path) -> set[str] | None:
 
 
 def _read_weight_names(directory: Path) -> list[str]:
-    """Return the names of the weights in the safetensors files of a directory."""
     index = _read_json(directory / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict) and index:
         return list(map(str, index))

@@ -175,7 +175,6 @@ def _use_cpu(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
-    """Return what LLaMA-Factory takes where a config says nothing."""
     defaults = {
         "finetuning_type": "lora",
         "per_device_train_batch_size": 8,

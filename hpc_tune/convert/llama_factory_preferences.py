@@ -106,7 +106,7 @@ PREFERENCES: dict[str, Rule] = {
     "kto_chosen_weight": number_rule("tune.desirable_weight", find_objective),
     "kto_rejected_weight": number_rule("tune.undesirable_weight", find_objective),
     "ld_alpha": lacking_rule(
-        find_objective, "tokens behind the shorter answer's length count in full"
+        find_objective, "tokens after the shorter answer's length count in full"
     ),
     "ref_model": _reference,
     "ref_model_adapters": _reference_adapter,

@@ -192,9 +192,7 @@ def dora_rule(method: Callable[[ForeignConfig], str]) -> Rule:
             case "full":
                 return NO_ADAPTERS
             case "qlora":
-                return Unsupported(
-                    "there is no DoRA on a 4-bit base; tune.method=dora has another", True
-                )
+                return Unsupported("tune.method=dora has no 4-bit base", True)
         return Mapped({"tune.method": "dora"})
 
     return rule

@@ -54,7 +54,7 @@ def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outc
     ``is_whole_data``: the file is all the data, and nothing else says what is held out.
     """
     if value == "train":
-        return Ignored("files are used whole; of a folder those of train are")
+        return Ignored("files are used whole; in a folder, those of the train split")
     found = _SLICE.fullmatch(str(value).replace(" ", ""))
     if found is None:
         return Unsupported(
@@ -62,7 +62,7 @@ def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outc
         )
     start, _, end, percent = found.groups()
     if is_whole_data and not start and percent and _MIN_TRAINED <= int(end) < 100:
-        remark = "the rest is held out; a hash of each document chooses, not its place"
+        remark = "the rest is held out; a hash of each document chooses, not its position"
         return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
     return advise_cut(
         f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", ours, file

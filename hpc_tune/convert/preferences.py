@@ -22,7 +22,7 @@ ObjectiveOf = Callable[[ForeignConfig], str]
 RuleFunction = Callable[[Any, ForeignConfig], Outcome]
 TAKE_ANOTHER_LOSS = (
     "Take one of dpo, ipo, simpo, orpo and kto in it, whose tune.beta must be found again, and "
-    "convert it anew. Stay with {tool} for this loss"
+    "convert it again. Stay with {tool} for this loss"
 )
 OTHER_LOSS = "that is a loss on preferences with no counterpart"
 MEAN_REMARK = "of each answer's tokens; there of all tokens of a micro-batch"
@@ -110,7 +110,7 @@ def ignored_rule(objective_of: ObjectiveOf, why: str) -> RuleFunction:
 def map_seq_len(length: int, objective: str, remark: str = "") -> Mapped:
     """Return the length of rows, which of pairs hold both answers; ``remark``: of other rows."""
     if _make_tune(objective).form == "pairs":
-        why = "both answers of a pair are in one row, each behind its prompt; what does not fit "
+        why = "both answers of a pair are in one row, each after its prompt; what does not fit "
         why += "loses the left of its prompt, and no answer is cut"
         return Mapped({"data.seq_len": 2 * length}, why)
     if _make_tune(objective).form == "labels":
@@ -121,14 +121,14 @@ def map_seq_len(length: int, objective: str, remark: str = "") -> Mapped:
 def answers_rule(rule: Rule, objective_of: ObjectiveOf) -> RuleFunction:
     """Rule for what is learned, which with preferences are the answers."""
     return _replace_outcome(
-        rule, objective_of, Ignored("of preferences only the answers are compared")
+        rule, objective_of, Ignored("with preferences only the answers are compared")
     )
 
 
 def dropout_rule(rule: Rule, objective_of: ObjectiveOf, is_off_there: bool = True) -> RuleFunction:
     """Rule for dropout, which would move the model away from its own reference."""
     if is_off_there:
-        off: Outcome = Ignored("there is no dropout in training on preferences, nor there")
+        off: Outcome = Ignored("there is no dropout in training on preferences, nor in theirs")
     else:
         off = Unsupported("there is no dropout in training on preferences", to_do=True)
     return _replace_outcome(rule, objective_of, off)

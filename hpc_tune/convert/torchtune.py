@@ -169,7 +169,7 @@ def _device(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _shuffle(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
-        return Ignored("order follows from seed, epoch and place, on any number of ranks")
+        return Ignored("the order follows from seed, epoch and position, on any number of ranks")
     return Unsupported("rows are always shuffled, by train.seed", to_do=True)
 
 
@@ -197,7 +197,6 @@ def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
-    """Return what recipes take where a config says nothing."""
     defaults = preference_defaults(theirs) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,

@@ -149,7 +149,7 @@ def _files(part: str) -> Rule:
 
 def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     if find_objective(theirs) != SFT:
-        return Ignored("of preferences only the answers are compared")
+        return Ignored("with preferences only the answers are compared")
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     choice = choices.get(str(value).lower())

@@ -203,7 +203,7 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
         missing.append("set optim.decay_ratio, the share of all steps that fall")
     kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
     if kinds != ("linear", "linear"):  # transformers falls by a cosine if nothing is said
-        missing.append("it rises and falls straight here, and not there")
+        missing.append("it rises and falls linearly here, and not there")
     return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
@@ -233,7 +233,6 @@ def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
 
 
 def _known_warmup_steps(theirs: ForeignConfig) -> int:
-    """Return the steps of warm-up of a run whose steps are known."""
     taken = warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
     return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
 

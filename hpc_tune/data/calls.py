@@ -110,7 +110,6 @@ def _read_tool(tool: Any) -> Any:
 
 
 def _unwrap_functions(entries: list[Any]) -> list[Any]:
-    """Return the functions of tools or calls, without what is around them."""
     return [(e.get("function") or e) if isinstance(e, dict) else e for e in entries]
 
 

@@ -226,8 +226,6 @@ class Renderer:
         return ended or (full, span)
 
     def _make_render(self, chat: Chat) -> Render:
-        """Return what renders messages of a chat, with its tools."""
-
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
             try:
                 return self._apply_template(messages, generation, chat.tools)
@@ -251,7 +249,6 @@ class Renderer:
             raise
 
     def _learned_parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
-        """Return what is learned of the answers with these numbers."""
         _, template = self._templates.choose(chat.tools is not None)
         blocks = None
         if template is not None:
@@ -424,7 +421,6 @@ def _is_empty(message: dict[str, Any], learned: str) -> bool:
 
 
 def _called_tools(message: dict[str, Any]) -> list[str]:
-    """Return the names of the tools that an answer calls."""
     return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
 
 

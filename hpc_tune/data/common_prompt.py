@@ -75,8 +75,8 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
     answers = [text[len(same) :].lstrip() for text in (chosen, rejected)]
     if not same.strip():
         raise WrongRecord(
-            f"{' and '.join(names)} are texts that begin with different words, and no prompt is "
-            "there; expected prompt beside them, or texts that begin with it"
+            f"{' and '.join(names)} are texts that begin with different words, but there is "
+            "no prompt; expected one beside them, or texts that begin with it"
         )
     for name, answer in zip(names, answers, strict=True):
         if not answer:

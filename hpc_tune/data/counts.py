@@ -20,9 +20,9 @@ _REMARKS = {
     "marked_answers": "answers not learned, as the data mark them",
     "unmarked_answers": "answers not learned: the chat template marks others ({% generation %})",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
-    "written_reasoning": "answers without reasoning, learned with the empty block of it that the"
+    "written_reasoning": "answers without reasoning, learned with an empty reasoning block that the"
     " chat template writes",
-    "joined_starts": "answers whose first token has the end of the prompt in it: a model that is"
+    "joined_starts": "answers whose first token includes the end of the prompt: a model that is"
     " given the prompt alone sees other tokens",
     "unended_texts": "texts and answers without an end token: the tokenizer names none (eos_token),"
     " so the model will not learn where to stop",

@@ -62,7 +62,7 @@ def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[P
     default = [c for c in configs if c.is_default] or configs
     if len(default) > 1:
         raise DataError(
-            f"{folder} holds several configurations by its card; name the files of one: "
+            f"{folder} holds several configurations, as its card says; name the files of one: "
             + _list_choices([(c.name, c.path_of(folder, _choose_split(c.splits))) for c in default])
         )
     (chosen,) = default
@@ -70,15 +70,15 @@ def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[P
     name = _choose_split(splits)
     if len(splits) > 1 and name != "train":
         raise DataError(
-            f"{folder} has no split called train by its card; name the files of one: "
+            f"{folder} has no split called train in its card; name the files of one: "
             + _list_choices([(split, chosen.path_of(folder, split)) for split in splits])
         )
     left_out: dict[Path, str] = {}
     for config in configs:
         for split, files in config.splits.items():
-            why = f"by the dataset's card the split {split}; name it in data.eval_path"
+            why = f"in the dataset's card it is the split {split}; name it in data.eval_path"
             if config is not chosen:
-                why = f"by the dataset's card of another configuration, {config.name}"
+                why = f"in the dataset's card it is of another configuration, {config.name}"
             left_out |= {file: why for file in files if file not in splits[name]}
     return splits[name], left_out
 

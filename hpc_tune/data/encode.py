@@ -108,7 +108,6 @@ class Encoder:
         ]
 
     def _encode_numbers(self, example: Tokens) -> Iterator[Block]:
-        """Yield the documents of token numbers that another program has made."""
         for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
@@ -165,7 +164,6 @@ class Encoder:
         return encodings
 
     def _encode_long_text(self, item: RenderedText) -> np.ndarray:
-        """Tokenize a text of any length, part by part."""
         parts, texts = [], _cut_text(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
@@ -219,7 +217,6 @@ class Encoder:
         return ids, offsets
 
     def _tokenize_as_text(self, token: str, is_inside: bool) -> list[int]:
-        """Return the tokens of a control token's text as plain text."""
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
         if not {*ids}.isdisjoint(self._control_ids):  # plain text is merged into it, too

@@ -57,7 +57,7 @@ class PreferenceEncoder:
         """
         if loss_on != "answers":
             raise DataError(
-                f"data.loss_on={loss_on}: of preferences only the answers are compared; set"
+                f"data.loss_on={loss_on}: with preferences only the answers are compared; set"
                 " data.loss_on=answers"
             )
         self._seq_len, self._bos = seq_len, tokenizer.bos_token_id

@@ -60,7 +60,7 @@ _DOCUMENTATION = re.compile(
 # What map and filter of Hugging Face datasets have made of the files beside it, kept for later.
 _CACHED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
-_IS_HELD_OUT = "by its name a split to hold out; name it in data.eval_path"
+_IS_HELD_OUT = "its name is that of a split to hold out; name it in data.eval_path"
 _MAX_NAMES = 5
 
 
@@ -149,7 +149,7 @@ def _find_one(name: str) -> FoundFiles:
     of_megatron = _find_megatron_data(Path(name))
     if of_megatron and not of_megatron.exists():
         raise DataError(
-            f"there is an index {megatron_index(of_megatron)}, and not {of_megatron}, its data"
+            f"there is an index {megatron_index(of_megatron)}, but not its data, {of_megatron}"
         )
     path = of_megatron or Path(name)
     if not path.exists() and glob.has_magic(name):
@@ -206,7 +206,7 @@ def _find_in_folder(folder: Path) -> FoundFiles:
     if (cached := choose_snapshot(folder)) is not None:
         chosen, older = cached
         found = _find_in_folder(chosen)
-        why = f"another revision of the dataset than the one that is read, {chosen.name}"
+        why = f"another revision of the dataset; the one that is read is {chosen.name}"
         return FoundFiles(found.files, (*found.left_out, *((revision, why) for revision in older)))
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _find_saved_dataset(folder)
@@ -307,11 +307,13 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
         if is_documentation or file.name in _METADATA_FILES:
             others.append((file, "it describes the data"))
         elif kind is None:
-            others.append((file, "of no known kind of data"))
+            others.append((file, "its kind of data is not known"))
         elif file.name.startswith(("_", ".")):
             others.append((file, "its name begins with _, as those of bookkeeping do"))
         elif _CACHED.fullmatch(file.name):
-            others.append((file, "rows that datasets keeps of a map or filter; name it to read it"))
+            others.append(
+                (file, "cached by datasets: the result of a map or filter; name it to read it")
+            )
         else:
             data.append(file)
     return data, others
@@ -449,7 +451,7 @@ def _advise_instead(name: str) -> str:
         )
     parts = [part.strip() for part in name.split(",")]
     if len(parts) > 1 and all(Path(part).exists() for part in parts):
-        return f"; several are a list: data.path='[{', '.join(parts)}]'"
+        return f"; give several as a list: data.path='[{', '.join(parts)}]'"
     return ""
 
 

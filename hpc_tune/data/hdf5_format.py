@@ -307,9 +307,9 @@ class TokenStore:
         """
         if (highest := self.attributes.highest_token) >= rows:
             raise DataError(
-                f"{self.path} has the token {highest} ({name}), and the model embeddings for"
-                f" {rows}; take that token out of the data, or resize the model's embeddings first"
-                " (resize_token_embeddings)"
+                f"{self.path} has the token {highest} ({name}), but the model has embeddings for"
+                f" only {rows} tokens; take that token out of the data, or resize the model's"
+                " embeddings first (resize_token_embeddings)"
             )
 
     def _check(self) -> None:

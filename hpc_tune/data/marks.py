@@ -37,7 +37,7 @@ def _read_number(name: str, value: Any, where: str) -> float:
         if value not in (0, 1):
             raise WrongRecord(
                 f"{where}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "
-                "answer is learned or not; how much it counts is what weight says"
+                "answer is learned or not; weight says how much it counts"
             )
         return float(value)
     if isinstance(value, int | float):
@@ -60,7 +60,7 @@ def refuse_advantages(record: dict[str, Any]) -> None:
     if fields := [name for name in ADVANTAGE_FIELDS if record.get(name) is not None]:
         raise WrongRecord(
             f"{fields[0]}: advantages are of reinforcement learning, where each update needs the "
-            "probabilities that the answers were written with; rows are not learned by them here. "
+            "probabilities that the answers were written with; they are not used here. "
             "Keep the best answers, or give each a weight from 0 on (data.columns="
             f"{{{fields[0]}: weight}} if none is negative); else take the field out"
         )

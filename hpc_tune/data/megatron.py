@@ -95,7 +95,7 @@ def open_index(data: Path) -> MegatronIndex:
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected + num_sequences > expected:
         raise DataError(
-            f"{file} has modes of sequences, as data with images have; text alone is read here"
+            f"{file} has modes of sequences, as data with images have; only text is read here"
         )
     if size != expected:
         raise DataError(

@@ -182,7 +182,6 @@ class _Node:
     halves: "tuple[_Node, _Node] | None" = None
 
     def count_first_half(self, num_rows: int) -> int:
-        """Return how many of the first ``num_rows`` rows are of the first half."""
         assert self.halves is not None, "a single source has no halves"
         first, _ = self.halves
         return (2 * first.rate * num_rows + self.rate) // (2 * self.rate)

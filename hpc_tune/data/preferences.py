@@ -359,7 +359,6 @@ def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequen
 def _add_answer(
     record: dict[str, Any], prompt: Prompt, answer: Answer, field: str
 ) -> Chat | Completion:
-    """Return a prompt with the answer in ``field``."""
     if isinstance(prompt, Completion):
         if isinstance(answer, str):
             return replace(prompt, completion=answer)
@@ -428,7 +427,6 @@ def _refuse_weight(is_one: bool) -> None:
 
 
 def _unlearn_before(chat: Chat, first: int) -> Chat:
-    """Return a chat whose answers before message ``first`` are not learned."""
     _refuse_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
     unlearned = chat.unlearned | {number for number in answers if number < first}

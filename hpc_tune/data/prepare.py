@@ -233,7 +233,7 @@ def _require_same_files(own: PreparePlan, work: PreparePlan) -> None:
             here, there = (f"{f[0]} of {f[1]:,} bytes" if f else "no such file" for f in files)
             raise DataError(
                 f"{own.attributes.source} is not the same on all nodes: {here} on this one, "
-                f"{there} on rank 0's (or another content); copy it to each again, or to a folder "
+                f"{there} on rank 0's (or other content); copy it to each again, or to a folder "
                 "that they share"
             )
 

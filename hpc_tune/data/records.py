@@ -144,8 +144,8 @@ def _advise_on_form(record: dict[str, Any]) -> str:
     """Return what to do with a record of a form that others read; empty if it is none."""
     if "input_ids" in record:
         return (
-            "rows of token numbers are of one tokenizer, and which they are is not said in them: "
-            "give the text or the messages that they were made of"
+            "token numbers are those of one tokenizer, which the rows do not name: "
+            "give the text or the messages that they were made from"
         )
     lists = [key for key, value in record.items() if isinstance(value, list) and value]
     rows = next((key for key in lists if _has_known_field(record[key][0])), None)
@@ -218,7 +218,6 @@ def _role_at(messages: Any, at: int) -> str:
 
 
 def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
-    """Bring messages to the form that chat templates expect."""
     checked, unlearned, tools = [], set(), read_tools(record)
     row, weights = read_weight(record, "the row"), {}
     for number, message in enumerate(messages):

@@ -276,7 +276,6 @@ def _read_examples(paths: Paths, reading: Reading, findings: Findings) -> Iterat
 
 
 def _count_since(before: dict[str, Any], counters: Counters) -> Counters:
-    """Return what was counted since ``before``."""
     new: dict[str, Any] = {}
     for name, now in asdict(counters).items():
         if isinstance(now, dict):

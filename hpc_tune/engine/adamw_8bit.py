@@ -65,7 +65,7 @@ def require_whole_slices(stage: BuiltModel) -> None:
             raise ConfigError(
                 f"optim.name=adamw_8bit with parallel.tensor or parallel.expert > 1: "
                 f"{stage.saved_names[name]} is cut into {cut.parts} slices for each rank, and "
-                "moments in 8 bits into one; use parallel.shard or parallel.pipeline, or "
+                "moments in 8 bits need one slice; use parallel.shard or parallel.pipeline, or "
                 "optim.name=adamw"
             )
 

@@ -137,7 +137,7 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
     except InvalidCxxCompiler:
         compiler = os.environ.get("CXX", "g++")
         raise ConfigError(
-            f"train.compile=true needs a C++ compiler, and {compiler} is not one that works here; "
+            f"train.compile=true needs a C++ compiler, and {compiler} does not work here; "
             "load a compiler module (module load gcc), name one in CXX, or set train.compile=false"
         ) from None
     if device.type == "cuda" and not has_triton():

@@ -162,7 +162,6 @@ class _FsdpCollective:
         return done
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what the collective yields."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

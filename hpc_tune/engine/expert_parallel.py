@@ -46,9 +46,9 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
                 why = (
-                    f"{num_experts} experts cannot be dealt over {ranks} ranks"
+                    f"{num_experts} experts cannot be distributed over {ranks} ranks"
                     if num_experts % ranks
-                    else f"{type(stack.owner).__name__} does not say which tokens it wants"
+                    else f"{type(stack.owner).__name__} does not tell which tokens it takes"
                 )
                 raise ConfigError(f"parallel.expert={ranks}: {path}: {why}; use parallel.shard")
             _cut_stack(stack, rank, ranks, slices)
@@ -57,7 +57,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
             layer = layer.base_layer
     if not slices and built.module.first_stage and built.module.last_stage:
         raise ConfigError(
-            f"parallel.expert={ranks}: a {built.config.model_type} model has no experts to deal; "
+            f"parallel.expert={ranks}: a {built.config.model_type} model has no experts; "
             "leave it out"
         )
     named = built.module.named_parameters()

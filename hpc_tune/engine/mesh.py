@@ -166,9 +166,7 @@ class _SingleRankGroup:
     """What a group of one rank would say of itself."""
 
     def rank(self) -> int:
-        """Return this rank's number in it."""
         return 0
 
     def size(self) -> int:
-        """Return how many ranks there are."""
         return 1

@@ -274,7 +274,6 @@ class _InputReceiver:
         self._next = 0
 
     def post_receives(self, upto: int) -> None:
-        """Post the receives of all passes up to number ``upto``."""
         for step in range(self._next, min(upto + 1, len(self._needed))):
             if (needed := self._needed[step]) is not None:
                 self._posted[step] = self._receive(*needed)

@@ -255,7 +255,7 @@ class Monitor:
         message = (
             f"device memory of rank {self._rank} on {self._host}: {format_bytes(used)} "
             f"of {format_bytes(limit)} in use while {activity}; the allocator holds "
-            f"{format_bytes(sample.reserved_bytes)}, what is not its own takes "
+            f"{format_bytes(sample.reserved_bytes)}, everything else takes "
             f"{format_bytes(sample.others_bytes)}"
         )
         return MemoryShortage(used, limit, activity, self._rank, self._host, message, "device")

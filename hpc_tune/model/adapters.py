@@ -346,8 +346,8 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
         used = {key for keys in found.values() for key in keys}
         if unused := [key for key in patterns if key not in used]:
             raise ConfigError(
-                f"tune.{setting}: {unused[0]} matches no layer with an adapter; their paths are "
-                f"such as {', '.join(plain[:2])}"
+                f"tune.{setting}: {unused[0]} matches no layer with an adapter; such layers have "
+                f"paths like {', '.join(plain[:2])}"
             )
         for layer, keys in found.items():
             if len(keys) > 1:

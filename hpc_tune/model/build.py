@@ -288,7 +288,7 @@ def _require_known_conversion(
     if found is not None:
         raise DataError(
             f"{directory}: transformers makes {found} of tensors of its files by "
-            f"{unfollowed[names.name_in_whole(found)]}, which is not followed here: such files are "
+            f"{unfollowed[names.name_in_whole(found)]}, which is not supported, so such files are "
             "not read"
         )
 
@@ -299,8 +299,8 @@ def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
     if found is None:
         return ""
     return (
-        f". {found} is: the model was saved with what torch.compile, DDP or peft had put around "
-        "it; save the model inside of that again"
+        f". {found} is: the model was saved in a wrapper of torch.compile, DDP or peft; "
+        "unwrap it and save it again"
     )
 
 

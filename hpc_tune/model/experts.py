@@ -119,7 +119,7 @@ def num_chosen_experts(config: Any) -> int:
 
 
 def num_shardable_experts(model: nn.Module) -> int:
-    """Return a number whose divisors are the numbers of ranks that experts can be dealt over.
+    """Return a number whose divisors are the numbers of ranks that experts can be split over.
 
     1 for a dense model, and where a layer's experts do not say which tokens they want.
     """
@@ -142,7 +142,7 @@ def require_shardable_experts(model: Any, ranks: int) -> int:
     if found % ranks:
         raise ConfigError(
             f"parallel.expert={ranks}: the experts of a {model.config.model_type} model can be "
-            f"dealt over {f'a divisor of {found}' if found > 1 else 'no'} ranks; leave it out"
+            f"split over {f'a divisor of {found}' if found > 1 else 'no'} ranks; leave it out"
         )
     return found
 

@@ -94,7 +94,6 @@ class _Layer:
     wrappers: tuple[Any, ...]
 
     def stacks(self) -> list[torch.Tensor]:
-        """Return both stacks as the module has them."""
         return [getattr(self.experts, name) for name in stack_names(self.experts)]
 
     def biases(self) -> list[torch.Tensor | None]:
@@ -173,7 +172,6 @@ class _Adapter:
     def as_peft(
         self, grad_a_ERI: torch.Tensor, grad_b_ERO: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gradients in the shapes that peft has A and B in."""
         grad_a = grad_a_ERI[:, : self.rank].flatten(0, 1)
         grad_b = (self.scale * grad_b_ERO[:, : self.rank]).permute(2, 1, 0).flatten(1)
         return grad_a, grad_b
@@ -228,7 +226,6 @@ class _Product:
     def gradient(
         self, x_SI: torch.Tensor, grad_SO: torch.Tensor, rows: SortedRows, is_transposed: bool
     ) -> torch.Tensor:
-        """Return the gradient of the stack."""
         if is_transposed:
             return rows.gradient(x_SI, grad_SO, self.weight_EIO)
         return rows.gradient(grad_SO, x_SI, self.weight_EIO.transpose(1, 2))

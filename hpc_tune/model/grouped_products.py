@@ -112,7 +112,7 @@ def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
             f"torch's grouped product is wrong here: it differs from a loop over experts in "
             f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
         )
-    log.warning("experts are multiplied one after the other: %s", why)
+    log.warning("experts are computed in a loop: %s", why)
     return why
 
 

@@ -59,8 +59,8 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
     problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
     if (init := saved.get("init_lora_weights", True)) not in _INITS_KEEPING_BASE:
         problems.append(
-            f"init_lora_weights is {init} there, which has taken its first values out of the base: "
-            "it fits that changed base alone; save it with peft's "
+            f"init_lora_weights is {init} there, which subtracted its first values from the base: "
+            "it only fits that changed base; save it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
@@ -85,7 +85,6 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
 
 
 def _read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Return what the adapter_config.json beside an adapter's file says."""
     file, settings = directory / ADAPTER_FILE, directory / "adapter_config.json"
     if not file.is_file() or not settings.is_file():
         has_pickle = (directory / "adapter_model.bin").is_file()
@@ -123,8 +122,8 @@ def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterab
     names = (name for name in index.pieces if re.search(r"\.experts\.\d+\.", name))
     if (first := next(names, None)) is not None and first not in {*known}:
         raise ConfigError(
-            f"tune.init_from={directory}: it has {first}: experts one by one. Expected is peft's "
-            "form, a layer's experts in one pair of tensors: the folder export/adapter of a run, "
+            f"tune.init_from={directory}: it has {first}: a pair of tensors per expert. Expected "
+            "peft's form, all experts of a layer in one pair: the folder export/adapter of a run, "
             "or what peft saves with transformers 5"
         )
 

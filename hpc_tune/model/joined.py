@@ -196,7 +196,6 @@ def _drop_at(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
 
 
 def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
-    """Concatenate: all tensors, one after the other."""
     return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
 
 

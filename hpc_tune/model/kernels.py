@@ -63,7 +63,7 @@ class Kernels:
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
-        slow = f", experts one by one: {self.one_by_one}" if self.one_by_one else ""
+        slow = f", experts in a loop: {self.one_by_one}" if self.one_by_one else ""
         return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
@@ -136,7 +136,7 @@ def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
     if architecture.gfx:
         where = "with ROCM_ALLOW_GROUP_GEMM_CK=1 on gfx90a, gfx942 and gfx950"
     name = str(dtype).removeprefix("torch.")
-    return f"torch groups their products in bfloat16 {where}, this is {name} on {architecture}"
+    return f"torch has grouped matmuls in bfloat16 {where}, this is {name} on {architecture}"
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -157,7 +157,7 @@ def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
         return "its layers differ in their heads"
     size = _head_size(config)
     if size > MAX_VALUES or size % HEAD_MULTIPLE:
-        return f"the kernel takes heads of up to {MAX_VALUES} values in eights, not {size}"
+        return f"the kernel takes heads of up to {MAX_VALUES} values, in multiples of 8, not {size}"
     return ""
 
 

@@ -147,8 +147,8 @@ def language_config(config: Any, directory: Path) -> Any:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
     if "Diffusion" in of_class:
         raise DataError(
-            f"{directory}: a {kind} model fills blocks of text in many steps; here models learn to "
-            "say one token after the other"
+            f"{directory}: a {kind} model fills blocks of text in many steps; only models that "
+            "predict the next token are trained here"
         )
     if stock_class(config) is None:
         raise DataError(
@@ -160,8 +160,8 @@ def language_config(config: Any, directory: Path) -> Any:
     slides = kinds is None or "sliding_attention" in kinds  # Qwen2-MoE writes 0 for "nowhere"
     if window is not None and window < 1 and slides:
         raise DataError(
-            f"{directory}/config.json: sliding_window is {window}, with which no token sees any; "
-            "write null for attention to all tokens, or how many are seen"
+            f"{directory}/config.json: sliding_window is {window}, so no token attends to any; "
+            "write null for attention to all tokens, or a number of tokens"
         )
     return text
 
@@ -291,7 +291,7 @@ def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
             model = auto.from_config(config, dtype=dtype)
         except Exception as error:  # whatever the model's own code raises for odd sizes
             raise DataError(
-                f"transformers makes no {config.model_type} model of this config.json: "
+                f"transformers cannot make a {config.model_type} model from this config.json: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from None
         use_plain_functions_on_cpu(model)
@@ -299,7 +299,6 @@ def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
-    """Make the language model and its head."""
     with fast_imports():
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

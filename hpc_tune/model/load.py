@@ -233,13 +233,12 @@ def _init_buffers(model: Any) -> None:
                 owner._init_weights(owner)
     if left := _find_unfilled(model, unfilled):
         raise DataError(
-            f"{model.config.model_type}: no file and no code of transformers gives {left[0]} its "
+            f"{model.config.model_type}: neither its files nor transformers gives {left[0]} its "
             "values; this architecture cannot be trained here"
         )
 
 
 def _find_unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the names of buffers that have no values yet."""
     buffers = dict(model.named_buffers())
     return [name for name in names if buffers[name].isnan().any()]
 

@@ -33,8 +33,8 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
     if missing := [text for text in template.controls if not _is_token(text, tokenizer)]:
         log.warning(
             "data.chat_template=%s: %s %s of the tokenizer of %s; they are cut into pieces as "
-            "other text is: rows get longer, the model has to learn them anew, and where people "
-            "type them they are not told apart",
+            "other text is: rows get longer, the model has to learn them anew, and cannot "
+            "tell them from the same text typed by people",
             chat_template,
             ", ".join(missing),
             "is no token" if len(missing) == 1 else "are no tokens",

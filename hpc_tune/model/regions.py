@@ -147,7 +147,6 @@ class _Hash:
         self._blocks.put(None)
 
     def begin(self, block: bytes | memoryview) -> None:
-        """Begin to hash a block."""
         self._blocks.put(block)
 
     def finish(self) -> None:
@@ -155,7 +154,6 @@ class _Hash:
         self._hashed.acquire()
 
     def hexdigest(self) -> str:
-        """Return the hash of all blocks."""
         return self._digest.hexdigest()
 
     def _run(self) -> None:

@@ -61,12 +61,12 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Float8Sca
         if len(index.shapes[name]) > 2:
             raise DataError(
                 f"{directory}: {name}: a stack of matrices in float8, {list(index.shapes[name])}: "
-                "such are read where files hold them one by one. Take the model in bf16"
+                "they are read only where files hold each matrix by itself. Take the model in bf16"
             )
         beside = next((name + end for end in _SCALE_SUFFIXES if name + end in index.shapes), None)
         if beside is None:
             raise DataError(
-                f"{directory}: {name} is stored in float8 and no scale for it is, such as "
+                f"{directory}: {name} is stored in float8 without a scale, such as "
                 f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
             )
         scales[name] = _read_scale(index, directory, name, beside, block)
@@ -114,8 +114,8 @@ def refuse_unknown_quantisation(index: "TensorIndex", directory: Path) -> None:
         )
     if settings and not is_read:
         raise DataError(
-            f"{directory}/config.json says that weights are quantised ({method}), and none is in a "
-            "form of such that is known here. If they are whole, as a tool that merges or "
+            f"{directory}/config.json says that weights are quantised ({method}), but none has a "
+            "quantised form that is known here. If they are whole, as a tool that merges or "
             "dequantises may leave them, remove quantization_config from it; if not, take the "
             "checkpoint that this one was made from"
         )
@@ -136,6 +136,6 @@ def _read_scale(
     if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
         return Float8Scale(stored, *block)
     raise DataError(
-        f"{directory}: {beside} has the shape {list(shape)}, which are no scales of a matrix of "
+        f"{directory}: {beside} has the shape {list(shape)}, which does not fit a matrix of "
         f"{rows} x {columns} in blocks of {block}"
     )

@@ -92,7 +92,6 @@ def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int
 
 
 def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
-    """Return the value of a configuration's field in a small model."""
     if isinstance(value, int) and not isinstance(value, bool):
         if name in _WINDOWS:
             return min(value, _WINDOWS[name])
@@ -245,7 +244,6 @@ def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _small_token(name: str, value: Any) -> Any:
-    """Return a token's number within the small vocabulary."""
     if isinstance(value, list):
         return [_small_token(name, token) for token in value]
     if not isinstance(value, int) or 0 <= value < VOCABULARY:

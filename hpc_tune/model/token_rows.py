@@ -108,7 +108,6 @@ def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
 
 
 def _read_token_numbers(file: Path) -> dict[str, int]:
-    """Return the numbers of all tokens by their text."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = read["model"].get("vocab", {})

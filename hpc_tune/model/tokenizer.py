@@ -83,8 +83,8 @@ def _load_without_class(directory: Path, error: Exception) -> Any:
             "into it, or fetch it whole: hf download NAME --local-dir DIR"
         ) from None
     log.info(
-        "%s: its tokenizer.json is taken; the class that tokenizer_config.json names cannot be "
-        "made of it (%s)",
+        "%s: its tokenizer.json is used; the class that tokenizer_config.json names cannot be "
+        "built from it (%s)",
         directory,
         first_line(error),
     )
@@ -197,7 +197,7 @@ def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     beyond = sorted(token for token, number in vocabulary.items() if number >= rows)
     if extra := [token for token in beyond if token not in media]:
         raise DataError(
-            f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens and the model "
+            f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens, the model has "
             f"embeddings for {rows}; there is none for {', '.join(extra[:3])}. Take the model's "
             "own tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
         )

@@ -49,8 +49,8 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     if not has_own_class(tokenizer):
         if made is not None:
             log.info(
-                "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
-                "transformers takes it: %s",
+                "%s: tokenizer_config.json changes tokens of tokenizer.json, and is read as "
+                "transformers reads it: %s",
                 directory,
                 made,
             )
@@ -104,8 +104,8 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
     if found := _difference_of_loaded(out, tokenizer, texts):
         log.warning(
-            "transformers' AutoTokenizer reads the exported tokenizer in another way than it was "
-            "trained with, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
+            "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
+            "read it, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
             found,
             WHOLE_FILE_CLASS,
         )

@@ -349,7 +349,6 @@ def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _read_shard_names(index_file: Path) -> list[str]:
-    """Return the names of the files that an index of shards has."""
     try:
         names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
         if outside := [name for name in names if Path(name).name != name]:

@@ -151,7 +151,6 @@ def _threads(asked: int | Literal["auto"], machine: Machine) -> int:
 def _with_kernels(
     step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, masked: bool
 ) -> TracedStep:
-    """Tell a traced step by which kernels it is computed."""
     device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
     attention = kernels_of(built.config, dtype, compiled, device).attention
     has_kernel = attention == "varlen" and not masked

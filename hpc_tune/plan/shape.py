@@ -88,7 +88,7 @@ def open_shape(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> It
                 f"model.path={path}: no such directory here. A plan needs its config.json alone; "
                 f"without that, plan a published model like it: "
                 f"model.path={find_nearest_shape(path)} "
-                f"(there is {', '.join(shape_names())})"
+                f"(known: {', '.join(shape_names())})"
             )
         yield ModelShape(directory, dtype, tune, seed)
         return

@@ -164,7 +164,6 @@ class _RankLayout:
     sync_s: float
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """Return the ranks of each group along these axes, in order."""
         groups = self.layout.groups(*(("pipeline",) if axes == FIRST_AND_LAST_STAGE else axes))
         placed = [[self.ranks[position] for position in group] for group in groups]
         return (

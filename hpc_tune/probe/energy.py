@@ -25,7 +25,7 @@ MAX_W = 1000.0  # more than a package draws: of two readings that are further ap
 _NO_RAPL = "the kernel shows no RAPL counter there"
 _NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter of it"
 _BACKWARDS = "its counter went backwards"
-_MISSED_WRAP = "its counter may have begun again unseen"
+_MISSED_WRAP = "its counter may have wrapped around unnoticed"
 _STOOD_STILL = "its counter stood still"
 
 

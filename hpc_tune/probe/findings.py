@@ -96,14 +96,14 @@ def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if first.unused is not None:
             yield Finding("error" if first.unused.is_refused else "warning", first.unused.text)
         most = max((gpu.nvlinks for gpu in gpus), default=0)
-        weak = [f"GPU {i} has {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
+        weak = [f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
-            lacking = f"of {most} {gpus[0].link}s {_join(weak)} that are up"
-            yield Finding("warning", f"{first.hostname}: {lacking}")
+            yield Finding(
+                "warning", f"{first.hostname}: {_join(weak)} of {most} {gpus[0].link}s up"
+            )
 
 
 def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield what would make attention faster."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
         if rank.lacks_attention:
@@ -305,7 +305,6 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield nodes whose clock is not that of most."""
     clocks = [(here[0].hostname, here[0].clock_s) for here in _group_by_node(ranks)]
     told = [(host, clock_s) for host, clock_s in clocks if clock_s is not None]
     usual_s = median_low([clock_s for _, clock_s in told]) if told else 0.0
@@ -316,7 +315,7 @@ def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{host}: its clock is {format_seconds(abs(apart_s))} "
-                f"{'ahead of' if apart_s > 0 else 'behind'} {others}: when a job ends is read from "
+                f"{'ahead of' if apart_s > 0 else 'behind'} {others}: the job's end is read from "
                 "rank 0's clock. Have the nodes' clocks set (chronyc tracking, timedatectl)",
             )
 
@@ -331,15 +330,15 @@ def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if error == NO_NVML:
             yield Finding(
                 "warning",
-                f"{_join(on)}: {error}, so how GPUs are connected cannot be told: python -m pip "
+                f"{_join(on)}: {error}, so the links between GPUs are unknown: python -m pip "
                 "install nvidia-ml-py. Runs do not need it",
             )
             continue
         yield Finding(
             "warning",
             f"{_join(on)}: the driver's management library refuses ({error}), as it may for slices "
-            "of a GPU (MIG), for virtual ones, or by the site's choice: how GPUs are connected "
-            "cannot be told. Runs do not need it",
+            "of a GPU (MIG), for virtual ones, or by the site's choice: the links between GPUs "
+            "are unknown. Runs do not need it",
         )
 
 
@@ -377,7 +376,7 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if unlike := fabric.find_deviations(kind, library.name, library.settings):
             settings = library.settings
             here = [f"{one.name}={settings[one.name]}" for one in unlike if one.name in settings]
-            text = f"for {kind} sites set what is {'otherwise' if here else 'unset'} here"
+            text = f"{kind} sites set variables that are {'different' if here else 'unset'} here"
             text += f" ({', '.join(here)})" if here else ""
             text += f": export {' '.join(f'{one.name}={one.value}' for one in unlike)}"
             hosts[False, text].append(rank.hostname)
@@ -425,7 +424,7 @@ def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
     if library.plugin_file:
         fabric = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
         return (
-            f"{text}It did not take {library.plugin_file}{fabric}: NCCL_DEBUG=INFO says why; a "
+            f"{text}It did not load {library.plugin_file}{fabric}: NCCL_DEBUG=INFO says why; a "
             "plugin is built for one GPU software, and for a range of versions"
         )
     plugin = "aws-ofi-rccl" if library.name == "RCCL" else "aws-ofi-nccl"
@@ -440,7 +439,7 @@ def _slow_network_reason(ranks: Sequence[RankFacts], kind: str) -> str:
     library = ranks[0].library
     if kind == "Ethernet":
         return (
-            "one connection of TCP fills no fast Ethernet; NCCL_SOCKET_NTHREADS=4 and "
+            "one TCP connection does not fill a fast Ethernet; NCCL_SOCKET_NTHREADS=4 and "
             "NCCL_NSOCKS_PERTHREAD=4 use more"
         )
     if library is not None and (off := _disabling_setting(library, *_DISABLING_VALUES)):
@@ -453,7 +452,6 @@ def _slow_network_reason(ranks: Sequence[RankFacts], kind: str) -> str:
 
 
 def _disabling_setting(library: NcclLibrary, *names: str) -> str:
-    """Return the setting of these that keeps NCCL from the fast network."""
     given = [(name, library.settings.get(name, "")) for name in names]
     return next(
         (f"{name}={value}" for name, value in given if value.lower() == _DISABLING_VALUES[name]), ""

@@ -100,7 +100,6 @@ def _first_match(pattern: re.Pattern[str], paths: list[str]) -> str:
 
 
 def _mapped_files(maps: Path) -> Iterator[str]:
-    """Yield the files that are mapped into the process."""
     try:
         text = maps.read_text(encoding="utf-8", errors="replace")
     except OSError:

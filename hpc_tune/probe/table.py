@@ -70,7 +70,6 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
 
 
 def _library_line(library: NcclLibrary) -> str:
-    """Return which library is loaded, whence, and what it uses between nodes."""
     files = ", ".join(library.libraries) or "inside torch"
     settings = " ".join(f"{name}={value}" for name, value in library.settings.items())
     parts = [
@@ -114,7 +113,6 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
 
 
 def _matmul_text(found: MatmulResult) -> str:
-    """Return how fast a rank multiplied matrices, and what its GPU told meanwhile."""
     if found.error:
         return f"cannot multiply matrices: {found.error}"
     ratio = found.slowest_s / found.median_s

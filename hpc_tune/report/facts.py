@@ -19,7 +19,7 @@ _NOT_PLANNED = "not planned: far below the limit"
 _NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
 _HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
 _MEMORY_LABELS = {
-    "host": "most host memory of a node, that of others included",
+    "host": "most host memory of a node, including that of others",
     "device": "most device memory of a rank",
 }
 _MAX_NAMES = 4
@@ -101,7 +101,7 @@ def advise_next(run: Run) -> str:
         return f"python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
     if run.state == "failed":
         resumes = ": it resumes" if run.events_of_kind("checkpoint") else ""
-        return f"mend what is named above, then run the same command{resumes}"
+        return f"fix what is named above, then run the same command{resumes}"
     if run.state == "running":
         return f"python -m hpc_tune watch {shlex.quote(str(run.path))}"
     return "run the same command: it resumes from the newest checkpoint"
@@ -145,7 +145,7 @@ def main_figures(run: Run) -> dict[str, str]:
             of = f" of {format_bytes(limits[-1])}" if limits else ""
             values[_MEMORY_LABELS[kind]] = f"{format_bytes(max(used))}{of}"
             if own := known_numbers(steps, f"{kind}_ranks_bytes"):
-                values["of it this run's ranks, most on a node"] = format_bytes(max(own))
+                values["of which this run's ranks, most on a node"] = format_bytes(max(own))
     values["saves"] = str(len(run.events_of_kind("checkpoint")))
     values["governor's actions"] = str(len(run.actions))
     return values

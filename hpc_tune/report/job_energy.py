@@ -14,7 +14,7 @@ from hpc_tune.units import format_energy
 
 _MOST_STARTS = 1000  # the newest ones; a command line has an end
 _NOT_ASKED = (
-    "{} was not asked, since a job's energy is complete once it is over: write the report again"
+    "{} was not asked, since a job's energy is known only after its end: write the report again"
 )
 Ask = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
 
@@ -61,10 +61,10 @@ def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
     joules = sum(one.joules or 0.0 for one in known)
     text = (
         f"{scheduler} counted {format_energy(joules)} for the nodes of "
-        f"{_job_names([one.job for one in known])}, from begin to end, other jobs there included"
+        f"{_job_names([one.job for one in known])}, from start to end, including other jobs there"
     )
     if any(one.of_steps for one in known):
-        text += "; it is the sum of steps, of which several can count one node"
+        text += "; it is the sum of steps, several of which can count the same node"
     return JobsEnergy(joules, "; ".join([text, *notes]))
 
 

@@ -155,7 +155,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
                       label=make_label(runs, run, "used"))  # fmt: skip
             if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
                 own = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
-                axes.plot(at, own, color=COLORS[5], lw=1.4, label="of it this run's ranks")
+                axes.plot(at, own, color=COLORS[5], lw=1.4, label="of which this run's ranks")
             limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
                       if row.get(limit)]  # fmt: skip
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",

@@ -285,7 +285,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _keep_numbers(row: Record) -> Record:
-    """Return the fields of a row that hold numbers."""
     return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _MAX_TIME_S)}
 
 

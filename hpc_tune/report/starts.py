@@ -60,7 +60,6 @@ def list_starts(run: Run) -> list[Start]:
 
 
 def _group_by_segment(run: Run, rows: Iterable[Record]) -> list[list[Record]]:
-    """Return the rows that were written in each segment."""
     found: list[list[Record]] = [[] for _ in run.segments]
     for row in rows:
         if (place := run.place_of(row.get("time", -1.0))) >= 0:

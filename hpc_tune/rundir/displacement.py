@@ -26,7 +26,7 @@ def displacement_warning(streak: Streak) -> str | None:
     return (
         f"the held-out chosen answers became less likely in {falls} evaluations in a row, from "
         f"{streak[0]:.3f} to {streak[-1]:.3f} per token: the model unlearns them, too. A lower "
-        "optim.lr, a higher tune.beta, or with dpo, ipo and simpo tune.sft_weight=1 holds against "
+        "optim.lr, a higher tune.beta, or with dpo, ipo and simpo tune.sft_weight=1 counteracts "
         "it"
     )
 

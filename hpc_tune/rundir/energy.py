@@ -15,7 +15,7 @@ from hpc_tune.units import format_energy
 
 ENERGY_EVENT = "energy"
 WHOLE_NODES = "whole nodes"
-_UNKNOWN_STARTS = "not of {} of {} starts, which were killed, have failed, or are not over"
+_UNKNOWN_STARTS = "not known for {} of {} starts, which were killed, failed, or are not over"
 _OTHER_JOBS_NOTE = "other jobs on these nodes, if any, included"
 
 

@@ -42,7 +42,7 @@ class MovedError(InUseError):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(
             f"run.dir={run_dir} was renamed, removed or replaced while the run was writing into "
-            "it, so the run ends here. Its checkpoints are in the folder that it was: give that "
+            "it, so the run ends here. Its checkpoints are in the original folder: give that "
             "its name back, or name it as run.dir, and rerun the same command to resume"
         )
 
@@ -140,7 +140,8 @@ class RunLock:
             if first_s is None:
                 first_s = touched_s
                 log.info(
-                    "run.dir=%s was in use by %s %.0f s ago: looking for %.0f s if it still is",
+                    "run.dir=%s was in use by %s %.0f s ago: "
+                    "checking for %.0f s whether it still is",
                     self._path.parent,
                     owner or "another job",
                     age_s,

@@ -36,7 +36,7 @@ def require_permissions(run_dir: Path) -> None:
         return
     more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
     raise AnothersError(
-        f"run.dir={run_dir} is a run that this user may not go on with: {kept[0]}{more} cannot be "
+        f"run.dir={run_dir} is a run that this user may not continue: {kept[0]}{more} cannot be "
         f"opened. {missing_permission(kept[0], run_dir)}"
     )
 

@@ -15,7 +15,7 @@ from hpc_tune.errors import EXIT_FAILED
 from hpc_tune.rundir import outcome, owner, previous
 
 START_FILE = "start.json"
-_UNKNOWN = "its job was killed, or lost its first node; nothing tells more"
+_UNKNOWN = "its job was killed, or lost its first node; no more is known"
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Layout:
             for name, size in (("tensor", self.tensor), ("pipeline", self.pipeline))
             if size > 1
         }
-        dealt = f", experts over {self.expert}" if self.expert > 1 else ""
+        dealt = f", expert {self.expert}" if self.expert > 1 else ""
         return " x ".join(f"{name} {size}" for name, size in axes.items()) + dealt
 
 

@@ -219,7 +219,6 @@ def _group_weights(
 
 
 def _block_numbers(module: LossModel) -> dict[nn.Parameter, int]:
-    """Return the number of the decoder block that each parameter in one is in."""
     return {p: block for block, part in enumerate(find_blocks(module)) for p in part.parameters()}
 
 

@@ -147,7 +147,7 @@ def _require_source(wanted: SourceConfig, cache: Path) -> None:
                 raise
             setting = "path" if wanted.name else wanted.setting
             raise DataError(
-                f"{error}; {beside[-1]} was prepared from it: name that, as in "
+                f"{error}; {beside[-1]} was prepared from it: use that, as in "
                 f"{setting}={beside[-1]}"
             ) from None
 
@@ -261,8 +261,8 @@ def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None,
     if not any(store.document(d)[1][1 : order.seq_len].any() for d in documents):
         raise DataError(
             f"{'' if source.name else source.setting + '='}{store.path}: none of its {num_rows:,} "
-            f"rows of data.seq_len={order.seq_len} has a token that is {verb}; its answers begin "
-            f"behind that (it was prepared with seq_len {store.attributes.seq_len}). Raise "
+            f"rows of data.seq_len={order.seq_len} has a token that is {verb}; all answers lie "
+            f"beyond that length (it was prepared with seq_len {store.attributes.seq_len}). Raise "
             "data.seq_len, or prepare data with shorter prompts"
         )
 
@@ -306,7 +306,7 @@ def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceCon
     for one, other in itertools.combinations(training, 2):
         if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
-                "%s and %s both read %s: it is learned as both", one.setting, other.setting, same[0]
+                "%s and %s both read %s: it is learned twice", one.setting, other.setting, same[0]
             )
     for one, other in itertools.product(training, held_out):
         if same := sorted(list_source_files(one.path) & list_source_files(other.path)):

@@ -84,7 +84,6 @@ def _gpus_of_node(comm: Comm) -> list[str] | None:
 
 
 def _has_all_cpus() -> bool:
-    """Whether the scheduler says that all CPUs of this node are the job's."""
     return (granted_cpus(os.environ) or 0) >= (os.cpu_count() or 1)
 
 

@@ -175,7 +175,7 @@ class Evaluation:
         for name, own in losses.items():
             if not math.isfinite(own):
                 log.warning(
-                    "step %d: the held-out loss%s is %s; it is never taken for the best",
+                    "step %d: the held-out loss%s is %s; it never counts as the best",
                     *(step, f" of {name}" if name else "", own),
                     extra=ON_ALL_RANKS,
                 )

@@ -138,7 +138,7 @@ def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path
     before, is_refused = comm.resume_point.before, getattr(error, "exit_code", None) == EXIT_USER
     if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
         words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
-        print(f"left of this start in run.dir={run_dir}: {words}", file=sys.stderr, flush=True)
+        print(f"this start left {words} in run.dir={run_dir}", file=sys.stderr, flush=True)
 
 
 def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
@@ -249,7 +249,7 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
         events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
         events.close()
     except OSError as unwritten:
-        print(f"how the run ended cannot be written: {unwritten}", file=sys.stderr, flush=True)
+        print(f"the outcome of the run cannot be written: {unwritten}", file=sys.stderr, flush=True)
 
 
 class StartupWatchdog:
@@ -364,7 +364,7 @@ class MemoryExit:
         return self._error_of(replace(need, words=words))
 
     def _error_of(self, need: MemoryShortage) -> ResumableStop:
-        advice = f"Before training nothing can be given up: {MORE_MEMORY_ADVICE}"
+        advice = f"Before training there is no memory-saving action: {MORE_MEMORY_ADVICE}"
         taken: list[str] = []
         if self.governor is not None:
             advice, taken = self.governor.advice(need), self.governor.taken

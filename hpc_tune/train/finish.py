@@ -89,7 +89,7 @@ def _describe_stop(job: Job, control: Control, ended: Outcome) -> str:
         limit = format_seconds(job.stop.limit_s)
         text = f"the limit of {limit} ended before a step was done. Give more time"
     if job.setup_comm.world.launcher != "single":
-        text += f" (exit code {ended.exit_code}; a launcher may call it an error, it is none)"
+        text += f" (exit code {ended.exit_code}; a launcher may call it an error, but it is none)"
     return text
 
 

@@ -135,7 +135,7 @@ class Governor:
         taken = self._policy.taken
         coming = next_actions_after_oom(taken, self._available(need.memory))[len(taken) :]
         if not coming:
-            return f"Nothing is left to be given up: {MORE_MEMORY_ADVICE}"
+            return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
         words = [_ACTION_WORDS[action] for action in coming if action in _ACTION_WORDS]
         names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"

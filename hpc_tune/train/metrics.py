@@ -95,7 +95,6 @@ def _is_mostly_waiting(metrics: StepMetrics) -> bool:
 
 
 def _describe_comm_time(metrics: StepMetrics) -> str:
-    """Return in words what ``comm_s`` is."""
     return (
         f"waiting for rank {metrics.slowest_rank}" if _is_mostly_waiting(metrics) else "in messages"
     )
@@ -421,7 +420,6 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
 
 
 def _peak_flops(comm: Comm) -> float | None:
-    """Return those of one rank's device, None where they are not known."""
     if comm.device.type == "cpu":
         return None
     return peak_flops(torch.cuda.get_device_name(comm.device))

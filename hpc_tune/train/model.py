@@ -165,7 +165,6 @@ def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
 
 
 def _log_ignored_parts(built: BuiltModel) -> None:
-    """Log what of a model is off or ignored."""
     if built.dropout:
         log.warning(
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
@@ -175,9 +174,9 @@ def _log_ignored_parts(built: BuiltModel) -> None:
         )
     if has_router_losses(built.directory) and not built.tune.router_losses:
         log.warning(
-            "config.json asks for a loss of the routers (output_router_logits), as tools leave it "
-            "there that have trained with one; here it is tune.router_aux_loss, and not set: none "
-            "is learned",
+            "config.json asks for a loss of the routers (output_router_logits), left by tools that "
+            "have trained with one; here it is tune.router_aux_loss, which is not set: no such "
+            "loss is used",
             extra=ON_ALL_RANKS,
         )
     special = sorted({path.rpartition(".")[2] for path in find_uncalled_linears(built.module)})
@@ -259,7 +258,7 @@ def _with_router_watch(
     elif not proof.score:
         why = f"the routers of a {kind} model choose in a way that is not understood"
     elif is_compiled:
-        why = "train.compile=true: routers are not looked at in a compiled block"
+        why = "train.compile=true: routers cannot be watched in a compiled block"
     else:
         routers = list_routers(built.module)
         return replace(built, routers=routers, router_score=proof.score)
@@ -277,8 +276,8 @@ def _warn_unpacked_experts(built: BuiltModel) -> None:
     packed = built.tune.packed_base
     if packed and (whole := unpacked_stack_bytes(built.module)):
         log.warning(
-            "the routed experts of a %s model, %s, are not in %s: it computes them in a way of its "
-            "own",
+            "the routed experts of a %s model, %s, are not in %s: the model computes them with "
+            "code of its own",
             built.config.model_type,
             format_bytes(whole),
             packed,

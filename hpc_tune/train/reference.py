@@ -168,7 +168,7 @@ def hash_init_adapter(tune: TuneConfig) -> str | None:
     except OSError as error:
         raise DataError(
             f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
-            f"in it cannot be read ({error.strerror}{find_remedy(error)}); bring it back"
+            f"in it cannot be read ({error.strerror}{find_remedy(error)}); restore it"
         ) from None
     return hashlib.sha256(weights).hexdigest()
 
@@ -185,7 +185,7 @@ def require_same_init_adapter(saved: RunState, tune: TuneConfig) -> None:
     before, path = flatten(saved.config).get("tune.init_from"), tune.init_from
     said = f"{path} has other weights than in the checkpoint's run"
     if before != path:
-        said = f"that began with {before or 'no adapter'}, and {path or 'none'} is given now"
+        said = f"the run started from {before or 'no adapter'}, but {path or 'none'} is given now"
     raise ConfigError(
         f"tune.init_from: with tune.objective={tune.objective} answers are compared with the model "
         f"as it was at the start, and {said}. Give the old adapter, or another run.dir"

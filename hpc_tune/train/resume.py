@@ -110,7 +110,7 @@ def resume(
     if data.mixture is not None and (
         changes := describe_mixture_changes(saved.loader, data.mixture.phases)
     ):
-        log.info("the mixture is another from here on: %s", changes)
+        log.info("the mixture changes from here on: %s", changes)
         job.events.write("mixture", saved.step, changes=changes)
     job.resume_point.step = saved.step
     return saved

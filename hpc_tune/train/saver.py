@@ -254,7 +254,6 @@ class Saver:
 
     @contextmanager
     def _count_blocked_time(self) -> Iterator[None]:
-        """Count the time that training waits."""
         self._blocked_since_s = time.monotonic()
         yield
         self._blocked_s += time.monotonic() - self._blocked_since_s
@@ -366,7 +365,6 @@ def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
 
 
 def _require_written(reports: Sequence[SaveReport]) -> None:
-    """Raise the error of the first rank that has one."""
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise CheckpointError(f"rank {rank}: {report.error}" if rank else report.error)
@@ -386,7 +384,6 @@ class _Task(Generic[T]):
         )
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def check_cancelled(self) -> None:

@@ -203,7 +203,7 @@ def determine_phases(
         if is_of_weights:
             remedy = "or set data.new_mixture=true to go on with the new ones from here, " + remedy
         raise ConfigError(
-            f"data.sources: the mixture is another than that of the checkpoint "
+            f"data.sources: the mixture differs from that of the checkpoint "
             f"({'; '.join(changes)}). Give the old values, {remedy}"
         )
     before = rows_before(phases, row)
@@ -232,7 +232,6 @@ def _last_parts(phases: Sequence[MixturePhase]) -> dict[str, MixturePart]:
 
 
 def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePart]) -> list[str]:
-    """Return in which ways a mixture is another than that of the last phase."""
     last, known = phases[-1], _last_parts(phases)
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
@@ -256,8 +255,8 @@ def describe_planned_sources(
     wanted = list_training_sources(data)
     if raw := [source.name for source in wanted if not is_prepared(source.path)]:
         yield (
-            f"sources {len(wanted)}, of which {', '.join(raw)} not prepared yet: their rows, "
-            "learned tokens and passes are said by the run, before its first step"
+            f"sources {len(wanted)}, of which {', '.join(raw)} not prepared yet: the run "
+            "reports their rows, learned tokens and passes before its first step"
         )
         return
     order, sources, packed = SampleOrder(data.seq_len, data.packing, train.seed), [], {}
@@ -297,4 +296,4 @@ def check_passes(
         )
     if repeated := {name: times for name, times in passes.items() if times > 1}:
         each = ", ".join(f"{name} {times:.2f} times" for name, times in repeated.items())
-        yield f"data.sources: the run passes over {each}; what is repeated is learned by heart"
+        yield f"data.sources: the run passes over {each}; repeated documents are memorised"

@@ -66,10 +66,10 @@ def assign_cores(
     if place is None or not place.cpus or share.cpus & place.cpus:
         return share
     warning = (
-        f"a rank's GPU is at NUMA node {place.node}, of whose CPUs it has none: its data takes a "
-        "longer way. mpirun --bind-to none or srun --cpu-bind=none lets the cores be dealt by the "
-        "GPUs' nodes; if the job has no cores there, request whole nodes, or let Slurm choose by "
-        "--gres-flags=enforce-binding"
+        f"a rank's GPU is at NUMA node {place.node}, where it has no CPU: its data takes a "
+        "longer way. mpirun --bind-to none or srun --cpu-bind=none lets hpc_tune pin ranks by "
+        "their GPUs' nodes; if the job has no cores there, request whole nodes, or let Slurm "
+        "choose by --gres-flags=enforce-binding"
     )
     return replace(share, warning="; ".join(filter(None, [share.warning, warning])))
 

@@ -68,7 +68,7 @@ def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, A
     if _EXPANDABLE not in wanted or told is None or str(told).lower() in ("true", "1"):
         return None
     return (
-        f"torch has not read {_EXPANDABLE} of the environment, so memory of GPUs is lost to gaps: "
+        f"torch has not read {_EXPANDABLE} from the environment, so GPU memory fragments: "
         "torch was imported before the ranks set it. Export "
         "PYTORCH_ALLOC_CONF=expandable_segments:True "
         "in the job"

@@ -113,13 +113,8 @@ def bootstrap(
             share, threads, _ = _take_cores(world, cores, settings, near)
     _set_torch_threads(threads)
     cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
-    facts: dict[str, Any] = {
-        "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
-        "cores": (share.num_cores, threads, share.shared_by),
-        "notes": [share.warning, note, met],
-        "pids": _pid_namespace(),
-    }
-    with time_limit("all ranks to tell of themselves", limit_s, _START_HINT, who):
+    facts = _rank_facts(world, share, threads, [share.warning, note, met])
+    with time_limit("all ranks to describe themselves", limit_s, _START_HINT, who):
         all_facts = all_gather(facts, cpu_group)
     comm = Comm(
         world=world,
@@ -132,13 +127,25 @@ def bootstrap(
         start_s=limit_s,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
+    end_world_on_uncaught(comm)
     comm = _with_watches(comm, address, settings, lost)
     _log_world(comm, all_facts, warning)
     return comm
 
 
+def _rank_facts(
+    world: World, share: affinity.CoreShare, threads: int, notes: list[str | None]
+) -> dict[str, Any]:
+    """Return what each rank tells the others of itself once the groups are there."""
+    return {
+        "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
+        "cores": (share.num_cores, threads, share.shared_by),
+        "notes": notes,
+        "pids": _pid_namespace(),
+    }
+
+
 def _with_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWorld) -> Comm:
-    end_world_on_uncaught(comm)
     if needs_host_watch(comm.world, comm.device):
         comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
     if comm.device.type == "cuda" and comm.world.size > 1:
@@ -178,7 +185,7 @@ def shutdown(comm: Comm) -> None:
 
     who = f"rank {comm.world.rank} on {comm.world.hostname}"
     with time_limit(
-        "all ranks to finish", liveness.END_LIMIT_S, "check what the other ranks still do", who
+        "all ranks to finish", liveness.END_LIMIT_S, "see what the other ranks are still doing", who
     ):
         dist.barrier(group=comm.cpu_group)
         if comm.watch is not None:
@@ -244,7 +251,7 @@ def _open_channel(
     if world.size == 1:
         return SoloChannel()
     if launcher.meeting_point is None:
-        raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
+        raise WorldError(f"{claim.launcher} starts several ranks, but they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
     limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)

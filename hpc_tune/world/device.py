@@ -261,7 +261,6 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
 
 
 def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
-    """Say how to start so that none of a node's GPUs is idle."""
     most = max(len(report.visible) for report in reports)
     apart = len({(r.node, gpu) for r in reports for gpu in r.visible}) == sum(
         len(report.visible) for report in reports
@@ -304,7 +303,6 @@ def _describe_gpu_shortage(
 
 
 def _gpus_variable() -> str:
-    """Return the variable that shows GPUs to a process."""
     import torch
 
     return "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"

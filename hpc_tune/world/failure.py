@@ -257,7 +257,6 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _wait_for_lost_ranks(comm: "Comm") -> "list[Peer]":
-    """Return the ranks that are gone, as far as this one finds out in time."""
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     others_know = len(elsewhere) > len(set(elsewhere)) or (
         elsewhere and comm.world.rank != comm.store_rank

@@ -47,11 +47,11 @@ def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
             told.append(f"{here[0].hostname}: ranks may open {min(few)} of the {len(used)} GPUs")
     if not told:
         return None
-    more = f" and {len(told) - 4} nodes more" if len(told) > 4 else ""
+    more = f" and {len(told) - 4} more nodes" if len(told) > 4 else ""
     return (
-        f"{'; '.join(told[:4])}{more}, whose device files are hidden from them (cgroups, or a "
-        "container for each rank): NCCL sends through the host's memory instead of NVLink, 5 to 10 "
-        'times as slow, or fails with "invalid device ordinal". Show each rank all GPUs of the '
+        f"{'; '.join(told[:4])}{more}; the device files of the other GPUs are hidden (cgroups, or "
+        "a container for each rank): NCCL sends through the host's memory instead of NVLink, 5 to "
+        '10 times as slow, or fails with "invalid device ordinal". Show each rank all GPUs of the '
         "node: in Slurm --gpus-per-node without --gpus-per-task and --gpu-bind; one container for "
         "all ranks of a node, with all of its GPUs"
     )

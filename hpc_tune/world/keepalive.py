@@ -125,7 +125,7 @@ class HostWatch:
         except OSError as error:
             raise WorldError(
                 f"{self._comm.world.hostname} cannot reach rank 0 at {address} port {port} "
-                f"({error}), which it has reached before: check for a firewall between the nodes"
+                f"({error}), though it reached it before: check for a firewall between the nodes"
             ) from error
         peer.settimeout(None)
         return peer
@@ -264,7 +264,6 @@ class HostWatch:
         return [peer for peer in self._comm.roster if peer.node == node]
 
     def _is_on_this_host(self, rank: int) -> bool:
-        """Whether a rank is on this host."""
         return self._comm.roster[rank].node == self._comm.world.node
 
     def _lost_host_error(self, rank: int) -> LostHostError:

@@ -93,14 +93,14 @@ class NcclWatch:
         liveness.exit_soon()
         if names == {"TIMEOUT"}:
             text = (
-                f"a collective of NCCL while {self._comm.activity[0]} was not over "
+                f"an NCCL collective while {self._comm.activity[0]} was not over "
                 f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
                 "no rank is known to have ended"
             )
         else:
             text = (
                 "NCCL has lost its connection to another rank while "
-                f"{self._comm.activity[0]}, and no rank is known to have ended: look at the "
+                f"{self._comm.activity[0]}, and no rank is known to have ended: check the "
                 "network and its cards on both nodes, which NCCL_DEBUG=WARN names"
             )
         self._end_world(self._comm, WorldError(text))

@@ -193,7 +193,7 @@ def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -
         return f"{who} is gone"
     if place is None:
         return f"{who} does not answer: its process is stopped, or hangs outside of Python"
-    return f"{who} has not come, it is at {place.activity}, {place.line}"
+    return f"{who} has not arrived: it is at {place.activity}, {place.line}"
 
 
 def _main_frame() -> FrameType | None:

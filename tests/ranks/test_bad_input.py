@@ -151,7 +151,7 @@ def test_a_checkpoint_from_another_model_is_refused(tmp_path, a_run):
             f"checkpoint.resume={checkpoint}",
         ]
     )
-    refused(done, "another model than the checkpoint's")
+    refused(done, "it is not the checkpoint's model")
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 

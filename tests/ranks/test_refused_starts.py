@@ -45,7 +45,7 @@ def test_in_a_new_run_directory(tmp_path, ranks, words, said):
     done = train([*BASE, "data.path=builtin:pydocs:heldout", f"run.dir={run_dir}", *words], n=ranks)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
-    assert "left of this start" not in done.stderr
+    assert "this start left" not in done.stderr
     assert {path.name for path in run_dir.iterdir()} <= TELLS
 
 
@@ -55,7 +55,7 @@ def test_after_data_was_prepared_it_alone_stays_and_is_told(tmp_path, ranks):
     words = [*BASE, "data.path=builtin:pydocs:heldout", f"run.dir={tmp_path}"]
     done = train([*words, f"data.eval_path={tmp_path / 'held_out.jsonl'}"], n=ranks)
     assert done.returncode == 2, done.stderr
-    assert f"left of this start in run.dir={tmp_path}: prepared data" in done.stderr
+    assert f"this start left prepared data in run.dir={tmp_path}\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == TELLS | {"held_out.jsonl", "data"}
 
 

@@ -228,7 +228,7 @@ def test_a_rank_that_comes_to_no_small_message_ends_the_job_too(tmp_path, before
 
 LATE = {
     "stop": "does not answer: its process is stopped",
-    "sleep": "has not come, it is at training step 3, hpc_tune/train/control.py",
+    "sleep": "has not arrived: it is at training step 3, hpc_tune/train/control.py",
 }
 
 

@@ -100,7 +100,7 @@ def test_a_full_disk_below_stdout_is_one_line(buffered):
         process = command("completion", "bash", stdout=full, PYTHONUNBUFFERED=buffered)
         code, said = ended(process)
     assert code == 1
-    assert said == "hpc_tune: what it prints cannot be written: No space left on device\n"
+    assert said == "hpc_tune: cannot write to stdout: No space left on device\n"
 
 
 def test_a_file_that_cannot_be_read_is_one_line(monkeypatch, capfd):

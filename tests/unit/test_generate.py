@@ -98,7 +98,7 @@ def test_an_answer_is_shown_with_its_control_tokens_up_to_the_one_that_ends_it()
         (None, ["--prompt", "gr\udcc3\udcb6"], "export LC_ALL=C.UTF-8"),
         ("[", ["--chat", "FILE"], "expected one JSON value in UTF-8"),
         ("[" * 100_000, ["--chat", "FILE"], "expected one JSON value"),
-        ('["\\ud83d"]', ["--chat", "FILE"], "half of a surrogate pair in it"),
+        ('["\\ud83d"]', ["--chat", "FILE"], "it contains half of a surrogate pair, such as"),
         ("3", ["--chat", "FILE"], "messages is number, expected a list"),
         ("[]", ["--chat", "FILE"], "messages is empty list, expected a list"),
         ('{"text": "x"}', ["--chat", "FILE"], "expected a list of messages, or an object"),

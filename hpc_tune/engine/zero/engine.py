@@ -275,7 +275,6 @@ def _mark_leaf_modules(module: nn.Module) -> None:
 
 
 def _stored_name(part: str, name: str) -> str:
-    """Return the name that a tensor, or a part of its optimizer state, has in a checkpoint."""
     return f"{part}.{name}" if part else name
 
 

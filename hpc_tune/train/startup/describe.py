@@ -149,7 +149,7 @@ def warn_best_not_kept(train: TrainConfig, checkpoint: CheckpointConfig) -> Iter
     what = f"train.stop_after_evals={num_evals}"
     if not checkpoint.keep_best:
         yield (
-            f"{what} ends the run with weights that are no longer its best, which are not kept: "
+            f"{what} ends the run after its best weights, which are not kept: "
             "set checkpoint.keep_best=true"
         )
     elif (train.eval_every_steps or 0) % (checkpoint.every_steps or math.inf):
@@ -353,7 +353,6 @@ def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
 
 
 def _describe_hardware(comm: Comm) -> str:
-    """Return what rank 0 computes on."""
     if comm.device.type == "cuda":
         return torch.cuda.get_device_name(comm.device)
     threads = torch.get_num_threads()

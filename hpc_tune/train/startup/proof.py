@@ -150,7 +150,6 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
 
 
 def _run_check(check: Callable[..., str], *given: Any) -> str:
-    """Return what ``check`` returns, or how it failed."""
     try:
         return check(*given)
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -244,7 +243,7 @@ class _Trial:
             for tokens_T in (first, changed)
         ]
         if _is_different(*losses):
-            return "what a token is predicted from has later tokens in it: this is no causal LM"
+            return "the prediction of a token depends on later tokens: this is no causal LM"
         with torch.no_grad():  # where the head is frozen, the loss is computed another way
             for parameter in module.parameters():
                 parameter.requires_grad_(False)

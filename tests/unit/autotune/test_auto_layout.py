@@ -162,7 +162,7 @@ def test_what_cannot_be_with_dealt_experts_is_known():
 def test_a_number_of_ranks_that_experts_cannot_be_dealt_over_is_refused():
     parallel = {"layout": "auto", "expert": 2}
     settings = config(model={"path": "shape:llama3-8b"}, parallel=parallel)
-    with pytest.raises(ConfigError, match="experts of a llama model can be dealt over no ranks"):
+    with pytest.raises(ConfigError, match="experts of a llama model can be split over no ranks"):
         choose_for_command(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
 
 
@@ -271,7 +271,8 @@ def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
     machine = Machine(2, 8, int(1.6 * GIB), 512 * GIB)
     caplog.set_level("INFO")
     with pytest.raises(
-        ConfigError, match=r"(?s)were found to take .* of 1.60 GiB, with .*recompute"
+        ConfigError,
+        match=r"(?s)the smallest need that was found is .* of 1.60 GiB per rank, with .*recompute",
     ):
         choose_for_command(settings, machine, None, "h100-ib400")
     planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]

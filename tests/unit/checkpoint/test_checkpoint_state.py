@@ -222,7 +222,7 @@ def test_another_length_warns_since_the_learning_rate_follows_it():
 
 
 def test_another_model_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.path: it is another model"):
+    with pytest.raises(ConfigError, match=r"model\.path: it is not the checkpoint's model"):
         warnings_of(state(), RunConfig(), "xyz", 40)
 
 

@@ -311,7 +311,7 @@ def test_the_next_job_waits_for_this_one_and_asks_for_the_same(host, tmp_path, m
 def test_a_job_that_cannot_submit_the_next_one_says_so_at_its_start(host, monkeypatch, caplog):
     monkeypatch.setenv("HPC_TUNE_JOB_SCRIPT", "/bin/sh")
     assert PBS.requeue_command("7.head") == []
-    assert "qsub is not on PATH here: no next job can be submitted" in caplog.text
+    assert "qsub is not on PATH here: the next job cannot be submitted" in caplog.text
     host(qsub=QSUB)
     monkeypatch.setenv("HPC_TUNE_JOB_SCRIPT", "-bash")
     assert PBS.requeue_command("7.head") == []

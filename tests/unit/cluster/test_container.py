@@ -64,7 +64,7 @@ def test_an_edf_file_is_named_to_srun():
         ({"image": "t.toml", "binds": ["/a"]}, "the mounts of t.toml stand in that file"),
         ({"image": "t.sqsh", "launch": "mpirun -np 8"}, "an image for Pyxis, for srun; found"),
         ({"image": "t.sqsh", "container": "enroot start"}, "which srun itself starts"),
-        ({"image": "t.sif", "binds": ["/a,b"]}, "no comma in it"),
+        ({"image": "t.sif", "binds": ["/a,b"]}, "and no comma, which has another meaning"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, said):

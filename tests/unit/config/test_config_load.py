@@ -181,7 +181,7 @@ def test_the_learning_rate_follows_the_method_unless_it_is_set(write, words, lr)
 
 def test_a_warm_up_in_steps_and_as_a_share_is_refused(write):
     said = problem(write("optim: {warmup_steps: 0, warmup_ratio: 0.1}\n"))
-    assert "optim.warmup_steps=0 and optim.warmup_ratio=0.1 say the same twice" in said
+    assert "optim.warmup_steps=0 and optim.warmup_ratio=0.1 both set the warmup" in said
 
 
 def test_values_are_read_as_yaml(write):
@@ -352,7 +352,7 @@ def test_a_missing_file_names_the_near_ones(tmp_path):
     for name in ("llama_lora.yaml", "llama_full.yaml", "notes.txt"):
         (tmp_path / name).write_text("")
     message = problem(str(tmp_path / "llama_lroa.yaml"))
-    assert "llama_lroa.yaml: no such file; near it there is llama_lora.yaml" in message
+    assert "llama_lroa.yaml: no such file; nearby there is llama_lora.yaml" in message
     assert "notes.txt" not in message
     assert problem(str(tmp_path / "no" / "x.yaml")).endswith("x.yaml: no such file")
 
@@ -504,7 +504,7 @@ def test_settings_without_an_effect_are_refused(write):
     assert "restarts=2 has no effect without optim.schedule=cosine_with_restarts" in problem(
         write("optim: {schedule: wsd, restarts: 2}\n")
     )
-    assert "are more than all steps together" in problem(
+    assert "add up to more than all steps" in problem(
         write("optim: {schedule: wsd, decay_ratio: 0.6, warmup_ratio: 0.5}\n")
     )
     assert problem(write("train: {eval_every_steps: 5}\n")) == (
@@ -617,7 +617,7 @@ def test_a_word_in_the_place_of_a_part_is_refused_with_what_belongs_there(word, 
     ("text", "said"),
     [
         (r'run.name="\ud83d"', r"run\.name=\\ud83d': expected text that can be written as UTF-8"),
-        ("data.path=caf\udce9.jsonl", "and this is none; export LC_ALL=C.UTF-8"),
+        ("data.path=caf\udce9.jsonl", "which this is not; export LC_ALL=C.UTF-8"),
     ],
 )
 def test_text_that_no_file_could_hold_is_refused(text, said):
@@ -730,7 +730,9 @@ def test_trackers_need_no_brackets():
 
 def test_a_path_that_the_locale_cannot_spell_is_told_and_a_name_is_taken(write, monkeypatch):
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
-    with pytest.raises(ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': names of files are in ascii"):
+    with pytest.raises(
+        ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': this shell has file names in ascii"
+    ):
         load_config([write("run: {dir: größe}")], [])
     assert load_config([write("run: {name: größe}")], []).run.name == "größe"
 

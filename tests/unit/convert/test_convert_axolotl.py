@@ -376,7 +376,7 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         (
             {"lora_target_modules": ["lm_head"], "lora_target_linear": True},
             "lora_target_linear",
-            "without lm_head",
+            "does not include lm_head",
         ),
         ({"default_system_message": "You are."}, "default_system_message", "system message"),
         ({"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype", "quantized or pruned"),

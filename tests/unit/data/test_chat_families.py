@@ -534,7 +534,7 @@ def test_an_empty_block_of_reasoning_that_a_template_writes_into_an_answer_is_co
     found, counters = learned(family, chat("one?", "1", "two?", "2"))
     assert found == ["1<|im_end|>", "<think>\n\n</think>\n\n2<|im_end|>"]
     assert counters.written_reasoning == 1
-    assert "1 answers without reasoning, learned with the empty block of it" in str(counters)
+    assert "1 answers without reasoning, learned with an empty reasoning block" in str(counters)
     own = chat("one?", "<think>\n\n</think>\n\n1")
     assert learned(family, own)[1].written_reasoning == 0
 

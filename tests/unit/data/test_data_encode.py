@@ -241,7 +241,7 @@ def test_answers_whose_first_token_begins_in_the_prompt_are_counted():
     found, counters = _encode(tokenizer, chats)
     assert [learned for _, learned in found] == ["\n\n\n1<|im_end|>|2<|im_end|>", "1\n\n<|im_end|>"]
     assert counters.joined_starts == 1
-    assert "1 answers whose first token has the end of the prompt in it" in str(counters)
+    assert "1 answers whose first token includes the end of the prompt" in str(counters)
     weighted = Chat(chats[0].messages, weights={1: 0.5})
     assert _encode(tokenizer, [weighted], loss_on="all")[1].joined_starts == 0
 

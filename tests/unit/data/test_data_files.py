@@ -44,8 +44,8 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
     ]
     said = "\n".join(describe_left_out(find_files(str(tmp_path))))
     assert "README.md" in said
-    assert "make.py: of no known kind of data" in said
-    assert "unsupervised-00000-of-00001.parquet: by its name a split to hold out" in said
+    assert "make.py: its kind of data is not known" in said
+    assert "unsupervised-00000-of-00001.parquet: its name is that of a split to hold out" in said
 
 
 MISSING = {
@@ -99,7 +99,7 @@ def test_rows_that_datasets_keeps_of_a_map_are_left_out_unless_they_are_named(tm
     read, left_out = _found(str(tmp_path), tmp_path)
     assert read == ["d/json-train.arrow"]
     assert left_out == dict.fromkeys(
-        cached, "rows that datasets keeps of a map or filter; name it to read it"
+        cached, "cached by datasets: the result of a map or filter; name it to read it"
     )
     assert len(find_files(str(tmp_path / cached[0])).files) == 1
 
@@ -115,7 +115,7 @@ def test_splits_are_told_by_the_names_of_files_or_else_of_folders(tmp_path):
     _put(tmp_path, "a/train/x.jsonl", "a/test/x.jsonl", "a/val/train_ids.jsonl", "a/more.jsonl")
     assert _found(str(tmp_path), tmp_path) == (
         ["a/more.jsonl", "a/train/x.jsonl", "a/val/train_ids.jsonl"],
-        {"a/test/x.jsonl": "by its name a split to hold out; name it in data.eval_path"},
+        {"a/test/x.jsonl": "its name is that of a split to hold out; name it in data.eval_path"},
     )
     assert _found(str(tmp_path / "a" / "test"), tmp_path) == (["a/test/x.jsonl"], {})
 

@@ -259,7 +259,7 @@ def test_the_highest_token_is_known_and_must_have_an_embedding(tmp_path):
     store = TokenStore.open(tmp_path / "s.h5")
     assert store.attributes.highest_token == 319
     store.require_embeddings(320, "<image>")
-    with pytest.raises(DataError, match=r"token 319 \(<image>\), and .* embeddings for 319"):
+    with pytest.raises(DataError, match=r"token 319 \(<image>\), but .* embeddings for only 319"):
         store.require_embeddings(319, "<image>")
 
 

@@ -75,7 +75,7 @@ def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
 
     text = "configs:\n- config_name: x\n  data_files: a/*\n- config_name: y\n  data_files: b/*"
     path = card(tmp_path, text)
-    with pytest.raises(DataError, match=r"several configurations by its card.* x \(.*y \("):
+    with pytest.raises(DataError, match=r"several configurations, as its card says.* x \(.*y \("):
         find_files(path)
     with pytest.raises(ValueError, match="Config name is missing"):
         datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"))
@@ -83,7 +83,7 @@ def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
 
 def test_splits_without_one_for_training_have_to_be_named(tmp_path):
     text = "configs:\n- config_name: x\n  data_files: {sft: a/one.jsonl, gen: a/two.jsonl}"
-    with pytest.raises(DataError, match=r"no split called train by its card.* sft \(data\.path="):
+    with pytest.raises(DataError, match=r"no split called train in its card.* sft \(data\.path="):
         find_files(card(tmp_path, text))
 
 

@@ -307,7 +307,7 @@ def test_blocks_do_not_change_the_documents(monkeypatch):
 
 
 def test_loss_on_prompts_is_refused():
-    with pytest.raises(DataError, match=r"data\.loss_on=all: of preferences only the answers"):
+    with pytest.raises(DataError, match=r"data\.loss_on=all: with preferences only the answers"):
         PreferenceEncoder(byte_tokenizer(), 100, "all")
 
 

@@ -337,7 +337,10 @@ WRONG_PAIRS = [
     ({"prompt": "q", "chosen": 3, "rejected": "a"}, "chosen is number, expected text or messages"),
     ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty text, expected a prompt"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt is number, expected a list"),
-    ({"chosen": "yes", "rejected": "no"}, "texts that begin with different words, and no prompt"),
+    (
+        {"chosen": "yes", "rejected": "no"},
+        "texts that begin with different words, but there is no prompt",
+    ),
     ({"chosen": "q: a", "rejected": "q: "}, "rejected is only what the other begins with"),
     ({"chosen": [says("4")], "rejected": [says("5")]}, "are answers, and their prompt is missing"),
     (

@@ -32,7 +32,7 @@ def test_all_layouts_are_looked_at(made):
         for kind in kinds(layout)
     ]
     assert [*made] == wanted
-    assert "replicate 2 x shard 2, experts over 2" in map(str, layouts(4))
+    assert "replicate 2 x shard 2, expert 2" in map(str, layouts(4))
 
 
 def test_no_layout_makes_a_group_of_one_rank(made):

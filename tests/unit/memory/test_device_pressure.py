@@ -221,7 +221,10 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
     assert need.words.startswith(
         "device memory of rank 0 on this host: 64.0 GiB of 80.0 GiB in use"
     )
-    assert "failed: CUDA out of memory. Tried to allocate 2.00 GiB. Nothing is left" in need.words
+    assert (
+        "failed: CUDA out of memory. Tried to allocate 2.00 GiB. No further memory-saving"
+        in need.words
+    )
     assert outcome_facts(need, governor.taken)["memory"] == "device"
     governor.observe(watching.worst())
     assert governor.status() == (0.0,) * 8

@@ -131,7 +131,7 @@ def test_a_wrong_kernel_is_told_of_once_and_experts_are_multiplied_one_by_one(
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert len(told) == 1
     assert words in told[0]
-    assert told[0].startswith("experts are multiplied one after the other: ")
+    assert told[0].startswith("experts are computed in a loop: ")
 
 
 def test_the_trial_is_left_out_of_what_a_dispatch_mode_sees():
@@ -158,7 +158,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
         tune=SimpleNamespace(method="lora"), train=SimpleNamespace(compiles=False)
     )
     model = Model(built, None, settings)
-    assert str(model.kernels(GPU)).endswith("experts one by one: it is wrong")
+    assert str(model.kernels(GPU)).endswith("experts in a loop: it is wrong")
     assert tried == [(GPU, torch.bfloat16)]
     assert model.kernels(CPU).one_by_one == ""
 

@@ -233,5 +233,5 @@ def test_an_adapter_with_experts_one_by_one_is_refused_as_such(tmp_path):
     of_mixture(base).save_pretrained(folder)
     name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight"
     save_file({name: torch.ones(4, 64)}, folder / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"experts one by one\. Expected is peft's form"):
+    with pytest.raises(ConfigError, match=r"a pair of tensors per expert\. Expected peft's form"):
         started(base, folder, expert_rank=4, **EXPERTS)

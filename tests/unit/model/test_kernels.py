@@ -82,10 +82,14 @@ def test_a_run_says_it_in_one_line(kernels, words):
         ({}, torch.float16, ""),
         ({"head_dim": 256}, torch.bfloat16, ""),
         ({}, torch.float64, "the kernel takes bfloat16 and float16, not float64"),
-        ({"head_dim": 264}, torch.bfloat16, "up to 256 values in eights, not 264"),
-        ({"head_dim": 100}, torch.bfloat16, "up to 256 values in eights, not 100"),
+        ({"head_dim": 264}, torch.bfloat16, "up to 256 values, in multiples of 8, not 264"),
+        ({"head_dim": 100}, torch.bfloat16, "up to 256 values, in multiples of 8, not 100"),
         (LATENT, torch.bfloat16, ""),
-        (LATENT | {"qk_nope_head_dim": 256}, torch.bfloat16, "up to 256 values in eights, not 320"),
+        (
+            LATENT | {"qk_nope_head_dim": 256},
+            torch.bfloat16,
+            "up to 256 values, in multiples of 8, not 320",
+        ),
         ({"num_attention_heads": [32, 16]}, torch.bfloat16, "differ in their heads"),
     ],
 )
@@ -155,7 +159,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
     why = why_experts_loop(dtype, GPU)
     assert why.endswith(found)
     said = str(Kernels("varlen", None, "F.rms_norm", "own", one_by_one=why))
-    assert ("experts one by one: torch groups their products" in said) == bool(found)
+    assert ("experts in a loop: torch has grouped matmuls" in said) == bool(found)
 
 
 @pytest.mark.parametrize("within", [True, False])

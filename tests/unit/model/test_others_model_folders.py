@@ -86,7 +86,9 @@ def test_names_behind_what_was_put_around_the_model_are_told(model, prefix):
     save_file(
         {prefix + name: tensor for name, tensor in tensors.items()}, model / "model.safetensors"
     )
-    with pytest.raises(DataError, match=rf"{prefix}model\.\S+ is: the model was saved with"):
+    with pytest.raises(
+        DataError, match=rf"{prefix}model\.\S+ is: the model was saved in a wrapper"
+    ):
         build(model, torch.float32, FULL, 0)
 
 

@@ -167,7 +167,7 @@ def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_their_own():
 def test_a_layout_prints_its_axes():
     assert str(Layout(2, 8)) == "replicate 2 x shard 8"
     assert str(Layout(1, 2, 8, 4)) == "replicate 1 x shard 2 x tensor 8 x pipeline 4"
-    assert str(Layout(1, 4, expert=2)) == "replicate 1 x shard 4, experts over 2"
+    assert str(Layout(1, 4, expert=2)) == "replicate 1 x shard 4, expert 2"
 
 
 def test_checkpoints_say_over_how_many_ranks_experts_are_dealt_if_they_are():

@@ -126,12 +126,12 @@ PLANTED = {
     "the driver's library is not installed": (
         [(r, {"topology": Topology(driver_error=NO_NVML)}) for r in (0, 2)],
         "warning",
-        "n0, n1: nvidia-ml-py is not installed, so how GPUs are connected cannot be told",
+        "n0, n1: nvidia-ml-py is not installed, so the links between GPUs are unknown",
     ),
     "an NVLink is down": (
         [(0, {"topology": dataclasses.replace(NODE, gpus=(GPUS[0], worn(GPUS[1])))})],
         "warning",
-        "n0: of 18 NVLinks GPU 1 has 17 that are up",
+        "n0: GPU 1 has only 17 of 18 NVLinks up",
     ),
     "few of many CPUs": (
         [(r, {"num_reachable": 64}) for r in (0, 1)],
@@ -175,7 +175,7 @@ PLANTED = {
     "a clock that is ahead": (
         [(r, {"clock_s": 1e9 + 4200 * (r > 1)}) for r in range(4)],
         "warning",
-        "n1: its clock is 1h10m ahead of the other node's: when a job ends is read from rank 0's",
+        "n1: its clock is 1h10m ahead of the other node's: the job's end is read from rank 0's",
     ),
 }
 
@@ -280,13 +280,13 @@ FELL_BACK = {
         ),
         (EFA,),
         1.0,
-        "by TCP over EFA. It did not take /opt/libnccl-net.so: NCCL_DEBUG=INFO says why",
+        "by TCP over EFA. It did not load /opt/libnccl-net.so: NCCL_DEBUG=INFO says why",
     ),
     "a plugin without libfabric": (
         dataclasses.replace(PLAIN, plugin_file="/opt/libnccl-net.so"),
         (SLINGSHOT,),
         2.0,
-        "It did not take /opt/libnccl-net.so, which needs libfabric.so, and that is not found",
+        "It did not load /opt/libnccl-net.so, which needs libfabric.so, and that is not found",
     ),
     "a plugin that is switched off": (
         with_settings(PLAIN, NCCL_NET_PLUGIN="none", NCCL_IB_DISABLE="1"),
@@ -304,7 +304,7 @@ FELL_BACK = {
         with_settings(PLAIN, NCCL_SOCKET_IFNAME="=eth0"),
         (),
         1.0,
-        "across nodes 1.0 GB/s, where Ethernet eth0 is 100 Gb/s (12.5 GB/s): one connection of TCP",
+        "across nodes 1.0 GB/s, where Ethernet eth0 is 100 Gb/s (12.5 GB/s): one TCP connection",
     ),
 }
 
@@ -363,7 +363,7 @@ def test_variables_that_are_not_as_sites_set_them_are_one_line_to_copy():
     [(level, text)] = on_slingshot(LOADED, FI_CXI_DEFAULT_CQ_SIZE="", NCCL_CROSS_NIC="0")
     assert level == "warning"
     assert text == (
-        "n0, n1: for Slingshot sites set what is otherwise here (NCCL_CROSS_NIC=0): export "
+        "n0, n1: Slingshot sites set variables that are different here (NCCL_CROSS_NIC=0): export "
         "NCCL_CROSS_NIC=1 FI_CXI_DEFAULT_CQ_SIZE=131072"
     )
     rccl = dataclasses.replace(RCCL, plugin="/site/librccl-net.so")

@@ -116,7 +116,7 @@ def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
         (15.0, 10.0, 10.0, None, "went backwards"),
         (250_000.0, 100.0, 60.0, 262_000.0, 12_100.0),
         (1_000.0, 0.0, 60.0, 262_000.0, "went backwards"),  # 261 kJ in a minute are 4 kW
-        (1_000.0, 2_000.0, 263.0, 262_000.0, "begun again unseen"),
+        (1_000.0, 2_000.0, 263.0, 262_000.0, "wrapped around unnoticed"),
     ],
 )
 def test_two_readings_tell_what_was_spent_or_that_they_do_not(before, now, gap_s, wrap, joules):

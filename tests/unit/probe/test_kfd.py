@@ -88,4 +88,4 @@ def test_a_link_that_is_down_is_named_as_amd_calls_it(tmp_path):
     gpus = (*found.gpus[:3], worn, *found.gpus[4:])
     ranks = world((0, {"topology": dataclasses.replace(found, gpus=gpus)}))
     texts = [finding.text for finding in find_problems(ranks, Links((), ()))]
-    assert "n0: of 7 XGMI links GPU 3 has 6 that are up" in texts
+    assert "n0: GPU 3 has only 6 of 7 XGMI links up" in texts

@@ -19,15 +19,15 @@ def events(*jobs):
         (
             [JobEnergy("7", 3.6e6), JobEnergy("8", 1.8e6)],
             5.4e6,
-            "Slurm counted 1.50 kWh for the nodes of jobs 7, 8, from begin to end, other jobs "
-            "there included",
+            "Slurm counted 1.50 kWh for the nodes of jobs 7, 8, from start to end, including "
+            "other jobs there",
         ),
         (
             [JobEnergy("7", 3.6e6, of_steps=True), JobEnergy("8", why="it is not over")],
             3.6e6,
-            "Slurm counted 1.00 kWh for the nodes of job 7, from begin to end, other jobs there "
-            "included; it is the sum of steps, of which several can count one node; not known: "
-            "job 8 (it is not over)",
+            "Slurm counted 1.00 kWh for the nodes of job 7, from start to end, including other "
+            "jobs there; it is the sum of steps, several of which can count the same node; not "
+            "known: job 8 (it is not over)",
         ),
         (
             [JobEnergy(str(n), why="there is no sacct here") for n in range(6)],
@@ -51,7 +51,7 @@ def test_what_is_known_is_added_up_and_what_is_not_is_named(told, joules, words)
 def test_a_report_that_a_job_writes_asks_nobody():
     found = find_jobs_energy(events("7"), asks=False, ask=lambda *_: pytest.fail("asked"))
     assert found.joules is None
-    assert found.words.startswith("Slurm was not asked, since a job's energy is complete once")
+    assert found.words.startswith("Slurm was not asked, since a job's energy is known only after")
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,13 @@ def checked(file):
     [
         (
             [],
-            "Slurm counted 1.00 Wh for the nodes of job 7, from begin to end, other jobs there "
-            "included; not known: job 9 (sacct knows of no such job at that time)",
+            "Slurm counted 1.00 Wh for the nodes of job 7, from start to end, including other "
+            "jobs there; not known: job 9 (sacct knows of no such job at that time)",
         ),
-        (["--no-job-energy"], "Slurm was not asked, since a job's energy is complete once it is"),
+        (
+            ["--no-job-energy"],
+            "Slurm was not asked, since a job's energy is known only after its end",
+        ),
     ],
 )
 def test_the_report_asks_slurm_what_the_nodes_of_the_jobs_took(
@@ -707,7 +710,7 @@ def test_a_run_that_failed_at_its_start_has_no_checkpoint_and_says_why(make, cap
     ended = {"status": "failed", "reason": reason, "step": None, "exit_code": 2}
     run = make(outcome=ended if reason else None)
     assert cli.main(["export", str(run), "--to", "adapter"]) == 2
-    why = reason or "it has not come to a save"
+    why = reason or "it has not reached a save"
     assert f"{run} has no checkpoint: {why}" in capsys.readouterr().err
 
 

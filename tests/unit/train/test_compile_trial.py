@@ -138,7 +138,7 @@ def test_gradients_may_be_as_far_from_fp32_as_without_the_compiler():
         (["parallel.tensor=2"], "parallel.tensor > 1 is not available"),
         (["parallel.zero_stage=3"], "DeepSpeed gathers weights inside of the blocks"),
         (["parallel.zero_stage=2"], ""),
-        (["tune.router_aux_loss=0.1"], "routers are not looked at"),
+        (["tune.router_aux_loss=0.1"], "routers cannot be watched"),
     ],
 )
 def test_settings_that_do_not_go_with_compiled_blocks_are_said(words, said):

@@ -57,7 +57,9 @@ def test_a_token_of_the_text_that_the_model_has_no_embedding_for_is_refused(tmp_
     tokenizer.save_pretrained(model)
     said = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**said, "image_token": "<image>"}))
-    with pytest.raises(DataError, match=r"token 258 \(<image>\), and the model embeddings for 258"):
+    with pytest.raises(
+        DataError, match=r"token 258 \(<image>\), but the model has embeddings for only 258"
+    ):
         opened(rows, model, tmp_path / "run")
     fine = write_jsonl(tmp_path / "fine.jsonl", [{"text": "none here"}])
     assert opened(fine, model, tmp_path / "run").attributes.highest_token == 257
@@ -97,7 +99,7 @@ def test_what_is_left_out_of_a_folder_is_said_and_training_data_as_held_out_data
     assert (store.num_documents, held_out.num_documents) == (1, 1)
     assert store.attributes.content != held_out.attributes.content
     assert "README.md: it describes the data" in caplog.text
-    assert "test-00000-of-00001.jsonl: by its name a split to hold out" in caplog.text
+    assert "test-00000-of-00001.jsonl: its name is that of a split to hold out" in caplog.text
     assert "nothing about new data" not in caplog.text
     stores(model, tmp_path / "run", path=folder, eval_path=folder)
     assert "both read" in caplog.text

@@ -79,7 +79,7 @@ def test_raw_data_that_is_gone_names_the_file_that_was_prepared_from_it(tmp_path
         block = Block(sizes, np.ones(4, np.uint16), np.ones(4, np.uint8))
         write_store(file, [block], histogram_of(sizes), attributes(source=str(source)))
         if source == raw:
-            said = f"{file} was prepared from it: name that, as in data.eval_path={file}"
+            said = f"{file} was prepared from it: use that, as in data.eval_path={file}"
             with pytest.raises(DataError, match=re.escape(said)):
                 _require_source(wanted("data.eval_path", raw), cache)
     raw.mkdir()  # there, and no data in it

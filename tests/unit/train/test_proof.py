@@ -135,8 +135,8 @@ def test_mixtures_of_wide_layers_or_in_several_parts_are_made_small_and_tried(ki
 @pytest.mark.parametrize(
     ("kind", "said", "why"),
     [
-        ("ernie4_5_vl_moe", {}, "by ErnieFuseAndSplitTextVisionExperts, which is not followed"),
-        ("inkling2", {}, "by Interleave, which is not followed here"),
+        ("ernie4_5_vl_moe", {}, "by ErnieFuseAndSplitTextVisionExperts, which is not supported"),
+        ("inkling2", {}, "by Interleave, which is not supported, so"),
         ("diffusion_gemma", {}, "fills blocks of text in many steps"),
         ("qwen3_omni_moe", {}, "has parts for other things than text or images"),
         ("openai_privacy_filter", {}, "is not a causal LM"),

@@ -43,8 +43,8 @@ def test_the_same_start_goes_on_wherever_it_lies(adapter):
 @pytest.mark.parametrize(
     ("start", "before", "has_adapter", "said"),
     [
-        (HASH, "runs/sft", False, "that began with runs/sft, and none is given now"),
-        ("", None, True, "that began with no adapter, and {adapter} is given now"),
+        (HASH, "runs/sft", False, "the run started from runs/sft, but none is given now"),
+        ("", None, True, "the run started from no adapter, but {adapter} is given now"),
         ("other", "{adapter}", True, "{adapter} has other weights than in the checkpoint's run"),
     ],
 )

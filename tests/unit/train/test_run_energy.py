@@ -94,7 +94,7 @@ def test_starts_add_up_and_those_that_told_nothing_are_counted():
     energy = sum_energy([start, of_a_start, start, {"kind": "stop"}, start, of_a_start])
     assert energy.words == (
         "2 starts: 2.00 kWh (GPUs 2.00 kWh): 1.00 kWh per million tokens; "
-        "not of 1 of 3 starts, which were killed, have failed, or are not over"
+        "not known for 1 of 3 starts, which were killed, failed, or are not over"
     )
     assert sum_energy([start, {"kind": "stop"}]) is None
     assert sum_energy([start, of_a_start, start]).untold == 1

@@ -90,7 +90,7 @@ def test_with_nothing_left_it_saves_and_stops_and_says_what_it_needs(train):
     assert (told["step"], told["memory"], told["status"]) == (2, "device", "stopped")
     assert told["governor"] == [*["split_micro_batches"] * 3, "recompute", "move_optimizer"]
     assert told["reason"].startswith("device memory of rank 0 on ")
-    assert "Nothing is left to be given up" in told["reason"]
+    assert "No further memory-saving action is available" in told["reason"]
 
 
 def test_where_the_governor_only_observes_the_error_is_not_caught(train):

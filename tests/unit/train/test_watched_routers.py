@@ -42,7 +42,7 @@ def test_a_mixture_that_is_understood_is_watched_with_and_without_losses(bases):
     [
         ("dense", "", False, "a llama model has no experts"),
         ("mixture", "", False, "the routers of a mixtral model choose in a way that is not under"),
-        ("mixture", "softmax", True, "train.compile=true: routers are not looked at"),
+        ("mixture", "softmax", True, "train.compile=true: routers cannot be watched"),
     ],
 )
 def test_losses_of_routers_that_cannot_be_watched_are_refused(
@@ -79,4 +79,4 @@ def test_a_loss_that_config_json_asks_transformers_for_is_not_learned_and_said(
         assert "a loss of the routers" not in caplog.text
         _log_ignored_parts(built(base, TuneConfig()))
     assert "asks for a loss of the routers" in caplog.text
-    assert "tune.router_aux_loss, and not set" in caplog.text
+    assert "tune.router_aux_loss, which is not set: no such loss is used" in caplog.text

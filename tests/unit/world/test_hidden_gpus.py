@@ -51,7 +51,9 @@ def test_who_is_told_that_the_others_gpus_are_hidden(reachable, uuids, is_told):
     text = hidden_gpus_warning(here)
     assert bool(text) == is_told
     if is_told:
-        assert text.startswith(f"n0: ranks may open {reachable} of the 4 GPUs, whose device files")
+        assert text.startswith(
+            f"n0: ranks may open {reachable} of the 4 GPUs; the device files of "
+        )
         assert "--gpus-per-node without --gpus-per-task" in text
 
 

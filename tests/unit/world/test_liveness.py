@@ -197,5 +197,5 @@ def test_a_start_counts_no_time_in_which_torch_is_imported():
         ("all ranks to import torch", 100.0, True, False),
         ("all ranks to meet", 77.0, False, True),
         ("the devices of all ranks to connect", 77.0, False, True),
-        ("all ranks to tell of themselves", 77.0, False, True),
+        ("all ranks to describe themselves", 77.0, False, True),
     ]

@@ -157,7 +157,7 @@ def test_a_rank_that_is_behind_is_named_with_its_line():
     error = stalled_error(places, ROSTER, "training step 5", 1800, set(), "run/collectives")
     assert str(error) == (
         "training step 5: no progress for 1800 s (run.timeout): rank 2 (pid 4194306 on n1) has not "
-        "come, it is at training step 4, hpc_tune/data/loader.py:8 in next_step. The last "
+        "arrived: it is at training step 4, hpc_tune/data/loader.py:8 in next_step. The last "
         "collectives of each rank are in run/collectives, for torchfrtrace"
     )
     assert error.facts == {

@@ -63,7 +63,7 @@ try:
 except OSError as error:
     print(DiskError.of(error, "reading the memory limits"))
 """)
-    assert "Too many open files. It has as many files open as it may" in said
+    assert "Too many open files. It has reached its limit of open files" in said
     assert "ulimit -Hn" in said
 
 
