@@ -128,7 +128,7 @@ def test_a_run_that_began_with_an_adapter_goes_on_against_it_alone(tmp_path):
     assert many_runs(1, jobs, tmp_path) == [0, 75]
     without, again = launch_runs(1, [{"overrides": words}, {"overrides": with_it}], tmp_path)
     assert (without.code, again.code) == (2, 0), without.output
-    assert "/sft/export/adapter, and none is given now" in without.output
+    assert "/sft/export/adapter, but none is given now" in without.output
     whole = settings(tmp_path, "whole", data, "dpo", with_it[-1])
     assert many_runs(1, [{"overrides": whole}], tmp_path) == [0]
     assert worst_gap(losses(tmp_path / "dpo"), losses(tmp_path / "whole")) < 1e-6
