@@ -218,41 +218,38 @@ def test_a_row_without_tokens_is_taken():
     assert net(torch.zeros(2, 0, 24, dtype=torch.float64)).shape == (2, 0, 24)
 
 
+class Shapes(TorchDispatchMode):
+    """Notes the shapes of the arguments of each call of an operator."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.calls = operator, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.operator:
+            self.calls.append([tuple(arg.shape) for arg in args])
+        return func(*args, **(kwargs or {}))
+
+
 def test_an_input_that_is_shared_is_read_by_one_narrow_product():
     fused = attention()
     use_lora_linear(fused.base_model.model, shares_inputs=True)
-    shapes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.mm.default:
-                shapes.append((*args[0].shape, args[1].shape[1]))
-            return func(*args, **(kwargs or {}))
-
     x = torch.randn(7, 24, dtype=torch.float64, requires_grad=True)
-    with Watch():
+    with Shapes(torch.ops.aten.mm.default) as products:
         out = fused(x)
-    assert shapes.count((7, 24, 12)) == 2  # three A's of rank 4 in each block
-    assert shapes.count((7, 24, 4)) == 2  # of o_proj
+    assert products.calls.count([(7, 24), (24, 12)]) == 2  # three A's of rank 4 in each block
+    assert products.calls.count([(7, 24), (24, 4)]) == 2  # of o_proj
     out.sum().backward()
 
 
 def test_gradients_of_an_input_are_added_up_by_the_large_products():
     fused = attention()
     use_lora_linear(fused.base_model.model, shares_inputs=True)
-    added = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.addmm_.default:
-                added.append(args[2].shape[0])
-            return func(*args, **(kwargs or {}))
-
     out = fused(torch.randn(7, 24, dtype=torch.float64, requires_grad=True))
-    with Watch():
+    with Shapes(torch.ops.aten.addmm_.default) as added:
         out.sum().backward()
     # In each block o, q, k and v, by the features that are summed over; no adapter's rank of 4.
-    assert sorted(added) == [12, 12, 12, 12, 24, 24, 24, 24]
+    assert sorted(weight[0] for _, _, weight in added.calls) == [12, 12, 12, 12, 24, 24, 24, 24]
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
