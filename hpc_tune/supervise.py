@@ -1,6 +1,6 @@
 """Supervises a run in a batch job: starts it, forwards signals, and decides what follows.
 
-    the ranks end -> decide (pure) -> done | start again here | requeue the job | give up
+    the ranks end -> decide_next (pure) -> done | start again here | requeue the job | give up
 
 A launcher's exit code is not reliable: ``outcome.json`` says how a run ended, and the newest
 checkpoint how far it came. Nodes that are lost or sick are left out (cluster/nodes.py). Every start

@@ -1,6 +1,6 @@
 """What ``submit`` does besides writing the script: chooses the scheduler, and calls it.
 
-sections, sbatch or qsub on PATH -> choose -> script of slurm.py or pbs.py
+sections, sbatch or qsub on PATH -> choose_scheduler -> script of slurm.py or pbs.py
 -> warnings -> the folder of the job's output -> sbatch, qsub -> the job's number
 """
 

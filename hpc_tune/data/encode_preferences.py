@@ -1,7 +1,7 @@
 """Pairs and labelled answers -> documents of two sides each.
 
-    Pair      chosen and rejected answer                              -> both sides -> one document
-    Labelled  an answer, and after the same prompt that of another prompt -> both -> one document
+    PreferencePair   chosen and rejected answer -> both sides -> one document
+    LabelledAnswers  an answer, and after the same prompt that of another -> both -> one document
 
 Both sides begin with the same tokens up to the first learned one: else the sums of their
 log-probabilities would be of different prompts. A pair that is longer than ``seq_len``, both sides

@@ -1,7 +1,7 @@
 """Rows of preferences -> pairs of answers to one prompt, or answers with a label.
 
-    row -> its prompt and its two answers -> records.py, once for each -> Pair
-    row -> records.py -> Labelled; of a pair both answers, the chosen one as desirable
+    row -> its prompt and its two answers -> records.py, once for each -> PreferencePair
+    row -> records.py -> LabelledAnswers; of a pair both answers, the chosen one as desirable
 
 Known are the forms of trl, LLaMA-Factory, axolotl, ms-swift, OpenAI, UltraFeedback and hh-rlhf.
 Only the answers are learned, nothing that the assistant says in the prompt.

@@ -1,8 +1,8 @@
 """Raw data -> the file of prepared data: in parallel, the same bytes for any number of ranks.
 
-    plan       every rank   path -> chunks, and a folder for parts beside the output
-    tokenize   rank r       chunks r, r + size, ... -> one part file (.npz) each
-    assemble   rank 0       parts in the order of the chunks -> the HDF5 file; the folder is removed
+    plan_preparation  every rank  path -> chunks, and a folder for parts beside the output
+    tokenize_chunks   rank r      chunks r, r + size, ... -> one part file (.npz) each
+    join_parts        rank 0      parts in order of the chunks -> the HDF5 file; removes the folder
 
 The ranks agree on errors of each step, by the caller's ``Ranks.run_and_agree``. The folder's name
 holds a hash of the data and the settings, so that complete parts of a killed run are used by the

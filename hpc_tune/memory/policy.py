@@ -1,6 +1,6 @@
 """The policy of the memory governor: pure functions of usage and of the actions taken before.
 
-    peaks of the last steps, limit -> level (hysteresis, forecast) -> decide -> one action, or none
+    peaks of the last steps, limit -> level (hysteresis, forecast) -> decide_action -> an action
 
 The ladder's actions are taken in order, from those that cost nothing to leaving with a checkpoint.
 Cheap ones begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for a

@@ -2,7 +2,7 @@
 
     a router's logits, what it has chosen -> tokens of each expert
                                           -> losses of balance and of the logits' size
-    its weights  -> _Carrier -> experts   in the backward pass: the losses' gradient, to the logits
+    its weights  -> _LossCarrier -> experts   backward: the losses' gradient, to the logits
 
 Of a packed row with T tokens without padding, n_e of which one of the router's k choices gives to
 expert e of E, with the probabilities p_te (Megatron-LM's seq_aux_loss, moe_utils.py; with T more,

@@ -1,6 +1,6 @@
 """Products grouped by expert: torch's kernel, or expert by expert where it has none or is wrong.
 
-    rows of an expert after one another -> times: each row by its expert's matrix
+    rows of an expert after one another -> grouped_matmul: each row by its expert's matrix
                                         -> gradient: each expert's sum of outer products
 
 On a GPU the kernel may leave what was in memory before as the gradient of an expert without rows

@@ -1,6 +1,6 @@
 """Tensors of a model that its files hold in several: the experts of a layer, one by one in files.
 
-    transformers' own table of conversions -> Joined: which stored tensor lies where in the whole
+    transformers' table of conversions -> JoinedTensor: which stored tensor lies where in the whole
     TensorIndex.fill reads a region of it: of each stored tensor the part that lies there
 
 So a rank reads of each expert what it keeps of the stack, and no stack is ever put together that is

@@ -1,8 +1,8 @@
 """The language model of a directory, by itself or as a part of one that reads images as well.
 
-read_config      config.json, as transformers reads it
-read_shape       the language model's part of it: what can be checked before any rank starts work
-language_model   the language model with its output head, and the names that files have for it
+read_config           config.json, as transformers reads it
+read_language_config  the language model's part: what can be checked before any rank starts work
+make_language_model   the language model with its output head, and the names that files have for it
 
 Gemma 3, Qwen3.5 or Mistral Small are published as one model with an encoder of images. Their
 language model is what is trained here; the other parts stay as they are, in the model directory and

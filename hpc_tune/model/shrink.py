@@ -1,7 +1,7 @@
 """A model's configuration made small: the same architecture in a few million values.
 
-    shrunk(config)         few layers, narrow layers, a small vocabulary; all else as it was
-    shrunk_whole(config)   so with the language model of one that has other parts, too
+    shrink_config(config)        few layers, narrow layers, a small vocabulary; all else as it was
+    shrink_whole_config(config)  so with the language model of one that has other parts, too
 
 What is kept decides how the model computes: the number of heads and their groups, kinds of layers,
 activations, scales, biases, rotary positions. Feature widths are divided by one number, so that

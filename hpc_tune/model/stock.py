@@ -1,8 +1,8 @@
 """The reference for an architecture: transformers' own losses and gradients of a small model of it.
 
-write_small   the architecture of a config, made small, with random values, as a directory
-stock_losses  the loss of each document in transformers' own model, and the gradient of their sum
-reference     both, with values for which rounding chooses no expert
+write_small_model     the architecture of a config, made small, with random values, as a directory
+compute_stock_losses  the loss of each document in transformers' model, and their sum's gradient
+compute_reference     both, with values for which rounding chooses no expert
 """
 
 import importlib.metadata

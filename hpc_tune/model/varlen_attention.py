@@ -1,8 +1,8 @@
 """Attention within documents on GPUs: torch's variable-length kernel, without a mask.
 
-    lengths of documents, on the host -> Starts, once per micro-batch, copied while the host goes on
+    lengths of documents, on the host -> DocumentStarts, once per micro-batch, without a wait
     a layer -> varlen_attn over the tokens of all rows, end to end
-    a sliding window -> window_mark, which reaches the layer in place of its mask
+    a sliding window -> encode_window, which reaches the layer in place of its mask
 
 The kernel (FlashAttention inside torch) is told where documents begin, and computes what a T x T
 mask would keep. Nothing is asked of the device, so the host never waits for it. A wrong kernel

@@ -50,8 +50,8 @@ class WeightGroup:
     what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms, and
     what has fewer than two dims. ``kind``: what they are in a mixture of experts
-    (``experts.kinds_of``). ``by_block``: the values in each decoder block, where they differ.
-    ``shape``: of each, empty for what no layout shards; of packed codes the first length alone.
+    (``experts.group_parameters``). ``by_block``: the values in each decoder block, where they
+    differ. ``shape``: of each, empty for what no layout shards; of packed codes the first length.
     """
 
     part: ModelPart

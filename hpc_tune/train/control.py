@@ -1,8 +1,8 @@
 """What all ranks do next, by what they have agreed on, beside the training itself (trainer.py).
 
-    decide   at the boundary before a step: one exchange of loss tokens, stop requests, due saves,
-             memory levels and what the metrics of the step before still lack; then these, saves,
-             the governor's actions, and the rows of the step
+    decide       at the boundary before a step: one exchange of loss tokens, stop requests, due
+                 saves, memory levels and what the metrics of the step before still lack; then
+                 these, saves, the governor's actions, and the rows of the step
     record_step  after a step: memory, metrics, evaluation, a save that is due by its number
 
 Control flow depends on agreed values only, so that every rank takes the same branch.

@@ -1,6 +1,6 @@
 """What a run does about memory: the governor's levels, agreed by all ranks and acted upon.
 
-    step's worst -> levels of this rank -> counted over the ranks at the boundary -> decide -> lever
+    step's worst -> levels of this rank -> counted over ranks at the boundary -> decide_action
     step that ran out of a device's memory -> CRITICAL -> the same
 
 Each rank decides by the same counts and the same ladder, so all do the same thing.

@@ -1,7 +1,7 @@
 """The sources of a run's data, by name: data.path alone, or those of a mixture.
 
 settings -> SourceConfig, each with its own section -> prepared, opened -> OpenSource
-OpenSource, the checkpoint's phases -> Parts -> Phase (data/mixture.py) -> the rows of the run
+OpenSource, the checkpoint's phases -> Parts -> MixturePhase (data/mixture.py) -> rows of the run
 """
 
 from collections.abc import Iterator, Mapping, Sequence

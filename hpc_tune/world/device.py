@@ -1,6 +1,6 @@
 """Which device a rank computes on, and the check that no GPU is shared or idle.
 
-what each rank of a node sees -> assign (pure) -> this rank's device -> check of all reports
+what each rank of a node sees -> assign_gpus (pure) -> this rank's device -> check of all reports
 """
 
 import os
