@@ -35,8 +35,15 @@ CASES = {
     "70B lora, shard 8, compiled": (*_OF_70B, _COMPILED),
     "70B qlora, shard 8": (*_OF_70B, "tune.method=qlora"),
     "70B lora, base fp8, shard 8": (*_OF_70B, "tune.base_dtype=fp8"),
+    "70B dora, shard 8": (*_OF_70B, "tune.method=dora"),
+    "70B lora, dropout 0.05, shard 8": (*_OF_70B, "tune.dropout=0.05"),
+    "70B lora, float8, shard 8, compiled": (*_OF_70B, "train.float8=true", _COMPILED),
+    "70B full, shard 8": (*_OF_70B, "tune.method=full"),
     "30B-A3B lora, expert 8": _OF_30B,
-    "30B-A3B lora, expert 8, compiled": (*_OF_30B, _COMPILED),
+    "30B-A3B qlora, expert 8": (*_OF_30B, "tune.method=qlora"),
+    "30B-A3B dora, expert 8": (*_OF_30B, "tune.method=dora"),
+    "30B-A3B lora, dropout 0.05, expert 8": (*_OF_30B, "tune.dropout=0.05"),
+    "30B-A3B full, expert 8": (*_OF_30B, "tune.method=full"),
 }
 _GROUPS = {
     "products": ("base products",),
