@@ -18,7 +18,7 @@ from hpc_tune.commands import ALL_RANK_COMMANDS, COMMANDS, SETTINGS_ARGUMENTS
 from hpc_tune.config.load import config_hint, describe_fields, field_names, load_config
 from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
-from hpc_tune.log import configure, log
+from hpc_tune.log import configure, log, print_line
 from hpc_tune.packages import find_shadowing_packages
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
@@ -176,5 +176,5 @@ def _print_error(error: HpcTuneError) -> int:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)
     if not (rank and had_world):
         who = f"rank {rank}: " if rank else ""
-        print(mask_secrets(f"hpc_tune: {who}{error}"), file=sys.stderr, flush=True)
+        print_line(mask_secrets(f"hpc_tune: {who}{error}"))
     return error.exit_code

@@ -64,6 +64,15 @@ def configure(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def print_line(text: str) -> None:
+    """Write a line to stderr in one piece, where ``print`` with PYTHONUNBUFFERED writes two.
+
+    Between the two a launcher may write a line of its own.
+    """
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def warn_unreadable(path: Path, error: Exception) -> None:
     """Warn that a file counts as missing which is there and may not, or cannot, be opened."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.log import configure
+from hpc_tune.log import configure, print_line
 from hpc_tune.plan.trace import TracedStep, TraceFunction, TraceReport, make_traced_step, trace_step
 
 _FEW_BLOCKS = (8, 12)
@@ -132,7 +132,7 @@ def main() -> int:
         else:
             report = trace(dataclasses.replace(step, rank=arguments.rank))
     except HpcTuneError as error:
-        print(error, file=sys.stderr)
+        print_line(str(error))
         return error.exit_code
     print(json.dumps(dataclasses.asdict(report)))
     return 0

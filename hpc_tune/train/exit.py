@@ -7,7 +7,6 @@ MemoryExit          stops a run whose memory runs out between two steps: the mon
                     the limit near, or an allocation fails; exit code 75, and it can be resumed
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from hpc_tune.errors import (
     ResumableStop,
 )
 from hpc_tune.faults import Faults
-from hpc_tune.log import configure, log
+from hpc_tune.log import configure, log, print_line
 from hpc_tune.memory.device import (
     describe_failed_allocation,
     find_device_memory,
@@ -138,7 +137,7 @@ def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path
     before, is_refused = comm.resume_point.before, getattr(error, "exit_code", None) == EXIT_USER
     if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
         words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
-        print(f"this start left {words} in run.dir={run_dir}", file=sys.stderr, flush=True)
+        print_line(f"this start left {words} in run.dir={run_dir}")
 
 
 def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
@@ -179,9 +178,9 @@ def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Fa
         if kept is not None:
             facts = {**told.facts, "details": str(kept)}
             told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
-    print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
+    print_line(f"{told.who}{told.reason}")
     if told.details is not None and kept is None:
-        print(told.details, file=sys.stderr, flush=True)
+        print_line(told.details)
     return told
 
 
@@ -249,7 +248,7 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
         events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
         events.close()
     except OSError as unwritten:
-        print(f"the outcome of the run cannot be written: {unwritten}", file=sys.stderr, flush=True)
+        print_line(f"the outcome of the run cannot be written: {unwritten}")
 
 
 class StartupWatchdog:

@@ -27,6 +27,7 @@ from hpc_tune.errors import (
     WorldError,
     first_line,
 )
+from hpc_tune.log import print_line
 from hpc_tune.world import liveness
 from hpc_tune.world.processes import ancestors, is_alive
 
@@ -71,7 +72,7 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             who = f"rank {rank_hint(os.environ)}"
 
         def give_up() -> None:
-            print(f"{who}: MPI's Abort did not end it, exiting", file=sys.stderr, flush=True)
+            print_line(f"{who}: MPI's Abort did not end it, exiting")
             os._exit(exit_code)
 
         liveness.run_after(liveness.ABORT_LIMIT_S, give_up)
@@ -177,7 +178,7 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
     """End the world if the block is not done in time, and print who waited for what."""
 
     def expire() -> None:
-        print(f"{who}: waited {seconds:.0f} s for {what}; {hint}", file=sys.stderr, flush=True)
+        print_line(f"{who}: waited {seconds:.0f} s for {what}; {hint}")
         die(None)
 
     timer = liveness.run_after(seconds, expire)
@@ -200,7 +201,7 @@ def watch_launcher(who: str) -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
             # The other end of stderr may be closed.
             with contextlib.suppress(OSError, ValueError):
-                print(f"{who}: the launcher is gone, exiting", file=sys.stderr, flush=True)
+                print_line(f"{who}: the launcher is gone, exiting")
             os._exit(EXIT_FAILED)
 
     liveness.Watcher("launcher-watch", liveness.LAUNCHER_LOOK_EVERY_S, look).start()
@@ -219,9 +220,9 @@ def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
     """Report once for the world what went wrong and end every rank."""
     told = report_failure(comm, error)
     if told is not None:
-        print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
+        print_line(f"{told.who}{told.reason}")
         if told.details is not None:
-            print(told.details, file=sys.stderr, flush=True)
+            print_line(told.details)
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
     if told is not None:
         announce_exit(comm, code)

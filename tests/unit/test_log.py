@@ -3,6 +3,9 @@ import logging
 import math
 import re
 import resource
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,3 +191,12 @@ def test_a_log_file_that_cannot_be_written_changes_nothing(tmp_path, capsys):
     with log_to_file(tmp_path / "logs" / "rank-0.txt"):
         log.warning("told")
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_line_on_stderr_is_one_write_though_python_is_unbuffered():
+    """A launcher that writes between a text and its newline would join its own line to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps writes apart
+    program = "from hpc_tune.log import print_line; print_line('error: gone')"
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, check=True, timeout=60)
+        assert ours.recv(1000) == b"error: gone\n"
