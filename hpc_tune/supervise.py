@@ -258,11 +258,11 @@ class Supervisor:
         told = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
         if unended.has_ended(self._run_dir):  # else this start will be refused
-            unended.begin(self._run_dir, from_step=from_step, job=job_id, **told)
+            unended.note_start(self._run_dir, from_step=from_step, job=job_id, **told)
             try:
                 code, lines = self._launch(command.environment, before)
             finally:
-                unended.end(self._run_dir)
+                unended.forget_start(self._run_dir)
         else:
             code, lines = self._launch(command.environment, before)
         # A node that does not find Python exits with this code too.
@@ -272,7 +272,9 @@ class Supervisor:
         until_s = time.time() + _SETTLE_S
         while _outcome_stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
-        ended = outcome.read(self._run_dir) if _outcome_stamp(self._run_dir) != before else None
+        ended = (
+            outcome.read_outcome(self._run_dir) if _outcome_stamp(self._run_dir) != before else None
+        )
         if code == EXIT_USER and (ended or {}).get("exit_code") != EXIT_USER:
             # The ranks have written nothing, and what is there now is another job's.
             ended = {"status": _REFUSED, "reason": _why_refused(self._run_dir)}
@@ -295,7 +297,7 @@ class Supervisor:
             return replace(start, lost_nodes=lost)
         has_report = "exit_code" in ended
         accused = find_lost_hosts(ended) | lines.find_suspects(has_report)
-        if heartbeat.died_of_memory(heartbeat.read(self._run_dir)):
+        if heartbeat.died_of_memory(heartbeat.read_heartbeats(self._run_dir)):
             accused = {}  # the next start takes less of it
         has_cause = ended.get("error") == CheckpointError.__name__
         certain = lines.find_certain_suspects(has_report)
@@ -335,7 +337,7 @@ class Supervisor:
         blame. See ``Nodes.examine``.
         """
         found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
-        left_out.report_excluded(self._run_dir, found)
+        left_out.report_excluded_nodes(self._run_dir, found)
         return lost
 
     def _end_reason(self, ended: Mapping[str, object]) -> str:
@@ -373,7 +375,7 @@ class Supervisor:
         return code
 
     def _linger_s(self) -> float:
-        has_failed = (outcome.read(self._run_dir) or {}).get("status") == "failed"
+        has_failed = (outcome.read_outcome(self._run_dir) or {}).get("status") == "failed"
         return min(_LINGER_S, _LINGER_FAILED_S) if has_failed else _LINGER_S
 
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
@@ -439,7 +441,7 @@ def _read_starts(run_dir: Path) -> list[StartRecord]:
 
 def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     """Return a start that took its job's supervise with it, as far as it has told how it ended."""
-    if (lost := unended.read(run_dir)) is None:
+    if (lost := unended.read_unfinished_start(run_dir)) is None:
         return None
     status, reason, exit_code = unended.find_ending(run_dir, lost)
     fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
@@ -454,7 +456,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
 def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
     log.info("the last start ended: step %d: %s", lost.to_step, lost.reason)
     _append_start(run_dir, lost)
-    unended.end(run_dir)
+    unended.forget_start(run_dir)
     return lost
 
 

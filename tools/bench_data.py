@@ -10,7 +10,7 @@ from typing import Any
 from bench_watch import watched
 
 from hpc_tune.data.lines import is_array, line_number, read_array, read_lines
-from hpc_tune.data.pydocs import list_modules, read_module
+from hpc_tune.data.pydocs import list_pydocs_modules, read_pydocs_module
 from hpc_tune.data.records import WrongRecord
 from hpc_tune.errors import DataError
 
@@ -22,7 +22,9 @@ def read_records(path: Path | None) -> list[Any]:
         DataError: if the file holds anything else, or nothing.
     """
     if path is None:
-        pairs = [pair for module in list_modules(False) for pair in read_module(module)]
+        pairs = [
+            pair for module in list_pydocs_modules(False) for pair in read_pydocs_module(module)
+        ]
         return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     in_array = is_array(path)
     rows = read_array(path) if in_array else read_lines(path, 0, path.stat().st_size)

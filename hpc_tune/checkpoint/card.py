@@ -12,7 +12,7 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.files import as_list
-from hpc_tune.rundir.energy import read as read_energy
+from hpc_tune.rundir.energy import read_energy as read_energy
 from hpc_tune.safe_yaml import load_yaml
 
 CARD, CONFIG = "README.md", "training_config.yaml"

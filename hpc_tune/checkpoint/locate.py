@@ -209,10 +209,10 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
 
 
 def _outcome_lines(path: Path) -> list[str]:
-    ended = outcome.read(path)
+    ended = outcome.read_outcome(path)
     if ended is not None and {"status", "reason"} <= ended.keys():
         return [f"outcome: {ended['status']} ({ended['reason']})"]
-    last = heartbeat.read(path)
+    last = heartbeat.read_heartbeats(path)
     if not last:
         return []
     silent_s = time.time() - max(beat.time for beat in last)
@@ -227,7 +227,7 @@ def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
         if (path / nearby.RESOLVED_CONFIG).is_file():
-            why = (outcome.read(path) or {}).get("reason", "it has not reached a save")
+            why = (outcome.read_outcome(path) or {}).get("reason", "it has not reached a save")
             raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "

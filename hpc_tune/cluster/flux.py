@@ -14,7 +14,7 @@ from hpc_tune.cluster.protocol import (
 )
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_flux(environ: Environ) -> Claim | None:
     if "FLUX_TASK_RANK" not in environ:
         return None
     # Flux's own PMI is that of MPICH and Cray MPICH; -o pmi=pmix is for Open MPI.
@@ -36,7 +36,7 @@ def _claim_of_jsrun(environ: Environ) -> Claim | None:
 
 
 FLUX = Launcher(
-    _claim,
+    _claim_of_flux,
     prefixes=("FLUX_",),
     processes=("flux-shell", "flux-broker"),
     advice="With Open MPI start by flux run -o pmi=pmix.",

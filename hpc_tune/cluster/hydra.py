@@ -21,7 +21,7 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
     return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI sends nothing from GPUs here"
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_hydra(environ: Environ) -> Claim | None:
     # Over srun-started proxies the step's variables describe the proxies; srun sets PMI_RANK too.
     if "PMI_RANK" not in environ:
         return None
@@ -53,6 +53,8 @@ def _claim_of_mvapich(environ: Environ) -> Claim | None:
     )
 
 
-_PROCESSES = ("mpirun", "mpiexec", "hydra")
-HYDRA = Launcher(_claim, prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"), processes=_PROCESSES)
-MVAPICH = Launcher(_claim_of_mvapich, prefixes=("MV2_",), processes=_PROCESSES)
+_HYDRA_PROCESSES = ("mpirun", "mpiexec", "hydra")
+HYDRA = Launcher(
+    _claim_of_hydra, prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"), processes=_HYDRA_PROCESSES
+)
+MVAPICH = Launcher(_claim_of_mvapich, prefixes=("MV2_",), processes=_HYDRA_PROCESSES)

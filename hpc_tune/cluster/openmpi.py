@@ -5,23 +5,23 @@ import re
 from hpc_tune.cluster.protocol import LIBMPI_OF_OPEN_MPI, Claim, Environ, Launcher, read_claim
 from hpc_tune.cluster.slurm import is_srun_step
 
-NAME = "openmpi"
-LOCAL_RANK_VARIABLE = "OMPI_COMM_WORLD_LOCAL_RANK"
+OPENMPI_NAME = "openmpi"
+OPENMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 # MPI busy-waits; ranks that share a core must yield it to make progress.
-YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
+OPENMPI_YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_openmpi(environ: Environ) -> Claim | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the index of the node.
     return read_claim(
         environ,
-        NAME,
+        OPENMPI_NAME,
         LIBMPI_OF_OPEN_MPI,
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
-        local_rank=LOCAL_RANK_VARIABLE,
+        local_rank=OPENMPI_LOCAL_RANK,
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     )
 
@@ -33,17 +33,17 @@ def _claim_of_prun(environ: Environ) -> Claim | None:
     return read_claim(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
 
 
-def _cannot_start(library: str) -> bool:
+def _openmpi_cannot_start(library: str) -> bool:
     """MPICH 5 ends with "unsupported PMI version PMIx"; an older one starts each rank alone."""
     version = re.match(r"MPICH Version:\s*(\d+)", library)
     return version is not None and int(version[1]) >= 5
 
 
 OPENMPI = Launcher(
-    _claim,
+    _claim_of_openmpi,
     prefixes=("OMPI_", "PMIX_", "PRTE_"),
     processes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
     library_folder="OMPI_LIBDIR_LOC",
-    cannot_start=_cannot_start,
+    cannot_start=_openmpi_cannot_start,
 )
 PRUN = Launcher(_claim_of_prun, prefixes=("PMIX_", "PRTE_"), processes=("prterun", "prted"))

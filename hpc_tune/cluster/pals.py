@@ -4,7 +4,7 @@ from hpc_tune.cluster.protocol import LIBMPI_OF_MPICH, Claim, Environ, Launcher,
 from hpc_tune.cluster.slurm import STEP_SIZE, is_srun_step
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_pals(environ: Environ) -> Claim | None:
     if "PALS_RANKID" not in environ:
         return None
     # srun --mpi=cray_shasta sets the rank but not the size.
@@ -20,4 +20,4 @@ def _claim(environ: Environ) -> Claim | None:
     )
 
 
-PALS = Launcher(_claim, prefixes=("PALS_",), processes=("pals",))
+PALS = Launcher(_claim_of_pals, prefixes=("PALS_",), processes=("pals",))

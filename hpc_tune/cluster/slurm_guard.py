@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.slurm_nodes import GUARD_STEP, OVERLAP_VARIABLES
 
-CHECK_EVERY_S = 60
+GUARD_CHECK_EVERY_S = 60
 # A job that its user has ended is left alone: its state has another reason.
-_SCRIPT = """\
+_GUARD_SCRIPT = """\
 first=$1 job=$2
 check() {
     shown=$(scontrol show job "$job") || return 1
@@ -55,7 +55,15 @@ class RequeueGuard:
         self._node = others[0]
         words = ["srun", "--no-kill", f"--job-name={GUARD_STEP}", "--nodes=1", "--ntasks=1"]
         words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
-        words += ["sh", "-c", _SCRIPT, GUARD_STEP, self._first, self._job_id, str(CHECK_EVERY_S)]
+        words += [
+            "sh",
+            "-c",
+            _GUARD_SCRIPT,
+            GUARD_STEP,
+            self._first,
+            self._job_id,
+            str(GUARD_CHECK_EVERY_S),
+        ]
         try:
             self._child = subprocess.Popen(
                 words,

@@ -10,7 +10,7 @@ from hpc_tune.errors import WorldError
 _NODE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_torchrun(environ: Environ) -> Claim | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     return read_claim(
@@ -26,13 +26,13 @@ def _claim(environ: Environ) -> Claim | None:
 
 
 TORCHRUN = Launcher(
-    _claim,
+    _claim_of_torchrun,
     prefixes=("TORCHELASTIC_", *TORCH_NAMES, *_NODE_VARIABLES),
     has_store=True,
 )
 
 
-def check_master(environ: Environ) -> None:
+def check_torchrun_master(environ: Environ) -> None:
     """Refuse a torchrun of several nodes whose master address is each node's own.
 
     Raises:

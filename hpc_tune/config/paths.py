@@ -22,7 +22,7 @@ _HUB_KINDS: dict[str, HubKind] = {
     "model.path": "model", "tune.init_from": "model", "data.path": "dataset",
     "data.eval_path": "dataset",
 }  # fmt: skip
-_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+_PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
         if name == "model.path" and os.path.isdir(expanded):
             expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
         paths[at] = expanded
-        for left in _VARIABLE.findall(expanded):
+        for left in _PATH_VARIABLE.findall(expanded):
             yield (
                 f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
                 "the folder"

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field
 
 from hpc_tune.config.scheduler import MEMORY, JobConfig
 
-_CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+)", re.ASCII)
+_PBS_CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+)", re.ASCII)
 _VALUE = r"[\w@%+=:,./\[\]|&*^()-]+"
-_OPTION = re.compile(rf"-([A-Za-z]) *({_VALUE})", re.ASCII)
+_PBS_OPTION = re.compile(rf"-([A-Za-z]) *({_VALUE})", re.ASCII)
 _CHUNK = re.compile(r"[A-Za-z]\w*=[\w@%+,./-]+(?::[A-Za-z]\w*=[\w@%+,./-]+)*", re.ASCII)
 # Options of qsub that would contradict the script, and what to use instead.
-_OWN_OPTIONS = {
+_PBS_OWN_OPTIONS = {
     "A": "pbs.account", "q": "pbs.queue", "N": "pbs.job_name", "o": "pbs.output",
     "e": "pbs.output, which has both", "j": "pbs.output, which has both",
     "J": "one configuration for each run: a job array is not supported",
@@ -38,7 +38,7 @@ def walltime_s(text: str) -> float:
     Raises:
         ValueError: if qsub would refuse it.
     """
-    match = _CLOCK.fullmatch(text)
+    match = _PBS_CLOCK.fullmatch(text)
     if match is None:
         raise ValueError("PBS takes HH:MM:SS, such as 04:00:00, MM:SS, or seconds")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -50,7 +50,7 @@ def _walltime(text: str) -> str:
     return text
 
 
-def _memory(text: str | None) -> str | None:
+def _pbs_memory(text: str | None) -> str | None:
     """Refuse what qsub does, and a number without a unit, which are bytes."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
@@ -67,12 +67,12 @@ def _chunk(text: str | None) -> str | None:
     return text
 
 
-def _options(options: list[str]) -> list[str]:
+def _pbs_options(options: list[str]) -> list[str]:
     for option in options:
-        match = _OPTION.fullmatch(option)
+        match = _PBS_OPTION.fullmatch(option)
         if match is None:
             raise ValueError(f"{option!r} is no option of qsub with its value, such as '-k doe'")
-        instead = _OWN_OPTIONS.get(match[1])
+        instead = _PBS_OWN_OPTIONS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
             instead = next((_OWN_RESOURCES[n] for n in names if n in _OWN_RESOURCES), None)
@@ -107,7 +107,7 @@ class PbsConfig(JobConfig):
         "system=polaris. Empty: nothing is said, where a site gives whole nodes. Unset: ncpus, "
         "mpiprocs, ngpus and mem of the settings here, which otherwise set the ranks alone.",
     )
-    memory: Annotated[str | None, AfterValidator(_memory)] = Field(
+    memory: Annotated[str | None, AfterValidator(_pbs_memory)] = Field(
         None,
         description="Host memory of each node as PBS writes it, such as 480gb; the plan command "
         "tells how much. Unset: the queue's default, or all of it.",
@@ -117,7 +117,7 @@ class PbsConfig(JobConfig):
         description="The time limit of one job, HH:MM:SS; the run resumes in the next job. Short "
         "jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_options)] = Field(
+    options: Annotated[list[str], AfterValidator(_pbs_options)] = Field(
         [],
         description="More options of qsub, as a site may require: ['-k doe', '-P project', "
         "'-m ae', '-l singularity=True', '-W group_list=mine']. Unset: none.",

@@ -48,7 +48,7 @@ def find_llama_factory_task(theirs: ForeignConfig) -> WrongTask | None:
     """Return what a config of LLaMA-Factory trains for, if there is no counterpart."""
     if theirs.get("stage", "sft") not in ("sft", "pt", "dpo", "kto"):
         return WrongTask(("stage",), _REWARDS, _AFTERWARDS)
-    if another := llama_factory_preferences.find_other_loss(theirs):
+    if another := llama_factory_preferences.find_other_llama_factory_loss(theirs):
         return another
     if _MEDIA_TEMPLATE.search(str(theirs.get("template", ""))):
         return WrongTask(("template",), _IMAGES, _TEXT_ALONE)
@@ -67,9 +67,9 @@ def find_axolotl_task(theirs: ForeignConfig) -> WrongTask | None:
     for pattern, what, instead in _PLUGIN_TASKS:
         if pattern.search(plugins):
             return WrongTask(("plugins",), what, instead)
-    if another := axolotl_preferences.find_other_loss(theirs):
+    if another := axolotl_preferences.find_other_axolotl_loss(theirs):
         return another
-    is_known = axolotl_preferences.find_objective(theirs) != SFT
+    is_known = axolotl_preferences.find_axolotl_objective(theirs) != SFT
     chosen = (
         () if is_known else _match_dataset_keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
     )
@@ -100,9 +100,9 @@ def find_torchtune_task(theirs: ForeignConfig) -> WrongTask | None:
     )
     if teacher:
         return WrongTask(teacher, _DISTILLATION, _WITHOUT_TEACHER)
-    if another := torchtune_preferences.find_other_loss(theirs):
+    if another := torchtune_preferences.find_other_torchtune_loss(theirs):
         return another
-    is_known = torchtune_preferences.find_objective(theirs) != SFT
+    is_known = torchtune_preferences.find_torchtune_objective(theirs) != SFT
     of_preferences = (
         ("loss._component_", _OTHER_LOSS, _REWARDS, _AFTERWARDS),
         ("dataset._component_", _PREFERENCE_DATA, _NO_LOSS, _NAME_IT),

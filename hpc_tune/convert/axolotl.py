@@ -5,7 +5,11 @@ from typing import Any
 from hpc_tune.convert.another_training import find_axolotl_task
 from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, list_usable_files
 from hpc_tune.convert.axolotl_others import IGNORED_KEYS, UNSUPPORTED_KEYS
-from hpc_tune.convert.axolotl_preferences import PREFERENCES, find_objective, preference_defaults
+from hpc_tune.convert.axolotl_preferences import (
+    AXOLOTL_PREFERENCES,
+    find_axolotl_objective,
+    axolotl_preference_defaults,
+)
 from hpc_tune.convert.layers import add_experts, are_expert_stacks, convert_targets
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
@@ -146,7 +150,7 @@ def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "longer rows are cut and counted; there they are dropped"
-    return map_seq_len(theirs.whole("sequence_len"), find_objective(theirs), remark)
+    return map_seq_len(theirs.whole("sequence_len"), find_axolotl_objective(theirs), remark)
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -154,7 +158,7 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_objective(theirs) != SFT:
+    if find_axolotl_objective(theirs) != SFT:
         return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
     if value == "truncate":
         return Ignored("what is longer than data.seq_len loses its end, and is counted")
@@ -244,7 +248,7 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
         defaults["num_epochs"] = 1.0
     if any(theirs.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
         del defaults["bf16"]
-    return defaults | preference_defaults(theirs)
+    return defaults | axolotl_preference_defaults(theirs)
 
 
 _MAPPED: dict[str, Rule] = {
@@ -258,21 +262,21 @@ _MAPPED: dict[str, Rule] = {
     "lora_alpha": adapter_rule("tune.alpha", _method),
     **patterns("lora_rank_pattern", "tune.rank_pattern", _method),
     **patterns("lora_alpha_pattern", "tune.alpha_pattern", _method),
-    "lora_dropout": dropout_rule(adapter_rule("tune.dropout", _method), find_objective),
+    "lora_dropout": dropout_rule(adapter_rule("tune.dropout", _method), find_axolotl_objective),
     "loraplus_lr_ratio": adapter_rule("optim.lora_b_ratio", _method),
     "lora_modules_to_save": modules_to_save(_method),
     "peft_trainable_token_indices": trainable_tokens(_method),
     "lora_target_modules": _targets,
     "lora_target_linear": _target_linear,
     "lora_target_parameters": _target_parameters,
-    "lora_model_dir": reference_adapter_rule(first_adapter(_method), find_objective),
+    "lora_model_dir": reference_adapter_rule(first_adapter(_method), find_axolotl_objective),
     **data_rules(),
     **CHAT_TEMPLATE,
     "val_set_size": val_size,
     "sequence_len": _seq_len,
     "excess_length_strategy": _too_long,
     "sample_packing": _packing,
-    "train_on_inputs": answers_rule(_loss_on, find_objective),
+    "train_on_inputs": answers_rule(_loss_on, find_axolotl_objective),
     **each(_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
     "num_epochs": epochs,
     "max_steps": max_steps,
@@ -297,7 +301,9 @@ _MAPPED: dict[str, Rule] = {
         "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
     ),
     "early_stopping_patience": early_stop("val_set_size"),
-    **each(noise_rule(neftune, find_objective), "neftune_noise_alpha noisy_embedding_alpha"),
+    **each(
+        noise_rule(neftune, find_axolotl_objective), "neftune_noise_alpha noisy_embedding_alpha"
+    ),
     "save_steps": save_steps,
     "save_strategy": save_strategy,
     "save_total_limit": same("checkpoint.keep"),
@@ -312,7 +318,7 @@ _MAPPED: dict[str, Rule] = {
 }
 AXOLOTL = Tool(
     "axolotl",
-    {**_MAPPED, **PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
+    {**_MAPPED, **AXOLOTL_PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
     _defaults,
     find_axolotl_task,
     LISTS,

@@ -7,7 +7,7 @@ field_messages, type.field_output, field ...               -> data.columns, one 
 from collections.abc import Iterator
 from typing import Any
 
-from hpc_tune.convert.axolotl_preferences import find_objective
+from hpc_tune.convert.axolotl_preferences import find_axolotl_objective
 from hpc_tune.convert.outcomes import (
     ForeignConfig,
     Ignored,
@@ -127,7 +127,7 @@ def _unusable(ours: str) -> Unsupported:
 
 def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
-    if find_objective(theirs) != SFT:
+    if find_axolotl_objective(theirs) != SFT:
         kind = name.partition(".")[0]
         if kind == "chat_template":
             return Ignored("prompt and answers are written by the chat template")
@@ -165,14 +165,14 @@ def _column(value: Any, theirs: ForeignConfig) -> Outcome:
 def _preference_column(value: Any, theirs: ForeignConfig) -> Outcome:
     return (
         _column(value, theirs)
-        if find_objective(theirs) != SFT
-        else ignored_rule(find_objective, "")(value, theirs)
+        if find_axolotl_objective(theirs) != SFT
+        else ignored_rule(find_axolotl_objective, "")(value, theirs)
     )
 
 
 def _format(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_objective(theirs) == SFT or str(value).strip() in _BARE_FIELDS:
-        return ignored_rule(find_objective, "prompt and answers stand in their columns")(
+    if find_axolotl_objective(theirs) == SFT or str(value).strip() in _BARE_FIELDS:
+        return ignored_rule(find_axolotl_objective, "prompt and answers stand in their columns")(
             value, theirs
         )
     return Unsupported(
@@ -187,7 +187,7 @@ def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     columns: dict[str, str] = {}
     for part in LISTS:
         for item in theirs.items(part):
-            for name, field in _find_renamed(item, find_objective(theirs) != SFT):
+            for name, field in _find_renamed(item, find_axolotl_objective(theirs) != SFT):
                 if name != field and field not in columns.values():
                     columns.setdefault(name, field)
     return columns
@@ -292,8 +292,8 @@ _OF_A_DATASET: dict[str, Rule] = {
         _format,
         "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
     ),
-    "roles_to_train": answers_rule(_roles_to_train, find_objective),
-    **each(answers_rule(_turn_end, find_objective), "train_on_eos train_on_eot"),
+    "roles_to_train": answers_rule(_roles_to_train, find_axolotl_objective),
+    **each(answers_rule(_turn_end, find_axolotl_objective), "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
     **each(_BY_KEYS, "field_human field_model roles.* input_format"),

@@ -6,9 +6,9 @@ from hpc_tune.convert.another_training import find_llama_factory_task
 from hpc_tune.convert.layers import convert_targets
 from hpc_tune.convert.llama_factory_others import IGNORED_KEYS, UNSUPPORTED_KEYS
 from hpc_tune.convert.llama_factory_preferences import (
-    PREFERENCES,
-    find_objective,
-    preference_defaults,
+    LLAMA_FACTORY_PREFERENCES,
+    find_llama_factory_objective,
+    llama_factory_preference_defaults,
 )
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
@@ -104,7 +104,11 @@ def _dataset(ours: str) -> Rule:
         folder = theirs.get("dataset_dir", "data")
         advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
         kinds = "alpaca, ShareGPT and messages"
-        kinds = kinds if find_objective(theirs) == SFT else "with ranking or kto_tag: both kinds"
+        kinds = (
+            kinds
+            if find_llama_factory_objective(theirs) == SFT
+            else "with ranking or kto_tag: both kinds"
+        )
         advice += f"to it ({kinds} are understood)"
         if len(names) > 1:
             advice += ", as a list"
@@ -118,7 +122,7 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_objective(theirs) != SFT:
+    if find_llama_factory_objective(theirs) != SFT:
         remark = (
             "training on preferences does not pack there; true is faster, and a row then holds "
         )
@@ -129,7 +133,7 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "what is longer loses its end; prompts lose too there"
-    return map_seq_len(theirs.whole("cutoff_len"), find_objective(theirs), remark)
+    return map_seq_len(theirs.whole("cutoff_len"), find_llama_factory_objective(theirs), remark)
 
 
 def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -191,13 +195,13 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     if theirs.get("finetuning_type") != "full":
         rank = theirs.whole("lora_rank") if theirs.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
-    return defaults | preference_defaults(theirs)
+    return defaults | llama_factory_preference_defaults(theirs)
 
 
 _MAPPED: dict[str, Rule] = {
     "model_name_or_path": model_path,
     "adapter_name_or_path": reference_adapter_rule(
-        first_adapter(_method), find_objective, "ref_model_adapters"
+        first_adapter(_method), find_llama_factory_objective, "ref_model_adapters"
     ),
     "quantization_bit": _bits,
     "template": _template,
@@ -207,7 +211,9 @@ _MAPPED: dict[str, Rule] = {
     "lora_rank": adapter_rule("tune.rank", _method),
     "lora_alpha": adapter_rule("tune.alpha", _method),
     "additional_target": modules_to_save(_method),
-    "lora_dropout": dropout_rule(adapter_rule("tune.dropout", _method), find_objective),
+    "lora_dropout": dropout_rule(
+        adapter_rule("tune.dropout", _method), find_llama_factory_objective
+    ),
     "lora_target": _targets,
     "loraplus_lr_ratio": adapter_rule("optim.lora_b_ratio", _method),
     "dataset": _dataset("data.path"),
@@ -217,7 +223,7 @@ _MAPPED: dict[str, Rule] = {
     "cutoff_len": _seq_len,
     "max_samples": first_records("data.path"),
     **each(_packing, "packing neat_packing"),
-    "train_on_prompt": answers_rule(_loss_on, find_objective),
+    "train_on_prompt": answers_rule(_loss_on, find_llama_factory_objective),
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
@@ -237,7 +243,7 @@ _MAPPED: dict[str, Rule] = {
     "torch_compile": same("train.compile"),
     **each(deepspeed, "deepspeed deepspeed.*"),
     "early_stopping_steps": early_stop("val_size"),
-    "neftune_noise_alpha": noise_rule(neftune, find_objective),
+    "neftune_noise_alpha": noise_rule(neftune, find_llama_factory_objective),
     "save_steps": save_steps,
     "save_total_limit": same("checkpoint.keep"),
     "output_dir": same("run.dir"),
@@ -250,7 +256,7 @@ _MAPPED: dict[str, Rule] = {
 }
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
-    {**_MAPPED, **PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
+    {**_MAPPED, **LLAMA_FACTORY_PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
     _defaults,
     find_llama_factory_task,
 )

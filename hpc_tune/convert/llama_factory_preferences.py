@@ -28,40 +28,42 @@ from hpc_tune.convert.preferences import (
     smoothing_rule,
 )
 
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+_LLAMA_FACTORY_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
-def find_objective(theirs: ForeignConfig) -> str:
+def find_llama_factory_objective(theirs: ForeignConfig) -> str:
     """Return the objective; SFT for other stages."""
     match theirs.get("stage"):
         case "kto":
             return "kto"
         case "dpo":
-            return _LOSSES.get(str(theirs.get("pref_loss", "sigmoid")), SFT)
+            return _LLAMA_FACTORY_LOSSES.get(str(theirs.get("pref_loss", "sigmoid")), SFT)
     return SFT
 
 
-def find_other_loss(theirs: ForeignConfig) -> WrongTask | None:
+def find_other_llama_factory_loss(theirs: ForeignConfig) -> WrongTask | None:
     """Return what a config of stage dpo trains for, if that has no counterpart."""
     if theirs.get("stage") != "dpo":
         return None
-    if find_objective(theirs) == SFT:
+    if find_llama_factory_objective(theirs) == SFT:
         return WrongTask(("pref_loss",), OTHER_LOSS, TAKE_ANOTHER_LOSS)
     if theirs.get("pref_bco_weight") not in OFF:
         return WrongTask(("pref_bco_weight",), OTHER_LOSS, TAKE_ANOTHER_LOSS)
     return None
 
 
-def preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
+def llama_factory_preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what is taken where a config says nothing."""
-    if find_objective(theirs) == SFT:
+    if find_llama_factory_objective(theirs) == SFT:
         return {}
-    return {"pref_beta": 0.1} | ({"simpo_gamma": 0.5} if find_objective(theirs) == "simpo" else {})
+    return {"pref_beta": 0.1} | (
+        {"simpo_gamma": 0.5} if find_llama_factory_objective(theirs) == "simpo" else {}
+    )
 
 
-def stage(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_stage(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for what is trained."""
-    ours = find_objective(theirs)
+    ours = find_llama_factory_objective(theirs)
     if ours != SFT:
         return Mapped({"tune.objective": ours}, WHOLE_STEP_REMARK if ours == "kto" else "")
     if value == "pt":
@@ -69,7 +71,7 @@ def stage(value: Any, theirs: ForeignConfig) -> Outcome:
     return Ignored("tune.objective=sft is the default")
 
 
-def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_pref_loss(value: Any, theirs: ForeignConfig) -> Outcome:
     return _use_if_preferences(theirs, Ignored("tune.objective says it"))
 
 
@@ -93,20 +95,20 @@ def _reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _use_if_preferences(theirs: ForeignConfig, outcome: Outcome) -> Outcome:
     unused = Ignored("training on preferences alone uses it")
-    return unused if find_objective(theirs) == SFT else outcome
+    return unused if find_llama_factory_objective(theirs) == SFT else outcome
 
 
-PREFERENCES: dict[str, Rule] = {
-    "stage": stage,
-    "pref_loss": _loss,
-    "pref_beta": number_rule("tune.beta", find_objective),
-    "pref_ftx": sft_weight_rule(find_objective),
-    "simpo_gamma": number_rule("tune.gamma", find_objective),
-    "dpo_label_smoothing": smoothing_rule(find_objective),
-    "kto_chosen_weight": number_rule("tune.desirable_weight", find_objective),
-    "kto_rejected_weight": number_rule("tune.undesirable_weight", find_objective),
+LLAMA_FACTORY_PREFERENCES: dict[str, Rule] = {
+    "stage": convert_stage,
+    "pref_loss": _convert_pref_loss,
+    "pref_beta": number_rule("tune.beta", find_llama_factory_objective),
+    "pref_ftx": sft_weight_rule(find_llama_factory_objective),
+    "simpo_gamma": number_rule("tune.gamma", find_llama_factory_objective),
+    "dpo_label_smoothing": smoothing_rule(find_llama_factory_objective),
+    "kto_chosen_weight": number_rule("tune.desirable_weight", find_llama_factory_objective),
+    "kto_rejected_weight": number_rule("tune.undesirable_weight", find_llama_factory_objective),
     "ld_alpha": lacking_rule(
-        find_objective, "tokens after the shorter answer's length count in full"
+        find_llama_factory_objective, "tokens after the shorter answer's length count in full"
     ),
     "ref_model": _reference,
     "ref_model_adapters": _reference_adapter,

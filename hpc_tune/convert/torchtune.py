@@ -24,7 +24,11 @@ from hpc_tune.convert.outcomes import (
 )
 from hpc_tune.convert.preferences import dropout_rule, map_seq_len
 from hpc_tune.convert.torchtune_data import DATA, last_name
-from hpc_tune.convert.torchtune_preferences import PREFERENCES, find_objective, preference_defaults
+from hpc_tune.convert.torchtune_preferences import (
+    TORCHTUNE_PREFERENCES,
+    find_torchtune_objective,
+    torchtune_preference_defaults,
+)
 from hpc_tune.convert.torchtune_preferences import convert_loss as preference_loss
 from hpc_tune.convert.trainer import ONE_SCHEDULE, convert_adamw_8bit, fall_to_zero, only_value
 
@@ -68,7 +72,7 @@ def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
     limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return map_seq_len(min(limits), find_objective(theirs))
+        return map_seq_len(min(limits), find_torchtune_objective(theirs))
     return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
@@ -197,7 +201,7 @@ def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
-    defaults = preference_defaults(theirs) | {
+    defaults = torchtune_preference_defaults(theirs) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,
         "lr_scheduler._component_": _NO_SCHEDULER,
@@ -225,7 +229,7 @@ _MAPPED: dict[str, Rule] = {
     "model.lora_rank": adapter_rule("tune.rank", _method),
     "model.lora_alpha": adapter_rule("tune.alpha", _method),
     "model.lora_dropout": dropout_rule(
-        adapter_rule("tune.dropout", _method), find_objective, False
+        adapter_rule("tune.dropout", _method), find_torchtune_objective, False
     ),
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
@@ -305,7 +309,7 @@ _UNSUPPORTED_KEYS: dict[str, Rule] = {
 }
 TORCHTUNE = Tool(
     "torchtune",
-    {**_MAPPED, **PREFERENCES, **_IGNORED_KEYS, **_UNSUPPORTED_KEYS},
+    {**_MAPPED, **TORCHTUNE_PREFERENCES, **_IGNORED_KEYS, **_UNSUPPORTED_KEYS},
     _defaults,
     find_torchtune_task,
 )

@@ -18,7 +18,7 @@ from hpc_tune.convert.outcomes import (
 )
 from hpc_tune.convert.parts import complement, convert_split
 from hpc_tune.convert.preferences import SFT
-from hpc_tune.convert.torchtune_preferences import find_objective
+from hpc_tune.convert.torchtune_preferences import find_torchtune_objective
 
 PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 # Fields of components whose columns have names of their own, as data.columns calls them.
@@ -148,7 +148,7 @@ def _files(part: str) -> Rule:
 
 
 def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_objective(theirs) != SFT:
+    if find_torchtune_objective(theirs) != SFT:
         return Ignored("with preferences only the answers are compared")
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}

@@ -21,25 +21,25 @@ from hpc_tune.convert.preferences import (
     smoothing_rule,
 )
 
-_LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
-_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
+_TORCHTUNE_LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
+_OTHER_TORCHTUNE_LOSSES = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
 
 
-def find_objective(theirs: ForeignConfig) -> str:
+def find_torchtune_objective(theirs: ForeignConfig) -> str:
     """Return the objective; SFT for other losses."""
-    return _LOSSES.get(_loss_name(theirs), SFT)
+    return _TORCHTUNE_LOSSES.get(_loss_name(theirs), SFT)
 
 
-def find_other_loss(theirs: ForeignConfig) -> WrongTask | None:
+def find_other_torchtune_loss(theirs: ForeignConfig) -> WrongTask | None:
     """Return which loss on preferences a config has, if there is no counterpart."""
-    if _loss_name(theirs) in _OTHER_LOSSES:
+    if _loss_name(theirs) in _OTHER_TORCHTUNE_LOSSES:
         return WrongTask(("loss._component_",), OTHER_LOSS, TAKE_ANOTHER_LOSS)
     return None
 
 
-def preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
+def torchtune_preference_defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what is taken where a config says nothing."""
-    match find_objective(theirs):
+    match find_torchtune_objective(theirs):
         case "dpo":
             return {"loss.beta": 0.1}
         case "simpo":
@@ -52,7 +52,7 @@ def _loss_name(theirs: ForeignConfig) -> str:
 
 
 def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not has_reference(find_objective(theirs)):
+    if not has_reference(find_torchtune_objective(theirs)):
         return Ignored("no reference is used")
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == first:
@@ -65,14 +65,14 @@ def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def convert_loss(value: Any, theirs: ForeignConfig) -> Mapped | None:
     """Return what becomes of a loss on preferences; None of others."""
-    ours = find_objective(theirs)
+    ours = find_torchtune_objective(theirs)
     return None if ours == SFT else Mapped({"tune.objective": ours})
 
 
-PREFERENCES: dict[str, Rule] = {
-    "loss.beta": number_rule("tune.beta", find_objective),
-    "loss.gamma": number_rule("tune.gamma", find_objective),
-    "loss.label_smoothing": smoothing_rule(find_objective),
+TORCHTUNE_PREFERENCES: dict[str, Rule] = {
+    "loss.beta": number_rule("tune.beta", find_torchtune_objective),
+    "loss.gamma": number_rule("tune.gamma", find_torchtune_objective),
+    "loss.label_smoothing": smoothing_rule(find_torchtune_objective),
     "ref_checkpointer.checkpoint_dir": _reference_path,
     "base_model_path": _reference_path,
     **each(

@@ -22,7 +22,7 @@ def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
     )
 
 
-def describe_imbalance(
+def describe_label_imbalance(
     num_good: int, num_bad: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
     """Return what to say of kinds that do not weigh the same, with the weights that would."""

@@ -26,7 +26,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)  # in either order, by the age of the writer
-_ADVICE = "copy both files again, or preprocess the data again"
+_MEGATRON_ADVICE = "copy both files again, or preprocess the data again"
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class MegatronIndex:
         file = megatron_index(self.data)
         found = np.fromfile(file, np.dtype(dtype), count=count, offset=offset)
         if len(found) < count:
-            raise DataError(f"{file} was cut off while it was read; {_ADVICE}")
+            raise DataError(f"{file} was cut off while it was read; {_MEGATRON_ADVICE}")
         return found
 
 
-def open_index(data: Path) -> MegatronIndex:
+def open_megatron_index(data: Path) -> MegatronIndex:
     """Read the header of the index of a .bin, and compare the index's size with it.
 
     Raises:
@@ -86,12 +86,14 @@ def open_index(data: Path) -> MegatronIndex:
             "(the older formats lazy and cached are not read; preprocess with --dataset-impl mmap)"
         )
     if len(header) < _HEADER.size:
-        raise DataError(f"{file} is cut off within its first {_HEADER.size} bytes; {_ADVICE}")
+        raise DataError(
+            f"{file} is cut off within its first {_HEADER.size} bytes; {_MEGATRON_ADVICE}"
+        )
     _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
     if version != 1 or code not in _DTYPES:
         kind = "of floating-point numbers" if code in _FLOATS else f"of the unknown code {code}"
         found = f"has version {version}, expected 1" if version != 1 else f"says tokens are {kind}"
-        raise DataError(f"{file} {found}; {_ADVICE}")
+        raise DataError(f"{file} {found}; {_MEGATRON_ADVICE}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected + num_sequences > expected:
         raise DataError(
@@ -100,18 +102,18 @@ def open_index(data: Path) -> MegatronIndex:
     if size != expected:
         raise DataError(
             f"{file} has {size:,} bytes, and its {num_sequences:,} sequences and "
-            f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_ADVICE}"
+            f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_MEGATRON_ADVICE}"
         )
     return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
 
-def cut_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
+def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
     """Return ranges of documents with about ``chunk_bytes`` of tokens; checks the whole index.
 
     Raises:
         DataError: if the index contradicts itself, or the .bin does not have what it says.
     """
-    index = open_index(data)
+    index = open_megatron_index(data)
     lengths = index.lengths()
     ends = np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
     begins, last = np.append(0, ends[:-1]), int(ends[-1]) if len(ends) else 0
@@ -123,11 +125,11 @@ def cut_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[i
         or sequences[-1] != index.num_sequences
         or (np.diff(sequences) < 0).any()
     ):
-        raise DataError(f"{megatron_index(data)} contradicts itself; {_ADVICE}")
+        raise DataError(f"{megatron_index(data)} contradicts itself; {_MEGATRON_ADVICE}")
     if (size := data.stat().st_size) != last:
         raise DataError(
             f"{data} has {size:,} bytes, and {megatron_index(data).name} describes {last:,}: one "
-            f"of both is cut off, or they do not belong together; {_ADVICE}"
+            f"of both is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
         )
     if not last:
         return []
@@ -138,23 +140,23 @@ def cut_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[i
     return [*zip(marks, marks[1:], strict=False)]
 
 
-def read_documents(data: Path, start: int, stop: int) -> Iterator[tuple[int, Tokens]]:
+def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple[int, Tokens]]:
     """Yield (number from 1, tokens) of the documents from ``start`` to ``stop``.
 
     Raises:
         DataError: if one of the files was cut off since they were looked at.
     """
-    index = open_index(data)
+    index = open_megatron_index(data)
     begins, size = index.begins(start, stop), index.dtype.itemsize
     for number, (begin, end) in enumerate(zip(begins, begins[1:], strict=False), start + 1):
         count = int(end - begin) // size
         tokens = np.fromfile(data, index.dtype, count=count, offset=int(begin))
         if len(tokens) < count:
-            raise DataError(f"{data} was cut off while it was read; {_ADVICE}")
+            raise DataError(f"{data} was cut off while it was read; {_MEGATRON_ADVICE}")
         yield number, Tokens(tokens, f"{data}, document {number}")
 
 
-def describe_tokenizer(name: str) -> str:
+def describe_megatron_tokenizer(name: str) -> str:
     """Return that nothing says which tokenizer made the tokens; ``name``: of the model's."""
     return (
         "Megatron's files do not say which tokenizer made their tokens: they are taken for those "

@@ -13,8 +13,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-NAME = "builtin:pydocs"
-HELDOUT_NAME = "builtin:pydocs:heldout"
+PYDOCS_NAME = "builtin:pydocs"
+PYDOCS_HELDOUT_NAME = "builtin:pydocs:heldout"
 
 MIN_ANSWER_CHARS = 30
 MAX_ANSWER_CHARS = 1000
@@ -26,13 +26,13 @@ _ROOT = Path(sysconfig.get_path("stdlib"))
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "_vendor"}
 
 
-def list_modules(heldout: bool) -> list[str]:
+def list_pydocs_modules(heldout: bool) -> list[str]:
     """Return the top-level modules of one split, sorted."""
     names = sorted(sys.stdlib_module_names - _SKIPPED_MODULES)
     return [name for name in names if _is_heldout(name) == heldout and _module_files(name)]
 
 
-def read_module(name: str) -> Iterator[tuple[str, str]]:
+def read_pydocs_module(name: str) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs for a top-level module and all within it."""
     seen = set()
     for dotted, path in _module_files(name):

@@ -24,7 +24,7 @@ from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode_preferences import Side, make_encoder
 from hpc_tune.data.files import Paths, describe_left_out, find_files, find_kind, join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.megatron import describe_tokenizer
+from hpc_tune.data.megatron import describe_megatron_tokenizer
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
@@ -95,7 +95,7 @@ def show(
     found = None if is_builtin(join_paths(paths)) else find_files(paths)
     notes = [*describe_left_out(found)] if found else []
     if found and any(find_kind(file) == "megatron" for file in found.files):
-        notes.append(describe_tokenizer(tokenizer_name(tokenizer)))
+        notes.append(describe_megatron_tokenizer(tokenizer_name(tokenizer)))
     yield (
         f"{join_paths(paths)}, as the model with the tokenizer {tokenizer_name(tokenizer)} gets "
         f"it: data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"

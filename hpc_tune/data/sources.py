@@ -150,10 +150,10 @@ def _list_files(paths: Paths) -> list[Path]:
 
 
 def _builtin_modules(path: str) -> list[str]:
-    names = {pydocs.NAME: False, pydocs.HELDOUT_NAME: True}
+    names = {pydocs.PYDOCS_NAME: False, pydocs.PYDOCS_HELDOUT_NAME: True}
     if path not in names:
         raise DataError(f"there is no {path}; the built-in data are {' and '.join(names)}")
-    modules = pydocs.list_modules(names[path])
+    modules = pydocs.list_pydocs_modules(names[path])
     if not modules:
         raise DataError(
             f"{path}: this Python has no standard library sources on disk; set data.path to a file"
@@ -172,7 +172,7 @@ def _cut_file(file: Path) -> list[Chunk]:
         marks = tables.cut_batches(file, CHUNK_BYTES)
         return [Chunk(kind, str(file), a, b) for a, b in zip(marks, marks[1:], strict=False)]
     if kind == "megatron":
-        marked = megatron.cut_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
+        marked = megatron.cut_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
         return [Chunk(kind, str(file), a, b) for a, b in marked]
     if kind == "jsonl" and lines.is_array(file):
         return [Chunk("array", str(file), 0, size)]
@@ -199,9 +199,9 @@ def _read_rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[t
         case "text":
             return lines.read_text(file, chunk.start, chunk.stop, CHUNK_BYTES)
         case "megatron":
-            return megatron.read_documents(file, chunk.start, chunk.stop)
+            return megatron.read_megatron_documents(file, chunk.start, chunk.stop)
         case "pydocs":
-            pairs = pydocs.read_module(chunk.path)
+            pairs = pydocs.read_pydocs_module(chunk.path)
             return (
                 (n, Completion(q, a, plain_prompt=f"{q}\n\n")) for n, (q, a) in enumerate(pairs)
             )

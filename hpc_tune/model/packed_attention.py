@@ -184,7 +184,7 @@ def _attend(
     # Rotary positions leave queries and keys in fp32.
     query, key, value = map(varlen_attention.cast_to_autocast, inputs)
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
-    return tiled_attention.attend(query, key, value, spans, scale), None
+    return tiled_attention.tiled_attention(query, key, value, spans, scale), None
 
 
 def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:

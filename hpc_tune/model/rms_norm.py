@@ -27,14 +27,16 @@ def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
 
     ``torchs``: by ``F.rms_norm``.
     """
-    forward = _torch_forward if torchs else _forward
-    norms = find_equal_layers(blocks, _may_be_plain, _make_trial, _forward, _agree)
+    forward = _torch_forward if torchs else _rms_norm_forward
+    norms = find_equal_layers(
+        blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _agree
+    )
     for part in norms:
         part.forward = types.MethodType(forward, part)
     return len(norms)
 
 
-def _may_be_plain(module: Any) -> bool:
+def _may_be_rms_norm(module: Any) -> bool:
     if not type(module).__name__.endswith("RMSNorm") or "forward" in module.__dict__:
         return False
     if module._parameters.keys() != {"weight"} or module.weight is None or module._modules:
@@ -42,7 +44,7 @@ def _may_be_plain(module: Any) -> bool:
     return module.weight.dim() == 1 and hasattr(module, "variance_epsilon")
 
 
-def _make_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+def _make_rms_norm_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     """Return a norm of 64 weights, and rows of large and of small values."""
     weight = torch.randn(64, generator=chance, device="cpu", dtype=torch.bfloat16)
     x = torch.randn(16, 64, generator=chance, device="cpu")
@@ -56,7 +58,7 @@ def _agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
     return stock.dtype == ours.dtype and is_near and same >= _EQUAL_SHARE
 
 
-def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock

@@ -23,13 +23,15 @@ _WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them w
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    layers = find_equal_layers(blocks, _may_be_plain, _make_trial, _forward, torch.equal)
+    layers = find_equal_layers(
+        blocks, _may_be_swiglu, _make_swiglu_trial, _swiglu_forward, torch.equal
+    )
     for part in layers:
-        part.forward = types.MethodType(_forward, part)
+        part.forward = types.MethodType(_swiglu_forward, part)
     return len(layers)
 
 
-def _may_be_plain(module: Any) -> bool:
+def _may_be_swiglu(module: Any) -> bool:
     activation = getattr(module, "act_fn", None)
     is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
     has_parts = {*_PROJECTIONS} <= module._modules.keys() <= {*_PROJECTIONS, "act_fn"}
@@ -37,7 +39,7 @@ def _may_be_plain(module: Any) -> bool:
     return is_silu and has_parts and not has_more
 
 
-def _make_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+def _make_swiglu_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
     for part in parts.values():
         for values in part.parameters():
@@ -46,7 +48,7 @@ def _make_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.
     return make_like(module, act_fn=module.act_fn, **parts), x
 
 
-def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _swiglu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))
     return out
 

@@ -34,7 +34,7 @@ _LIBRARY.define(
 )
 
 
-def attend(
+def tiled_attention(
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,
     value_BKTD: torch.Tensor,
@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
         *inputs, shifts = ctx.saved_tensors
-        return *_backward(inputs, grad_BTHD, shifts, ctx.spans, ctx.scale), None, None
+        return *_tiled_backward(inputs, grad_BTHD, shifts, ctx.spans, ctx.scale), None, None
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: in
 
 
 @torch.library.impl(_LIBRARY, "document_attention", "CPU")
-def forward(
+def _tiled_forward(
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,
     value_BKTD: torch.Tensor,
@@ -190,7 +190,7 @@ def forward(
     return out_BTHD, shifts_BTH1
 
 
-def _backward(
+def _tiled_backward(
     inputs: Sequence[torch.Tensor],
     out_grad_BTHD: torch.Tensor,
     shifts_BTH1: torch.Tensor,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_tune.cluster import openmpi
-from hpc_tune.cluster.torchrun import check_master
+from hpc_tune.cluster.torchrun import check_torchrun_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure
@@ -45,7 +45,7 @@ def run_doctor(
         WorldError: if the ranks cannot connect; the message says what is wrong.
     """
     cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
-    check_master(os.environ)
+    check_torchrun_master(os.environ)
     # GPUs that no rank uses are a finding here, with all others.
     comm = bootstrap(config.run, refuses_unused=False)
     configure(comm.world.rank)
@@ -79,7 +79,7 @@ def is_terminal(launcher: str) -> bool:
     Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: there the
     output of the first parent process with another one counts.
     """
-    if not sys.stdout.isatty() or launcher != openmpi.NAME:
+    if not sys.stdout.isatty() or launcher != openmpi.OPENMPI_NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")

@@ -11,8 +11,8 @@ from hpc_tune.report.read import Record, Run
 from hpc_tune.rundir.stragglers import relative_to_median
 
 _ROWS, _COLUMNS, _COLORS = 128, 200, 12
-_MIN_TOP = 1.2  # of the scale: ranks that differ by less look alike
-_TOP = 3.0
+_MIN_TOP_RATIO = 1.2  # of the scale: ranks that differ by less look alike
+_TOP_RATIO = 3.0
 
 
 def draw_heatmap(runs: Sequence[Run]) -> Figure | None:
@@ -34,7 +34,7 @@ def draw_heatmap(runs: Sequence[Run]) -> Figure | None:
         interpolation="none",
         cmap=_make_colormap(),
         vmin=1.0,
-        vmax=min(_TOP, max(_MIN_TOP, highest)),
+        vmax=min(_TOP_RATIO, max(_MIN_TOP_RATIO, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")

@@ -18,7 +18,13 @@ from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import warn_unreadable
 from hpc_tune.report.job_energy import JobsEnergy
-from hpc_tune.rundir import heartbeat, nearby, outcome, owner
+from hpc_tune.rundir import nearby, outcome, owner
+from hpc_tune.rundir.heartbeat import (
+    Heartbeat,
+    describe_last_seen,
+    describe_silence,
+    read_heartbeats,
+)
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
@@ -79,7 +85,7 @@ class Run:
     ranks: Sequence[Record]
     events: Sequence[Record]
     outcome: Record
-    beats: Sequence[heartbeat.Heartbeat]
+    beats: Sequence[Heartbeat]
     segments: Sequence[Segment]
     silent_s: float
     has_died: bool = False
@@ -104,9 +110,9 @@ class Run:
         match self.state:
             case "running":
                 doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
-                return doing + heartbeat.describe_silence(self.silent_s)
+                return doing + describe_silence(self.silent_s)
             case "died":
-                return heartbeat.describe_last_seen(self.beats)
+                return describe_last_seen(self.beats)
             case "unknown":
                 return "it left no outcome.json and no heartbeat"
             case _:
@@ -256,8 +262,8 @@ def make_run(
         evals=evals,
         ranks=[row for row in ranks if "step" in row and row["work_s"]],
         events=events,
-        outcome=outcome.read(path) or {},
-        beats=(beats := heartbeat.read(path)),
+        outcome=outcome.read_outcome(path) or {},
+        beats=(beats := read_heartbeats(path)),
         segments=_find_segments([*events, *evals], steps),
         silent_s=_silent_s(path, beats),
         has_died=owner.has_owner_died(path),
@@ -354,7 +360,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return flatten({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
 
 
-def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
+def _silent_s(path: Path, beats: Sequence[Heartbeat]) -> float:
     """Return how long ago the run gave its last sign of life."""
     signs = [beat.time for beat in beats]
     for name in (METRICS, EVENTS):

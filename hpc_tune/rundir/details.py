@@ -6,7 +6,7 @@ from pathlib import Path
 FAILURES_FOLDER = "failures"
 
 
-def append_details(text: str, run_dir: Path | None, rank: int) -> Path | None:
+def append_failure_details(text: str, run_dir: Path | None, rank: int) -> Path | None:
     """Append ``text`` to the file of a rank; return it, None where it cannot be written."""
     if run_dir is None or not run_dir.is_dir():
         return None

@@ -105,7 +105,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
     )
 
 
-def read(run_dir: Path) -> RunEnergy | None:
+def read_energy(run_dir: Path) -> RunEnergy | None:
     """Return what the starts of the run in ``run_dir`` took; None where none has told of it."""
     events: list[dict[str, Any]] = []
     try:

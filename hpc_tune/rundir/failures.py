@@ -29,7 +29,7 @@ class StartHistory:
     waits_s: tuple[float, ...] = ()
 
 
-def read(run_dir: Path) -> StartHistory:
+def read_start_history(run_dir: Path) -> StartHistory:
     """Return what the starts before the newest have left in ``run_dir``; nothing without any.
 
     Failures are those of starts.jsonl, which supervise writes; without it the starts that were

@@ -60,7 +60,7 @@ class HeartbeatFile:
         cgroup = None if limit.cgroup is None else str(limit.cgroup)
         fields = (phase, self._host, used, limit.num_bytes, limit.source, cgroup, self._kills)
         try:
-            write(Heartbeat(time.time(), *fields), self._path)
+            write_heartbeat(Heartbeat(time.time(), *fields), self._path)
         except OSError:
             self._path = None  # whoever must write reports a full disk
 
@@ -75,7 +75,7 @@ def heartbeat_path(run_dir: Path, node: int) -> Path:
     return run_dir / HEARTBEAT_FOLDER / f"node-{node}.json"
 
 
-def write(heartbeat: Heartbeat, path: Path) -> None:
+def write_heartbeat(heartbeat: Heartbeat, path: Path) -> None:
     """Replace the file.
 
     Raises:
@@ -84,7 +84,7 @@ def write(heartbeat: Heartbeat, path: Path) -> None:
     write_file(path, json.dumps(asdict(heartbeat)))
 
 
-def read(run_dir: Path) -> list[Heartbeat]:
+def read_heartbeats(run_dir: Path) -> list[Heartbeat]:
     """Return the heartbeats of the last run's nodes, the fullest first."""
     heartbeats = []
     for file in sorted((run_dir / HEARTBEAT_FOLDER).glob("node-*.json")):
@@ -97,7 +97,7 @@ def read(run_dir: Path) -> list[Heartbeat]:
     return sorted(heartbeats, key=lambda beat: -beat.used / beat.limit)
 
 
-def clear(run_dir: Path) -> None:
+def clear_heartbeats(run_dir: Path) -> None:
     """Remove all heartbeats, and what is left of one that was being written when its rank died."""
     for pattern in ("node-*.json", ".node-*.tmp"):
         for file in (run_dir / HEARTBEAT_FOLDER).glob(pattern):

@@ -8,7 +8,7 @@ from hpc_tune.log import log
 from hpc_tune.rundir.json_lines import EVENTS, Events
 
 
-def report_excluded(run_dir: Path, left_out: Mapping[str, str]) -> None:
+def report_excluded_nodes(run_dir: Path, left_out: Mapping[str, str]) -> None:
     """Tell which nodes are left out after a failed start, and why."""
     has_events = (run_dir / EVENTS).is_file()  # not of a start that came to nothing
     events = Events(run_dir / EVENTS if has_events else None)

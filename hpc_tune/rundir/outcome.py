@@ -47,7 +47,7 @@ def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = Non
     return Outcome("stopped", reason, step, EXIT_RESUMABLE, facts or {})
 
 
-def write(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
+def write_outcome(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
     """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed.
 
     ``start`` is the nonce of the start that ended, where it came so far as to have one.
@@ -76,7 +76,7 @@ def _remove_stop_file(file: Path) -> None:
         log.warning("%s %s: remove it before the next start, or that stops too", file, what)
 
 
-def begin(run_dir: Path) -> None:
+def begin_outcome(run_dir: Path) -> None:
     """Remove the outcome of the last run, once there is room for this one's.
 
     Raises:
@@ -86,7 +86,7 @@ def begin(run_dir: Path) -> None:
     (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
 
 
-def read(run_dir: Path) -> dict[str, Any] | None:
+def read_outcome(run_dir: Path) -> dict[str, Any] | None:
     """Return outcome.json, or None where there is none that can be read."""
     try:
         fields = json.loads((run_dir / OUTCOME_FILE).read_text(encoding="utf-8"))
@@ -96,13 +96,15 @@ def read(run_dir: Path) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def read_for_start(run_dir: Path, start: str | None, since_s: float) -> dict[str, Any] | None:
+def read_outcome_of_start(
+    run_dir: Path, start: str | None, since_s: float
+) -> dict[str, Any] | None:
     """Return the outcome that a rank has written already for this start, if one has.
 
     A start whose ranks have not met has no nonce, ``start``: then one that is as new as ``since_s``
     counts, by the clocks of this host and of the file system.
     """
-    told = read(run_dir)
+    told = read_outcome(run_dir)
     if told is None or not isinstance(told.get("exit_code"), int):
         return None
     if start is not None:

@@ -28,7 +28,7 @@ from hpc_tune.world.processes import seconds_from_boot
 from hpc_tune.world.stop import process_start_s
 
 LIVE_FILE = "live.json"
-_UNKNOWN = -1  # a file system that does not answer says nothing of a folder
+_UNKNOWN_START = -1  # a file system that does not answer says nothing of a folder
 EndRun = Callable[[HpcTuneError], None]
 
 
@@ -166,14 +166,14 @@ class RunLock:
     def _has_moved(self) -> bool:
         return self._folder is not None and _folder_inode(self._path.parent) not in (
             self._folder,
-            _UNKNOWN,
+            _UNKNOWN_START,
         )
 
     def close(self) -> None:
         """Give the folder back, if this rank has taken it."""
         self._watcher.close()
         if self._watcher.has_started:
-            release(self._path.parent, self._me.nonce)
+            release_run(self._path.parent, self._me.nonce)
 
     def _create(self) -> bool:
         """Write the file if there is none; tell whether it is this job's."""
@@ -260,7 +260,7 @@ def require_shared_dir(
         time.sleep(0.1)
 
 
-def release(run_dir: Path, nonce: str) -> None:
+def release_run(run_dir: Path, nonce: str) -> None:
     """Remove the mark of the start with this nonce; any rank may, when all end."""
     if read_nonce(run_dir / LIVE_FILE) == nonce:
         with contextlib.suppress(OSError):
@@ -295,13 +295,13 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
 
 
 def _folder_inode(folder: Path) -> int | None:
-    """Return what stays when a folder is renamed; None where there is none, or ``_UNKNOWN``."""
+    """Return what stays when a folder is renamed; None where there is none, or ``_UNKNOWN_START``."""
     try:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        return _UNKNOWN
+        return _UNKNOWN_START
 
 
 def _process_start(pid: int) -> str | None:

@@ -18,9 +18,9 @@ class PreviousRun:
     death: str | None = None
 
 
-def read(run_dir: Path) -> PreviousRun:
+def read_previous_run(run_dir: Path) -> PreviousRun:
     """Return what the last run in ``run_dir`` left; nothing where there was none."""
-    ended, last = outcome.read(run_dir), heartbeat.read(run_dir)
+    ended, last = outcome.read_outcome(run_dir), heartbeat.read_heartbeats(run_dir)
     if ended is not None:
         actions = tuple(map(str, ended.get("governor", ())))
         if ended.get("status") != "stopped" or "need" not in ended:

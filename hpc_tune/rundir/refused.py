@@ -17,7 +17,7 @@ PREPARED_FOLDER = "data"
 _KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS, owner.LIVE_FILE}
 
 
-def list_names(run_dir: Path) -> frozenset[str] | None:
+def list_run_files(run_dir: Path) -> frozenset[str] | None:
     """Return what is in a run directory: nothing where there is none; None if it cannot be read."""
     try:
         return frozenset(entry.name for entry in run_dir.iterdir())
@@ -32,11 +32,11 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
 
     Those are prepared data, and what the file system does not let go.
     """
-    prepared = list_names(run_dir / PREPARED_FOLDER)
+    prepared = list_run_files(run_dir / PREPARED_FOLDER)
     is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
     kept = {PREPARED_FOLDER} if is_prepared else set()  # else there are parts of files alone
     for name in {
-        *((list_names(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
+        *((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
         nearby.STARTING_CONFIG,
     }:
         path = run_dir / name
@@ -45,4 +45,4 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    return sorted((list_names(run_dir) or frozenset()) - before - _KEPT_NAMES)
+    return sorted((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES)

@@ -15,7 +15,7 @@ from hpc_tune.errors import EXIT_FAILED
 from hpc_tune.rundir import outcome, owner, previous
 
 START_FILE = "start.json"
-_UNKNOWN = "its job was killed, or lost its first node; no more is known"
+_UNKNOWN_ENDING = "its job was killed, or lost its first node; no more is known"
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class UnfinishedStart:
     began_s: float
 
 
-def begin(run_dir: Path, **fields: Any) -> None:
+def note_start(run_dir: Path, **fields: Any) -> None:
     """Note a start. What cannot be written is not there for the next one."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / START_FILE, json.dumps(fields))
 
 
-def end(run_dir: Path) -> None:
+def forget_start(run_dir: Path) -> None:
     """Remove the note."""
     with contextlib.suppress(OSError):
         (run_dir / START_FILE).unlink()
 
 
-def read(run_dir: Path) -> UnfinishedStart | None:
+def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
     """Return the start that supervise has not seen end, if there is one."""
     try:
         fields = json.loads((run_dir / START_FILE).read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def has_ended(run_dir: Path) -> bool:
 
 def find_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
     """Return the status, the reason and the exit code of a start, as far as it has left them."""
-    told = outcome.read(run_dir)
+    told = outcome.read_outcome(run_dir)
     if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
         return str(told["status"]), str(told["reason"]), int(told["exit_code"])
-    return "failed", previous.read(run_dir).death or _UNKNOWN, EXIT_FAILED
+    return "failed", previous.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED

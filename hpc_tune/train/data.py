@@ -27,9 +27,9 @@ from hpc_tune.data.files import (
     join_paths,
 )
 from hpc_tune.data.hdf5_format import TokenStore, find_prepared
-from hpc_tune.data.labels import describe_imbalance, require_both_labels
+from hpc_tune.data.labels import describe_label_imbalance, require_both_labels
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.megatron import describe_tokenizer
+from hpc_tune.data.megatron import describe_megatron_tokenizer
 from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
@@ -297,7 +297,7 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
         good, others, ", ".join(source.store.attributes.source for source in sources)
     )
     weights = tune.numbers["desirable_weight"], tune.numbers["undesirable_weight"]
-    if why := describe_imbalance(good, others, *weights):
+    if why := describe_label_imbalance(good, others, *weights):
         log.warning("%s", why)
 
 
@@ -401,7 +401,9 @@ def prepare_file(
         for line in describe_left_out(listing):
             log.warning("%s: %s", join_paths(path), line)
         if any(find_kind(file) == "megatron" for file in listing.files):
-            log.warning("%s: %s", join_paths(path), describe_tokenizer(tokenizer_name(tokenizer)))
+            log.warning(
+                "%s: %s", join_paths(path), describe_megatron_tokenizer(tokenizer_name(tokenizer))
+            )
     log.info("prepared %s: %s", name, counters)
 
 

@@ -24,7 +24,7 @@ from hpc_tune.probe.energy import (
     PartEnergy,
     find_counters,
 )
-from hpc_tune.rundir.energy import ENERGY_EVENT, WHOLE_NODES, read, sum_energy
+from hpc_tune.rundir.energy import ENERGY_EVENT, WHOLE_NODES, read_energy, sum_energy
 from hpc_tune.train.job import Job
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import pci_address
@@ -61,7 +61,7 @@ class RunEnergy:
         fields |= {"tokens": tokens, "seconds": round(time.monotonic() - self._began_s, 3)}
         self._job.events.write(ENERGY_EVENT, step, **fields)
         this_start = sum_energy([{"kind": ENERGY_EVENT, "step": step, **fields}])
-        energy = read(self._job.dir) or this_start
+        energy = read_energy(self._job.dir) or this_start
         assert energy is not None
         log.info("energy  %s", energy.words)
 

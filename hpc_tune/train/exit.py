@@ -40,10 +40,11 @@ from hpc_tune.memory.device import (
 from hpc_tune.memory.host import find_limit
 from hpc_tune.memory.monitor import MemoryShortage, Monitor
 from hpc_tune.packages import why_unusable
-from hpc_tune.rundir import details, heartbeat, outcome
+from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.rundir.details import append_failure_details
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
-from hpc_tune.rundir.owner import InUseError, release
+from hpc_tune.rundir.owner import InUseError, release_run
 from hpc_tune.rundir.refused import PREPARED_FOLDER, remove_new_files
 from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
@@ -123,7 +124,7 @@ def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoRet
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
-        release(run_dir, comm.nonce)
+        release_run(run_dir, comm.nonce)
     die(comm, code)
 
 
@@ -174,7 +175,7 @@ def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Fa
     """Print what is told, and keep its details in a file; return it with the file's name."""
     kept = None
     if told.details is not None:
-        kept = details.append_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
+        kept = append_failure_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
         if kept is not None:
             facts = {**told.facts, "details": str(kept)}
             told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
@@ -209,7 +210,11 @@ def _first_reported_code(
     Both sides of a network cut report it: then that of the rank with the store counts.
     """
     start = None if comm is None else comm.nonce
-    told = None if run_dir is None else outcome.read_for_start(run_dir, start, process_start_s())
+    told = (
+        None
+        if run_dir is None
+        else outcome.read_outcome_of_start(run_dir, start, process_start_s())
+    )
     if told is None:  # the file system may show it later than its rank tells of it
         return None if comm is None or comm.watch is None else comm.watch.reported_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
@@ -241,7 +246,7 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
     if run_dir is None or not run_dir.is_dir():
         return
     try:
-        outcome.write(result, run_dir, None if comm is None else comm.nonce)
+        outcome.write_outcome(result, run_dir, None if comm is None else comm.nonce)
         # The next start replaces outcome.json; the report still tells how this one ended.
         events = Events(run_dir / EVENTS)
         rank, began_s = result.facts.get("rank", 0), process_start_s()

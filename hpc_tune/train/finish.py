@@ -63,7 +63,7 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
             raise HpcTuneError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
         log.info("adapter exported to %s", out)
     try:
-        outcome.write(ended, run_dir, job.setup_comm.nonce)
+        outcome.write_outcome(ended, run_dir, job.setup_comm.nonce)
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / outcome.OUTCOME_FILE, error.strerror)
     if ended.status == "done":

@@ -14,11 +14,12 @@ from hpc_tune.errors import ConfigError, find_remedy
 from hpc_tune.faults import Faults
 from hpc_tune.log import log, log_to_file
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.rundir import heartbeat, nearby, outcome, previous
+from hpc_tune.rundir import heartbeat, outcome, previous
+from hpc_tune.rundir.nearby import RESOLVED_CONFIG, STARTING_CONFIG
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import RunLock, make_owner, require_shared_dir
 from hpc_tune.rundir.previous import PreviousRun
-from hpc_tune.rundir.refused import list_names
+from hpc_tune.rundir.refused import list_run_files
 from hpc_tune.rundir.right_to import require_permissions
 from hpc_tune.trackers.trackers import require_trackers
 from hpc_tune.train.exit import (
@@ -93,7 +94,7 @@ def open_job(
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
         owner = RunLock(run_dir, make_owner(comm.nonce, run_dir), lost)
         resume_point.before = comm.on_rank_0(
-            "looking at the run directory", lambda: list_names(run_dir)
+            "looking at the run directory", lambda: list_run_files(run_dir)
         )
         last = comm.on_rank_0(
             "making the run directory",
@@ -125,7 +126,7 @@ def open_job(
             finally:
                 if is_rank_0:
                     with suppress(OSError):
-                        (run_dir / nearby.STARTING_CONFIG).unlink()
+                        (run_dir / STARTING_CONFIG).unlink()
 
 
 def _make_run_dir(
@@ -143,13 +144,13 @@ def _make_run_dir(
         run_dir.mkdir(parents=True, exist_ok=True)
         require_permissions(run_dir)
         owner.acquire()
-        last = previous.read(run_dir)
+        last = previous.read_previous_run(run_dir)
         (run_dir / heartbeat.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
-        heartbeat.clear(run_dir)
-        outcome.begin(run_dir)
-        write_settings(run_dir / nearby.STARTING_CONFIG)
-        if not (run_dir / nearby.RESOLVED_CONFIG).exists():
-            write_settings(run_dir / nearby.RESOLVED_CONFIG)
+        heartbeat.clear_heartbeats(run_dir)
+        outcome.begin_outcome(run_dir)
+        write_settings(run_dir / STARTING_CONFIG)
+        if not (run_dir / RESOLVED_CONFIG).exists():
+            write_settings(run_dir / RESOLVED_CONFIG)
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written: {error.strerror or error}{find_remedy(error)}; "

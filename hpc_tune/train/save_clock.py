@@ -74,7 +74,7 @@ class SaveClock:
         self._interval_s: float | None = None
         self._history, self._began_s = StartHistory(), time.monotonic()
         if self._is_auto:
-            self._history = failures.read(run_dir)
+            self._history = failures.read_start_history(run_dir)
             self._update_interval()
         elif isinstance(every_minutes, int | float):
             self._interval_s = 60.0 * every_minutes

@@ -87,7 +87,7 @@ def bootstrap(
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    open_files.require_min_files(files := open_files.raise_limit())
+    open_files.require_min_files(files := open_files.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
@@ -96,7 +96,7 @@ def bootstrap(
     with time_limit("all ranks to start", limit_s, _START_HINT, who):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form without them
-            _log_warnings([open_files.shortage_warning(files, world.size)])
+            _log_warnings([open_files.file_shortage_warning(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim, settings)
         world = _fill_in_nodes(world, channel)
         cores = _gather_core_masks(world, channel)

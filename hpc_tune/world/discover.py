@@ -61,7 +61,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         log.info("%s", changed)
     if not claim.uses_mpi:
         return _world_from_claim(launcher, claim, environ), None
-    os.environ.setdefault(*openmpi.YIELD_WHEN_IDLE)
+    os.environ.setdefault(*openmpi.OPENMPI_YIELD_WHEN_IDLE)
     try:
         import mpi4py
 

@@ -28,7 +28,7 @@ def read_file_limit() -> int | None:
     return hard if soft == hard - SPARE_FILES else soft
 
 
-def raise_limit() -> int | None:
+def raise_file_limit() -> int | None:
     """Raise this process's soft limit to the hard one but for SPARE_FILES; return the hard one.
 
     ``None`` without a limit.
@@ -47,7 +47,7 @@ def raise_limit() -> int | None:
 
 
 def release_spare_files() -> None:
-    """Let this process open the files that ``raise_limit`` has kept back: it is about to end."""
+    """Let this process open the files that ``raise_file_limit`` has kept back: it is about to end."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -66,7 +66,7 @@ def require_min_files(limit: int | None) -> None:
         )
 
 
-def shortage_warning(limit: int | None, num_ranks: int) -> str | None:
+def file_shortage_warning(limit: int | None, num_ranks: int) -> str | None:
     """Return a warning if a rank may open too few files (pure)."""
     if limit is None or limit >= files_needed(num_ranks):
         return None

@@ -65,7 +65,7 @@ def ended(job):
     said = job.wait()
     shown = train(["inspect", str(job.run_dir)])
     lines = [line for line in shown.stdout.splitlines() if line.startswith("outcome")]
-    told = outcome_file.read(job.run_dir) or {}
+    told = outcome_file.read_outcome(job.run_dir) or {}
     listed = starts(job.run_dir) if (job.run_dir / "starts.jsonl").exists() else []
     found = Ended(said["ExitCode"], told, listed, "".join(lines), job.text)
     print(f"job {found.code}; {found.inspect or shown.stderr}")

@@ -137,9 +137,9 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
     need not be the index, to be equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop(openmpi.LOCAL_RANK_VARIABLE, None)
+    from_mpi = os.environ.pop(openmpi.OPENMPI_LOCAL_RANK, None)
     try:
         yield
     finally:
         if from_mpi is not None:
-            os.environ[openmpi.LOCAL_RANK_VARIABLE] = from_mpi
+            os.environ[openmpi.OPENMPI_LOCAL_RANK] = from_mpi

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from hpc_tune.checkpoint import staging
+from hpc_tune.checkpoint import staging as writer_module
 from hpc_tune.checkpoint.staging import (
     CudaStagingDevice,
     PinnedBlockPool,
@@ -80,7 +80,7 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
 
 def test_release_copies_a_part_of_a_tensor_that_is_larger_than_the_budget(tmp_path, monkeypatch):
     piece = 1 << 17  # more than a pipe takes without a reader
-    monkeypatch.setattr(staging, "PIECE_BYTES", piece)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", piece)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     live = torch.arange(10.0 * (piece // 4))
@@ -108,7 +108,7 @@ class LazyDevice:
         return nullcontext()
 
     def block(self):
-        block = torch.zeros(staging.PIECE_BYTES, dtype=torch.uint8)
+        block = torch.zeros(writer_module.PIECE_BYTES, dtype=torch.uint8)
         self.blocks.append(weakref.ref(block))
         return block
 
@@ -126,7 +126,7 @@ class LazyDevice:
 
 
 def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE_BYTES", 3 * BYTES)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 3 * BYTES)
     pipe, device, live = tmp_path / "pipe", LazyDevice(), tensors()
     os.mkfifo(pipe)  # nothing can be written before it has a reader
     writer = Writer({pipe: regions_of(live)}, 9 * BYTES, device=device)
@@ -145,7 +145,7 @@ def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monke
 
 
 def test_a_device_that_may_not_copy_all_copies_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE_BYTES", 3 * BYTES)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 3 * BYTES)
     device = LazyDevice()
     writer = Writer({tmp_path / "a": regions_of(tensors())}, 9 * BYTES - 1, device=device)
     writer.release(60.0)
@@ -162,7 +162,7 @@ def test_a_file_is_the_same_whoever_copies(tmp_path, monkeypatch):
     }
     found = []
     for number, (piece_bytes, device) in enumerate([(1 << 24, None), (4096, LazyDevice())]):
-        monkeypatch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(writer_module, "PIECE_BYTES", piece_bytes)
         [written] = finished(
             Writer({tmp_path / str(number): regions_of(mixed)}, 1 << 20, device=device)
         )
@@ -174,7 +174,7 @@ def test_a_file_is_the_same_whoever_copies(tmp_path, monkeypatch):
 
 
 def test_a_devices_memory_is_given_back_when_nothing_holds_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE_BYTES", 2 * BYTES)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 2 * BYTES)
     device = LazyDevice()
     finished(Writer({tmp_path / "a": regions_of(tensors())}, 8 * BYTES, device=device))
     until_s = time.monotonic() + 60.0
@@ -184,7 +184,7 @@ def test_a_devices_memory_is_given_back_when_nothing_holds_it(tmp_path, monkeypa
 
 
 def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
-    monkeypatch.setattr(staging, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 4096)
     mixed = {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(0), "c": torch.ones(3000)}
     saved = regions_of(mixed)
     pieces = list(cut_pieces(saved))
@@ -232,21 +232,21 @@ def test_copies_need_no_more_memory_than_the_last_save_has_left():
 def test_no_more_blocks_are_kept_than_one_save_had(monkeypatch):
     """A save on a file system that hung may end after the one that followed it."""
     given_back = []
-    monkeypatch.setattr(staging, "empty_pinned_cache", lambda: given_back.append(True))
-    monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
+    monkeypatch.setattr(writer_module, "empty_pinned_cache", lambda: given_back.append(True))
+    monkeypatch.setattr(writer_module.torch, "empty", lambda *_, **__: object())
     kept = PinnedBlockPool()
     first, second = [kept.take(), kept.take()], [kept.take(), kept.take()]
     kept.put_back(second)
-    assert (kept.num_bytes, given_back) == (2 * staging.PIECE_BYTES, [])
+    assert (kept.num_bytes, given_back) == (2 * writer_module.PIECE_BYTES, [])
     kept.put_back(first)
-    assert (kept.num_bytes, given_back) == (2 * staging.PIECE_BYTES, [True])
+    assert (kept.num_bytes, given_back) == (2 * writer_module.PIECE_BYTES, [True])
 
 
 def test_blocks_that_a_gpu_may_still_write_to_are_not_kept(monkeypatch):
     stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(staging.torch, "empty", lambda *_, **__: object())
+    monkeypatch.setattr(writer_module.torch, "empty", lambda *_, **__: object())
     kept = PinnedBlockPool()
     for waits, num_kept in ((False, 0), (True, 1)):
         device = CudaStagingDevice(kept)
@@ -254,12 +254,12 @@ def test_blocks_that_a_gpu_may_still_write_to_are_not_kept(monkeypatch):
         if waits:
             device.wait()
         device.close()
-        assert kept.num_bytes == num_kept * staging.PIECE_BYTES
+        assert kept.num_bytes == num_kept * writer_module.PIECE_BYTES
 
 
 @pytest.mark.full  # of times
 def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(regions, "SYNC_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
     writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)

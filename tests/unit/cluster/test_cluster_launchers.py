@@ -11,7 +11,7 @@ from hpc_tune.cluster.launchers import (
 )
 from hpc_tune.cluster.own_command import run_command, why_command_failed
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
-from hpc_tune.cluster.torchrun import check_master
+from hpc_tune.cluster.torchrun import check_torchrun_master
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
     BATCH_SHELL,
@@ -223,10 +223,10 @@ def meeting_point(environ):
 
 def test_a_loopback_master_is_refused_where_there_are_nodes():
     with pytest.raises(WorldError, match="MASTER_ADDR=localhost is .*, each node's own"):
-        check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
-    check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
-    check_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
-    check_master({})
+        check_torchrun_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
+    check_torchrun_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
+    check_torchrun_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
+    check_torchrun_master({})
 
 
 def test_a_rank_asks_its_launcher_without_importing_anything_heavy():

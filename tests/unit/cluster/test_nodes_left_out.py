@@ -361,7 +361,7 @@ esac
     )
     scontrol.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    argv = ["sh", "-c", slurm_guard._SCRIPT, "guard", "n1", "7", "0.05"]
+    argv = ["sh", "-c", slurm_guard._GUARD_SCRIPT, "guard", "n1", "7", "0.05"]
     process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
     try:
         process.wait(timeout=20 if requeues else 0.5)

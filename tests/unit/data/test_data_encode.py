@@ -251,7 +251,9 @@ def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_sa
     monkeypatch, seq_len
 ):
     """Byte pairs learned from real text, whose words are cut anywhere; the limit is made small."""
-    text = "".join(f"{question} {answer}\n" for question, answer in pydocs.read_module("json"))
+    text = "".join(
+        f"{question} {answer}\n" for question, answer in pydocs.read_pydocs_module("json")
+    )
     tokenizer = byte_tokenizer()
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|im_start|>", "<|im_end|>"])
     backend = tokenizer.backend_tokenizer

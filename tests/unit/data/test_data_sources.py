@@ -330,18 +330,18 @@ def test_data_edited_in_place_with_the_same_size_and_time_are_other_data(tmp_pat
 
 
 def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():
-    train, heldout = pydocs.list_modules(False), pydocs.list_modules(True)
+    train, heldout = pydocs.list_pydocs_modules(False), pydocs.list_pydocs_modules(True)
     assert not set(train) & set(heldout)
     assert 0.04 < len(heldout) / len(train + heldout) < 0.2
-    pairs = [pair for name in train for pair in pydocs.read_module(name)]
+    pairs = [pair for name in train for pair in pydocs.read_pydocs_module(name)]
     assert len(pairs) > 2000
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
     assert all(30 <= len(answer) <= 1000 for _, answer in pairs)
-    assert len([pair for name in heldout for pair in pydocs.read_module(name)]) > 100
+    assert len([pair for name in heldout for pair in pydocs.read_pydocs_module(name)]) > 100
 
 
 def test_pydocs_knows_what_json_dumps_does():
-    answers = dict(pydocs.read_module("json"))
+    answers = dict(pydocs.read_pydocs_module("json"))
     question = next(q for q in answers if q.startswith("What does json.dumps do?"))
     assert "dumps(obj, *, skipkeys=False" in question
     assert answers[question].startswith("Serialize ``obj`` to a JSON formatted ``str``.")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpc_tune.data.labels import describe_imbalance, require_both_labels
+from hpc_tune.data.labels import describe_label_imbalance, require_both_labels
 from hpc_tune.errors import DataError
 
 
@@ -34,5 +34,5 @@ def test_labels_of_one_kind_are_refused(good, others, words):
     ],
 )
 def test_weights_that_make_both_kinds_even_are_named(good, others, weights, says):
-    said = describe_imbalance(good, others, *weights)
+    said = describe_label_imbalance(good, others, *weights)
     assert said is None if says is None else re.search(says, said)

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune import cli
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.megatron import cut_documents, read_documents
+from hpc_tune.data.megatron import cut_megatron_documents, read_megatron_documents
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.sources import list_chunks, read_chunk
@@ -97,8 +97,12 @@ def test_any_number_of_chunks_gives_the_same_documents_in_their_order(tmp_path):
     path = write(tmp_path / "x", documents, "int32")
     data = path.with_name("x.bin")
     for chunk_bytes in (1, 7, 64, 1 << 20):
-        ranges = cut_documents(data, chunk_bytes, 1000)
-        found = [row.numbers.tolist() for a, b in ranges for _, row in read_documents(data, a, b)]
+        ranges = cut_megatron_documents(data, chunk_bytes, 1000)
+        found = [
+            row.numbers.tolist()
+            for a, b in ranges
+            for _, row in read_megatron_documents(data, a, b)
+        ]
         assert found == flat(documents)
         assert len(ranges) > 1 or chunk_bytes > 64
 

@@ -273,8 +273,10 @@ def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
     governor, watching, _ = governed(Device())
     for memory, need in (("device", watching.device_shortage(SAMPLE)), ("host", watching.need(1))):
-        outcome.write(outcome.stopped("why", 4, outcome_facts(need, governor.taken)), tmp_path)
-        assert previous.read(tmp_path).short_of == memory
+        outcome.write_outcome(
+            outcome.stopped("why", 4, outcome_facts(need, governor.taken)), tmp_path
+        )
+        assert previous.read_previous_run(tmp_path).short_of == memory
 
 
 @pytest.mark.parametrize(

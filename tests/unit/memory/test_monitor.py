@@ -208,11 +208,13 @@ def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
     watching = Monitor(None, mode="observe", heartbeat=beat)
     watching.start()
     watching.enter("load", "loading the model", tell=True)
-    wait_for(lambda: [w.phase for w in heartbeat.read(tmp_path)] == ["loading the model"])
-    [word] = heartbeat.read(tmp_path)
+    wait_for(
+        lambda: [w.phase for w in heartbeat.read_heartbeats(tmp_path)] == ["loading the model"]
+    )
+    [word] = heartbeat.read_heartbeats(tmp_path)
     assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)
     watching.close()
-    assert heartbeat.read(tmp_path) == []
+    assert heartbeat.read_heartbeats(tmp_path) == []
 
 
 def leave_words(run_dir, **changed):
@@ -232,9 +234,9 @@ def leave_words(run_dir, **changed):
 
 
 def test_a_run_without_an_outcome_was_killed(tmp_path):
-    assert previous.read(tmp_path).death is None
+    assert previous.read_previous_run(tmp_path).death is None
     leave_words(tmp_path)
-    last = previous.read(tmp_path)
+    last = previous.read_previous_run(tmp_path)
     assert last.short_of is None
     assert "Last seen on n1 at 1970-01-01" in last.death
     assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in last.death
@@ -243,7 +245,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
 
 def test_near_the_limit_it_was_probably_memory(tmp_path):
     leave_words(tmp_path, used=900)
-    last = previous.read(tmp_path)
+    last = previous.read_previous_run(tmp_path)
     assert last.short_of == "host"
     assert last.death.endswith("; probably by the kernel, for memory")
 
@@ -253,7 +255,7 @@ def test_the_kernels_counter_is_proof(tmp_path):
     group.mkdir()
     (group / "memory.events").write_text("oom_kill 6\n")
     leave_words(tmp_path, cgroup=str(group))
-    last = previous.read(tmp_path)
+    last = previous.read_previous_run(tmp_path)
     assert last.short_of == "host"
     assert "the kernel killed 2 of that group's processes for memory" in last.death
 
@@ -262,14 +264,14 @@ def test_words_that_cannot_be_read_are_none(tmp_path):
     leave_words(tmp_path)
     heartbeat.heartbeat_path(tmp_path, 1).write_text("{")
     heartbeat.heartbeat_path(tmp_path, 2).write_text('{"time": 1}')
-    assert len(heartbeat.read(tmp_path)) == 1
-    heartbeat.clear(tmp_path)
-    assert previous.read(tmp_path).death is None
+    assert len(heartbeat.read_heartbeats(tmp_path)) == 1
+    heartbeat.clear_heartbeats(tmp_path)
+    assert previous.read_previous_run(tmp_path).death is None
 
 
 def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
     error = ResumableStop("why", 4, {"need": 2, "had": 1, "governor": ["shrink_buffers"]})
-    outcome.write(outcome.stopped(error.reason, error.step, error.facts), tmp_path)
+    outcome.write_outcome(outcome.stopped(error.reason, error.step, error.facts), tmp_path)
     told = json.loads((tmp_path / "outcome.json").read_text())
     assert told == {
         "status": "stopped",
@@ -280,10 +282,10 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
         "had": 1,
         "governor": ["shrink_buffers"],
     }
-    last = previous.read(tmp_path)
+    last = previous.read_previous_run(tmp_path)
     assert (last.actions, last.short_of, last.death) == (("shrink_buffers",), "host", None)
-    outcome.write(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
-    assert previous.read(tmp_path).short_of is None
+    outcome.write_outcome(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
+    assert previous.read_previous_run(tmp_path).short_of is None
 
 
 def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():

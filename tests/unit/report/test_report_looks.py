@@ -70,7 +70,7 @@ def many_kinds(make):
         "early": make("early", steps=[], evals=False, outcome=DONE | {"status": "failed"}),
     }
     word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    heartbeat.write(word, heartbeat.heartbeat_path(kinds["killed"], 0))
+    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(kinds["killed"], 0))
     return {**{name: [run] for name, run in kinds.items()}, "overlaid": list(kinds.values())}
 
 

@@ -20,7 +20,7 @@ from hpc_tune.rundir.owner import (
     is_owner_alive,
     make_owner,
     read_nonce,
-    release,
+    release_run,
     require_shared_dir,
 )
 
@@ -187,10 +187,10 @@ def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
 
 def test_any_rank_of_a_start_gives_its_folder_back_and_no_others(tmp_path):
     left(tmp_path, FAR)
-    release(tmp_path, "mine")
+    release_run(tmp_path, "mine")
     assert (tmp_path / LIVE_FILE).exists()
-    release(tmp_path, "theirs")
-    release(tmp_path, "theirs")
+    release_run(tmp_path, "theirs")
+    release_run(tmp_path, "theirs")
     assert not (tmp_path / LIVE_FILE).exists()
 
 

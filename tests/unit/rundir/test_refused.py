@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from hpc_tune.rundir.refused import list_names, remove_new_files
+from hpc_tune.rundir.refused import list_run_files, remove_new_files
 
 
 def made_by_a_start(run_dir):
@@ -17,17 +17,17 @@ def made_by_a_start(run_dir):
 
 def test_a_new_directory_keeps_what_tells_of_the_start(tmp_path):
     run_dir = tmp_path / "run"
-    assert (before := list_names(run_dir)) == frozenset()
+    assert (before := list_run_files(run_dir)) == frozenset()
     made_by_a_start(run_dir)
     (run_dir / "data" / ".prepared.h5.1234.parts").mkdir()
     (run_dir / "weights").symlink_to(tmp_path)
     assert remove_new_files(run_dir, before) == []
-    assert list_names(run_dir) == {"outcome.json", "events.jsonl", "live.json"}
+    assert list_run_files(run_dir) == {"outcome.json", "events.jsonl", "live.json"}
     assert tmp_path.is_dir()
 
 
 def test_prepared_data_stays_and_is_told(tmp_path):
-    before = list_names(tmp_path)
+    before = list_run_files(tmp_path)
     made_by_a_start(tmp_path)
     (tmp_path / "data" / "prepared.h5").touch()
     assert remove_new_files(tmp_path, before) == ["data"]
@@ -37,15 +37,15 @@ def test_prepared_data_stays_and_is_told(tmp_path):
 def test_what_was_there_stays(tmp_path):
     made_by_a_start(tmp_path)
     (tmp_path / "notes.txt").touch()
-    before = list_names(tmp_path)
+    before = list_run_files(tmp_path)
     (tmp_path / "memory").mkdir()
     assert remove_new_files(tmp_path, before) == []
-    assert list_names(tmp_path) == before
+    assert list_run_files(tmp_path) == before
 
 
 def test_a_directory_that_cannot_be_read_counts_as_unknown_and_not_as_empty(tmp_path, monkeypatch):
     made_by_a_start(tmp_path)
-    before = list_names(tmp_path) - {"data"}
+    before = list_run_files(tmp_path) - {"data"}
     (tmp_path / "data" / "prepared.h5").touch()
     listed = Path.iterdir
 
@@ -56,7 +56,7 @@ def test_a_directory_that_cannot_be_read_counts_as_unknown_and_not_as_empty(tmp_
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     unreadable = tmp_path
-    assert list_names(tmp_path) is None
+    assert list_run_files(tmp_path) is None
     unreadable = tmp_path / "data"
     assert remove_new_files(tmp_path, before) == ["data"]
     assert (tmp_path / "data" / "prepared.h5").exists()

@@ -115,10 +115,10 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
     other_side = outcome.Outcome("failed", "said before", None, 1, {"lost_hosts": ["n1"]})
     for before in (None, other_side):
         if before is not None:
-            outcome.write(before, tmp_path, comm.nonce)
+            outcome.write_outcome(before, tmp_path, comm.nonce)
         with pytest.raises(SystemExit, match="1"):
             train_exit.fail(comm, LostHostError("host b is lost"), tmp_path)
-        told = outcome.read(tmp_path)
+        told = outcome.read_outcome(tmp_path)
         wanted = "host b is lost" if before is None else reason
         assert told["reason"].startswith(wanted)
 
@@ -130,7 +130,7 @@ def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, mon
     comm, codes = comm_of(0), []
     train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
     train_exit.fail(comm, ResumableStop("SIGTERM", 3), tmp_path)
-    found = outcome.read(tmp_path)
+    found = outcome.read_outcome(tmp_path)
     assert [found[name] for name in ("reason", "rank", "host")] == ["a disk hangs", 0, "n1"]
     assert codes == [2, 2]
 
@@ -140,7 +140,7 @@ def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, mon
 )
 def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, stays):
     (tmp_path / "STOP").touch()
-    outcome.write(outcome.Outcome(status, "", None, 1), tmp_path)
+    outcome.write_outcome(outcome.Outcome(status, "", None, 1), tmp_path)
     assert (tmp_path / "STOP").exists() == stays
 
 
@@ -149,27 +149,27 @@ def test_a_folder_in_the_place_of_the_stop_file_is_named_and_the_outcome_is_writ
 ):
     monkeypatch.setattr("hpc_tune.log.log.propagate", True)
     (tmp_path / "STOP").mkdir()
-    outcome.write(outcome.stopped("STOP file", 7), tmp_path)
-    assert outcome.read(tmp_path)["step"] == 7
+    outcome.write_outcome(outcome.stopped("STOP file", 7), tmp_path)
+    assert outcome.read_outcome(tmp_path)["step"] == 7
     assert "STOP is a folder, which asks to stop as a file does: remove it" in caplog.text
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
-    assert outcome.read_for_start(tmp_path, None, 0.0) is None
-    outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
-    told = outcome.read_for_start(tmp_path, None, time.time() - 5)
+    assert outcome.read_outcome_of_start(tmp_path, None, 0.0) is None
+    outcome.write_outcome(outcome.stopped("SIGUSR1", None), tmp_path)
+    told = outcome.read_outcome_of_start(tmp_path, None, time.time() - 5)
     assert told["exit_code"] == EXIT_RESUMABLE
-    assert outcome.read_for_start(tmp_path, None, time.time() + 5) is None
+    assert outcome.read_outcome_of_start(tmp_path, None, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
-    assert outcome.read_for_start(tmp_path, None, 0.0) is None
+    assert outcome.read_outcome_of_start(tmp_path, None, 0.0) is None
 
 
 def test_once_the_ranks_have_met_an_outcome_counts_by_its_start_whatever_the_clocks_say(tmp_path):
     """The file system's clock may be hours behind this host's, and an older outcome be left."""
-    outcome.write(outcome.stopped("SIGUSR1", None), tmp_path, "of this start")
+    outcome.write_outcome(outcome.stopped("SIGUSR1", None), tmp_path, "of this start")
     os.utime(tmp_path / "outcome.json", (0, 0))
-    assert outcome.read_for_start(tmp_path, "of this start", time.time()) is not None
-    assert outcome.read_for_start(tmp_path, "of another", 0.0) is None
+    assert outcome.read_outcome_of_start(tmp_path, "of this start", time.time()) is not None
+    assert outcome.read_outcome_of_start(tmp_path, "of another", 0.0) is None
 
 
 ERRORS = {
@@ -202,11 +202,11 @@ def test_what_the_end_of_a_rank_looks_like_elsewhere_takes_the_place_of_no_repor
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     error, code = ERRORS[cause]
     train_exit.fail(comm_of(1), error, tmp_path)
-    first = outcome.read(tmp_path)
+    first = outcome.read_outcome(tmp_path)
     capsys.readouterr()
     train_exit.fail(comm_of(2), ENDS[end], tmp_path)
     train_exit.fail(comm_of(0), ENDS[end], tmp_path)
-    assert outcome.read(tmp_path) == first
+    assert outcome.read_outcome(tmp_path) == first
     assert first["exit_code"] == code
     assert codes == [code] * 3
     assert capsys.readouterr().err == "", "it is said once"
@@ -219,9 +219,9 @@ def test_an_error_after_the_first_report_is_printed_and_written_nowhere(
     codes = []
     monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
-    outcome.write(outcome.done(60), tmp_path, comm_of(0).nonce)
+    outcome.write_outcome(outcome.done(60), tmp_path, comm_of(0).nonce)
     train_exit.fail(comm_of(1), KeyError("in the shutdown"), tmp_path)
-    assert outcome.read(tmp_path)["status"] == "done"
+    assert outcome.read_outcome(tmp_path)["status"] == "done"
     assert codes == [0]
     assert "in the shutdown" in capsys.readouterr().err
 
@@ -235,7 +235,7 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
     comm.watch = SimpleNamespace(reported_code=75)
     train_exit.fail(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
     assert codes == [75]
-    assert outcome.read(tmp_path) is None
+    assert outcome.read_outcome(tmp_path) is None
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def failed(monkeypatch, capsys):
         comm = comm_of(1, **progress)
         comm.roster, comm.watch = (), None
         train_exit.fail(comm, error, run_dir)
-        return capsys.readouterr().err, outcome.read(run_dir) if run_dir else None
+        return capsys.readouterr().err, outcome.read_outcome(run_dir) if run_dir else None
 
     return fail
 
@@ -319,7 +319,7 @@ def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
 
 
 def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monkeypatch):
-    outcome.begin(tmp_path)
+    outcome.begin_outcome(tmp_path)
     written = outcome.write_file
 
     def write_file(path, text):
@@ -328,17 +328,17 @@ def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monke
         written(path, text)
 
     monkeypatch.setattr(outcome, "write_file", write_file)
-    outcome.write(outcome.Outcome("failed", "the disk is full", None, 2), tmp_path)
-    assert outcome.read(tmp_path)["reason"] == "the disk is full"
+    outcome.write_outcome(outcome.Outcome("failed", "the disk is full", None, 2), tmp_path)
+    assert outcome.read_outcome(tmp_path)["reason"] == "the disk is full"
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
 
 
 def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
-    outcome.write(outcome.Outcome("failed", "the first", None, 1), tmp_path)
+    outcome.write_outcome(outcome.Outcome("failed", "the first", None, 1), tmp_path)
     (tmp_path / outcome.RESERVE_FILE).mkdir()  # takes no bytes, as a full disk
     with pytest.raises(OSError, match="directory"):
-        outcome.begin(tmp_path)
-    assert outcome.read(tmp_path)["reason"] == "the first"
+        outcome.begin_outcome(tmp_path)
+    assert outcome.read_outcome(tmp_path)["reason"] == "the first"
 
 
 def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monkeypatch):
@@ -351,7 +351,7 @@ def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monke
     monkeypatch.undo()
     monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
     train_exit.fail(None, left[0], tmp_path)
-    ended = outcome.read(tmp_path)
+    ended = outcome.read_outcome(tmp_path)
     assert (ended["status"], ended["reason"], ended["exit_code"]) == (
         "stopped",
         "SIGINT, twice",

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
-from hpc_tune.rundir.failures import StartHistory, is_failure, read
+from hpc_tune.rundir.failures import StartHistory, is_failure, read_start_history
 from hpc_tune.train import save_clock
 from hpc_tune.train.run import run
 from hpc_tune.train.save_clock import SaveClock, best_interval_s, choose_interval
@@ -136,16 +136,16 @@ def write(run_dir, name, rows):
 
 
 def test_the_past_of_a_run_is_read_from_its_events(tmp_path):
-    assert read(tmp_path) == StartHistory()
+    assert read_start_history(tmp_path) == StartHistory()
     write(tmp_path, "events.jsonl", PAST)
-    assert read(tmp_path) == StartHistory(1, 900 + 100, (0.5, 0.7))
+    assert read_start_history(tmp_path) == StartHistory(1, 900 + 100, (0.5, 0.7))
 
 
 def test_where_supervise_counts_its_lines_do(tmp_path):
     write(tmp_path, "events.jsonl", PAST)
     lost = FAILED | {"error": "LostHostError"}
     write(tmp_path, "starts.jsonl", [lost, lost, lost | {"asked": True}])
-    assert read(tmp_path).failures == 2
+    assert read_start_history(tmp_path).failures == 2
 
 
 def test_a_run_with_auto_says_how_far_apart_its_saves_are(tmp_path, monkeypatch, capfd):

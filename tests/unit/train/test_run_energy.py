@@ -9,7 +9,7 @@ import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.probe.energy import EnergyCounter, PartEnergy
-from hpc_tune.rundir.energy import read, sum_energy
+from hpc_tune.rundir.energy import read_energy, sum_energy
 from hpc_tune.train import energy as train_energy
 from hpc_tune.train import run as train_run
 from hpc_tune.train.energy import RunEnergy, sum_nodes
@@ -103,8 +103,8 @@ def test_starts_add_up_and_those_that_told_nothing_are_counted():
 def test_events_of_any_content_are_read(tmp_path):
     lines = ["[1]", "{", '{"kind": "energy", "joules": [], "missing": 3, "total_j": "x"}']
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
-    assert read(tmp_path).words == "not known"
-    assert read(tmp_path / "nowhere") is None
+    assert read_energy(tmp_path).words == "not known"
+    assert read_energy(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, ["a", "b"]), (1, None), (2, ["c"]), (3, None)])
@@ -133,7 +133,7 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     assert train_run.run(config, StopAfter(None)) == 0
     found = events(tmp_path / "run", "energy")
     assert [(event["total_j"], event["step"]) for event in found] == [(1800, 2), (1800, 4)]
-    energy = read(tmp_path / "run")
+    energy = read_energy(tmp_path / "run")
     assert energy.tokens == sum(event["tokens"] for event in found) > 0
     assert energy.words.startswith("2 starts: 1.00 Wh (CPUs 1.00 Wh): ")
     assert f"energy  {energy.words}\n" in capfd.readouterr().err

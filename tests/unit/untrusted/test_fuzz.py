@@ -293,8 +293,8 @@ def test_what_lies_in_run_directories(folder, drawn):
     (folder / "events.jsonl").write_bytes(events)
     (folder / "outcome.json").write_text(json.dumps(told))
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
-    outcome.read(folder)
-    heartbeat.read(folder)
+    outcome.read_outcome(folder)
+    heartbeat.read_heartbeats(folder)
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
         watch(folder, 1.0, once=True)

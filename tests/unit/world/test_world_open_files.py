@@ -11,15 +11,15 @@ from hpc_tune.world.open_files import (
     SPARE_FILES,
     files_needed,
     require_min_files,
-    shortage_warning,
+    file_shortage_warning,
 )
 
 LIMITED = """
 import resource, sys
-from hpc_tune.world.open_files import raise_limit, read_file_limit
+from hpc_tune.world.open_files import raise_file_limit, read_file_limit
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-print(raise_limit(), read_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(raise_file_limit(), read_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
@@ -111,7 +111,7 @@ def test_a_limit_with_which_no_run_can_begin_is_refused_with_both_numbers():
     ],
 )
 def test_a_limit_that_stays_too_low_is_told_with_both_numbers(limit, num_ranks, is_short):
-    text = shortage_warning(limit, num_ranks)
+    text = file_shortage_warning(limit, num_ranks)
     assert (text is not None) == is_short
     if text:
         assert (
