@@ -65,7 +65,7 @@ gpu:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu_check.py
 
 nvme: $(VENV)/.test
-	DS_ACCELERATOR=cpu python -c 'from hpc_tune.engine.async_io import load_async_io as load; load("make nvme")'
+	DS_ACCELERATOR=cpu python -c 'from hpc_tune.engine.zero.settings import load_async_io as load; load("make nvme")'
 
 slurm:
 	sh tools/ensure_slurm.sh

@@ -19,7 +19,7 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
             "or name another python\n" % (sys.version_info[:2] + (sys.executable,))
         )
         return 2
-    from hpc_tune.first_signals import exit_on_signals
+    from hpc_tune.startup_signals import exit_on_signals
 
     word = sys.argv[1] if len(sys.argv) > 1 else "train"
     if word in _ALL_RANK_COMMANDS or word.startswith("-") or "=" in word:

@@ -15,8 +15,13 @@ from typing import Any, NoReturn
 from hpc_tune import __version__
 from hpc_tune.cluster.launchers import rank_hint, size_hint
 from hpc_tune.commands import ALL_RANK_COMMANDS, COMMANDS, SETTINGS_ARGUMENTS
-from hpc_tune.config.load import config_hint, describe_fields, field_names, load_config
-from hpc_tune.config.secrets import mask_secrets
+from hpc_tune.config.load import (
+    config_hint,
+    describe_fields,
+    field_names,
+    load_config,
+    mask_secrets,
+)
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure, log, print_line
 from hpc_tune.packages import find_shadowing_packages

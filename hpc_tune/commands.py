@@ -14,16 +14,90 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hpc_tune.completion import SHELLS, completion_script
+from hpc_tune.config.chat_templates import NAMED_TEMPLATES
 from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, ask_on_terminal, collect_answers, write_config
-from hpc_tune.config.load import find_variables, is_tiny
-from hpc_tune.config.paths import cached_path
+from hpc_tune.config.load import cached_path, describe_fields, find_variables, is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.log import log
+from hpc_tune.packages import fast_imports
 from hpc_tune.units import parse_memory
+
+# -- Shell completion of commands, their arguments and settings: a script that the shell sources.
+#
+# eval "$(hpc_tune completion bash)"
+
+
+SHELLS = ("bash", "zsh")
+_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+# bash splits key=value into three words, and completes only the part after the sign.
+_SCRIPT = """_hpc_tune() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command=train
+    local settings="{settings}" words="" files=""
+    if [ "$COMP_CWORD" -gt 1 ]; then
+        case "${{COMP_WORDS[1]}}" in {commands}) command="${{COMP_WORDS[1]}}" ;; esac
+    fi
+    if [ "$word" = "=" ]; then word="" before="$before="
+    elif [ "$before" = "=" ]; then before="${{COMP_WORDS[COMP_CWORD-2]}}="
+    fi
+    case "$command $before" in
+{values}
+        *=) files=1 ;;
+        *)
+            case "$command" in
+{arguments}
+            esac
+            [ "$COMP_CWORD" = 1 ] && words="$words {names} --version" ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    [ -n "$files" ] && COMPREPLY+=($(compgen -f -- "$word"))
+    case "${{COMPREPLY[*]}}" in *" "*) ;; *=) compopt -o nospace 2> /dev/null ;; esac
+}}
+complete -F _hpc_tune hpc_tune
+"""
+
+
+def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
+    """Return the script for a shell, from the arguments that the ``commands`` declare."""
+    fields, values, arguments = list(describe_fields()), [], []
+    for name, kind, _, _ in fields:
+        words = _literal_values(kind.replace("bool", "true | false"))
+        is_template = name == "data.chat_template"
+        words = [*NAMED_TEMPLATES] if is_template else words
+        values += [_case(f'*" {name}="', words, files=is_template)] if words else []
+    for command, (_, declared) in commands.items():
+        words, takes_files = ["--help"], False
+        for name, kwargs in declared:
+            choices = kwargs.get("choices", ())
+            if name == "settings":
+                words.append("$settings")
+            elif not name.startswith("-"):
+                words, takes_files = [*words, *choices], not choices
+            else:
+                words.append(name)
+                if "action" not in kwargs or kwargs["action"] == "append":
+                    values.append(_case(f'"{command} {name}"', choices, files=not choices))
+        arguments.append("        " + _case(command, words, takes_files))
+    return (_ZSH if shell == "zsh" else "") + _SCRIPT.format(
+        settings=" ".join(f"{name}=" for name, *_ in fields),
+        names=" ".join(commands),
+        commands="|".join(commands),
+        values="\n".join(values),
+        arguments="\n".join(arguments),
+    )
+
+
+def _case(pattern: str, words: Sequence[str], files: bool) -> str:
+    return f'        {pattern}) words="{" ".join(words)}" files={"1" if files else ""} ;;'
+
+
+def _literal_values(kind: str) -> list[str]:
+    """Return the literal values of a field's type; a field of one type has none."""
+    types = [] if kind.startswith("list[") else kind.split(" | ")
+    literals = [text for text in types if text not in ("int", "str", "float") and "[" not in text]
+    return literals if len(types) > 1 else []
+
 
 Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
 Run = Callable[[Namespace], int]  # from the options to the exit code
@@ -123,7 +197,7 @@ def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
     from hpc_tune.cluster.submission import find_schedulers
     from hpc_tune.memory.host import find_limit
-    from hpc_tune.plan.first_sizes import plan_sizes
+    from hpc_tune.plan.report import plan_sizes
 
     given = collect_answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
     host_bytes, out = find_limit().num_bytes, Path(options.out)
@@ -282,10 +356,9 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.lazy_imports import is_importable
-    from hpc_tune.plan.advice import check_remedies
+    from hpc_tune.packages import is_importable
     from hpc_tune.plan.hardware import requested_machine
-    from hpc_tune.plan.report import as_json, as_lines, make_plan
+    from hpc_tune.plan.report import as_json, as_lines, check_remedies, make_plan
     from hpc_tune.train.sources import describe_planned_sources
 
     config = options.config
@@ -415,7 +488,7 @@ def report(options: Namespace) -> int:
     """Write an HTML report about one run, or one that compares several."""
     if options.out and options.out.suffix != ".html":
         raise ConfigError(f"--out {options.out}: expected the name of an .html file")
-    from hpc_tune.report.write import write_report
+    from hpc_tune.report.page import write_report
 
     print(write_report(options.runs, options.out, options.png, not options.no_job_energy))
     return EXIT_DONE

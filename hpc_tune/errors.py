@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.rights import is_permission_error, missing_permission
+from hpc_tune.files import is_permission_error, missing_permission
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -17,14 +17,13 @@ from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end
 from hpc_tune.data.encode import Encoder
+from hpc_tune.data.fields import WrongRecord, json_type_name
 from hpc_tune.data.records import Chat, NotLearned, to_example
-from hpc_tune.data.values import WrongRecord, json_type_name
 from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.log import log
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
-from hpc_tune.model.template_syntax import refuse_syntax_errors
-from hpc_tune.model.tokenizer import load_tokenizer, stop_ids
+from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors, stop_ids
 
 
 def read_chat(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.rights import is_permission_error, missing_permission
+from hpc_tune.files import is_permission_error, missing_permission
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")

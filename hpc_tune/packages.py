@@ -3,6 +3,7 @@
 Imports nothing but Python's own, since anything else may be what is broken.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -11,8 +12,10 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 _OWN_NAME = "hpc_tune"
 _CORE = ("omegaconf", "pydantic", "torch")  # where one lacks, so does all that pip would bring
@@ -192,3 +195,41 @@ def _is_in_range(version: str, needs: str) -> bool:
 
 def _parse_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+# -- Faster imports: unused optional packages are hidden, garbage collection is off.
+#
+# A rank imports 2,800 modules. Where many ranks share few cores, that is most of the startup.
+
+
+# About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use:
+# it has others in four_bit.py and engine/float8.py.
+_HIDDEN_PACKAGES = ("torchao", "bitsandbytes")
+
+
+def is_importable(package: str) -> bool:
+    """Return whether a package can be imported; a folder of its name is not one."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Hide torchao and bitsandbytes from transformers and peft, which look for them.
+
+    Garbage collection is off meanwhile, and what has been imported is never collected: modules
+    stay, and scanning their objects again and again takes a fifth of an import.
+    """
+    modules: dict[str, Any] = sys.modules
+    hidden = [name for name in _HIDDEN_PACKAGES if name not in modules]
+    modules.update(dict.fromkeys(hidden))
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+        gc.freeze()
+        if was_on:
+            gc.enable()

@@ -17,7 +17,7 @@ from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.config_json import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
 from hpc_tune.train.exit import in_world

@@ -24,12 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from hpc_tune.cluster.blame import LauncherLines, find_lost_hosts
-from hpc_tune.cluster.nodes import Nodes
-from hpc_tune.cluster.own_command import why_command_failed
+from hpc_tune.cluster.launchers import why_command_failed
+from hpc_tune.cluster.nodes import LauncherLines, Nodes, find_lost_hosts
 from hpc_tune.cluster.schedulers import find_job, find_job_end, leave_before_s
 from hpc_tune.cluster.slurm import SLURM
-from hpc_tune.config.secrets import mask_secrets
+from hpc_tune.config.load import mask_secrets
 from hpc_tune.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -40,7 +39,7 @@ from hpc_tune.errors import (
     find_remedy,
 )
 from hpc_tune.log import log, warn_unreadable
-from hpc_tune.rundir import heartbeat, left_out, outcome, unended
+from hpc_tune.rundir import facts, outcome, owner
 from hpc_tune.rundir.json_lines import STARTS
 from hpc_tune.rundir.owner import find_owner
 from hpc_tune.train.report import write_report
@@ -199,7 +198,7 @@ class Supervisor:
         starts = _read_starts(self._run_dir)
         lost = _read_unfinished_start(self._run_dir)
         while True:
-            if lost is not None and unended.has_ended(self._run_dir):
+            if lost is not None and owner.has_ended(self._run_dir):
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             start = self._start()
@@ -257,12 +256,12 @@ class Supervisor:
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
         told = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
-        if unended.has_ended(self._run_dir):  # else this start will be refused
-            unended.note_start(self._run_dir, from_step=from_step, job=job_id, **told)
+        if owner.has_ended(self._run_dir):  # else this start will be refused
+            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **told)
             try:
                 code, lines = self._launch(command.environment, before)
             finally:
-                unended.forget_start(self._run_dir)
+                owner.forget_start(self._run_dir)
         else:
             code, lines = self._launch(command.environment, before)
         # A node that does not find Python exits with this code too.
@@ -297,7 +296,7 @@ class Supervisor:
             return replace(start, lost_nodes=lost)
         has_report = "exit_code" in ended
         accused = find_lost_hosts(ended) | lines.find_suspects(has_report)
-        if heartbeat.died_of_memory(heartbeat.read_heartbeats(self._run_dir)):
+        if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
             accused = {}  # the next start takes less of it
         has_cause = ended.get("error") == CheckpointError.__name__
         certain = lines.find_certain_suspects(has_report)
@@ -337,7 +336,7 @@ class Supervisor:
         blame. See ``Nodes.examine``.
         """
         found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
-        left_out.report_excluded_nodes(self._run_dir, found)
+        facts.report_excluded_nodes(self._run_dir, found)
         return lost
 
     def _end_reason(self, ended: Mapping[str, object]) -> str:
@@ -441,9 +440,9 @@ def _read_starts(run_dir: Path) -> list[StartRecord]:
 
 def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     """Return a start that took its job's supervise with it, as far as it has told how it ended."""
-    if (lost := unended.read_unfinished_start(run_dir)) is None:
+    if (lost := owner.read_unfinished_start(run_dir)) is None:
         return None
-    status, reason, exit_code = unended.find_ending(run_dir, lost)
+    status, reason, exit_code = owner.find_ending(run_dir, lost)
     fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
     fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}
@@ -456,7 +455,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
 def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
     log.info("the last start ended: step %d: %s", lost.to_step, lost.reason)
     _append_start(run_dir, lost)
-    unended.forget_start(run_dir)
+    owner.forget_start(run_dir)
     return lost
 
 

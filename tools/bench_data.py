@@ -9,8 +9,8 @@ from typing import Any
 
 from bench_watch import watched
 
-from hpc_tune.data.lines import is_array, line_number, read_array, read_lines
-from hpc_tune.data.pydocs import list_pydocs_modules, read_pydocs_module
+from hpc_tune.data.chunks import list_pydocs_modules, read_pydocs_module
+from hpc_tune.data.raw_files import is_array, line_number, read_array, read_lines
 from hpc_tune.data.records import WrongRecord
 from hpc_tune.errors import DataError
 

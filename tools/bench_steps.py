@@ -26,7 +26,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.model.shapes import ShapeIndex, shape_directory
+from hpc_tune.model.config_json import ShapeIndex, shape_directory
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import max_micro_rows, resolve
 from hpc_tune.step.layout import Layout

@@ -44,8 +44,8 @@ from hpc_tune.engine.native import NativeEngine  # noqa: E402
 from hpc_tune.errors import HpcTuneError  # noqa: E402
 from hpc_tune.model import float8_base, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
+from hpc_tune.model.config_json import shape_directory  # noqa: E402
 from hpc_tune.model.loss import LogitsKernels, fusible_exponentials  # noqa: E402
-from hpc_tune.model.shapes import shape_directory  # noqa: E402
 from hpc_tune.plan.trace import _fake_world  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
 from hpc_tune.step.plan import StepPlan  # noqa: E402

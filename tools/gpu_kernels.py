@@ -24,26 +24,27 @@ from torch.utils.flop_counter import flop_registry
 MAX_RANK = 256  # a product of which no side is longer is an adapter's
 # Where a file's operations belong, the innermost frame that is listed decides.
 _FILES = {
-    "rms_norm.py": "norms",
-    "swiglu.py": "gated product",
     "varlen_attention.py": "attention",
     "packed_attention.py": "attention",
     "loss.py": "loss",
     "objective.py": "loss",
     "lora_linear.py": "adapters",
     "grouped_experts.py": "experts' rows",
-    "sorted_rows.py": "experts' rows",
-    "grouped_products.py": "experts' rows",
+    "grouped_matmul.py": "experts' rows",
     "expert_parallel.py": "experts' rows",
-    "four_bit.py": "dequantisation",
+    "quantized_base.py": "dequantisation",
     "float8_base.py": "casts",
     "float8.py": "casts",
     "gradients.py": "update",
     "adamw.py": "update",
     "native.py": "update",
 }
-# By parts of a function's qualified name in transformers, peft and torchao.
+# By parts of a function's qualified name, ours in faster_layers.py too.
 _FUNCTIONS = (
+    ("_RmsNorm.", "norms"),
+    ("_rms_norm_forward", "norms"),
+    ("_SwiGlu.", "gated product"),
+    ("_swiglu_forward", "gated product"),
     ("RMSNorm.", "norms"),
     ("apply_rotary_pos_emb", "rotary"),
     ("rotate_half", "rotary"),

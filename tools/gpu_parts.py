@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_tune.atomic_file import write_file
+from hpc_tune.files import write_file
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "HPC_TUNE_GPU_CHECK"  # in the environment of every process of a part

@@ -20,7 +20,7 @@ from gpu_task import Task
 
 from hpc_tune.config.load import load_config
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.shapes import shape_directory
+from hpc_tune.model.config_json import shape_directory
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 

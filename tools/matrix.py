@@ -2,7 +2,7 @@
 
     python tools/matrix.py [--only NAME ...] [--methods ...] [--layouts ...] [--out docs/models.md]
 
-Each architecture is made small (see hpc_tune/model/shrink.py), with random values. Stock
+Each architecture is made small (see hpc_tune/model/stock_reference.py), with random values. Stock
 transformers and peft with torch's AdamW train it for some steps, one document at a time; hpc_tune
 does, in every method and layout, from the same files. A cell is the largest gap between the losses
 of a step, relative; a gap of more than 1e-4 after steps, or a crash, is an error, and the exit code
@@ -37,11 +37,11 @@ from hpc_tune.model.grouped_experts import has_grouped_form, stack_names
 from hpc_tune.model.language import read_config, read_language_config, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.special_linears import find_uncalled_linears
-from hpc_tune.model.stock import NoTrial, write_small_model
+from hpc_tune.model.special_layers import find_uncalled_linears
+from hpc_tune.model.stock_reference import NoTrial, write_small_model
+from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems
-from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture_cached
+from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable]  # what runs a rank

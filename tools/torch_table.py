@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.packages import fast_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S, TOLERANCE = 300.0, 1e-5

@@ -14,9 +14,8 @@ from hpc_tune.config.parallel import AXES, ParallelConfig
 from hpc_tune.config.schema import BatchConfig
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
-from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
-from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
+from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import static_bytes
 

@@ -27,9 +27,8 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import MEASURED_STATE_SHARE
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
-from hpc_tune.plan.network import Network
-from hpc_tune.plan.shape import ModelShape
-from hpc_tune.plan.step_time import Compute, tensor_time
+from hpc_tune.plan.resolve import ModelShape
+from hpc_tune.plan.step_time import Compute, Network, tensor_time
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
 from hpc_tune.step.plan import StepPlan

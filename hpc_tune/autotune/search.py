@@ -8,33 +8,125 @@ A run measures its own ranks and runs the ``plan`` command; on a login node a cl
 
 import json
 import math
+import statistics
+import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, legal_layouts, predict_candidates
-from hpc_tune.autotune.measured import (
-    Measurements,
-    compute_from_data_sheet,
-    measurements_from_data_sheet,
-)
+from hpc_tune.autotune.candidates import Candidate, legal_layouts, predict_candidates, ring_order
+from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
 from hpc_tune.config.constraints import allows_expert, allows_tensor
+from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.memory.host import find_limit, trim_heap
+from hpc_tune.model.build import compute_dtype
+from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.config_json import refuse_shape
 from hpc_tune.model.experts import require_shardable_experts
-from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
+from hpc_tune.model.language import read_language_config
+from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine, detect_machine, run_plan
 from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
-from hpc_tune.plan.network import Network
 from hpc_tune.plan.report import MemoryPlan, make_plan
-from hpc_tune.plan.resolve import resolve, with_layout
-from hpc_tune.plan.shape import open_shape, planned_dtype
-from hpc_tune.plan.step_time import StepTime, StepWork, step_time
+from hpc_tune.plan.resolve import min_micro_rows, open_shape, planned_dtype, resolve, with_layout
+from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
+from hpc_tune.probe.links import (
+    CollectiveTime,
+    Link,
+    Links,
+    describe_links,
+    measure_collectives,
+    measure_pairs,
+)
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, measure, static_bytes
+from hpc_tune.step.size import ModelSize, flops_per_token, measure, static_bytes
 from hpc_tune.units import format_bytes
+from hpc_tune.world.bootstrap import regroup
+from hpc_tune.world.comm import Comm
+
+# -- What links and ranks were measured to do, or what the data sheets of a named cluster say.
+#
+# a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
+
+
+_SYNC_S = 50e-6
+_REACHED_SHARE = 0.4  # of a data sheet's flops in training
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The node of each rank, the links between them, and how fast they compute, if known."""
+
+    nodes: tuple[int, ...]
+    links: Links
+    compute: Compute | None = None
+
+    def to_json(self) -> str:
+        """Return it for ``plan --measured``."""
+        ranks = [{"node": node} for node in self.nodes]
+        compute = asdict(self.compute) if self.compute else None
+        return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
+
+    def positions(self, ranks: Sequence[int]) -> list[int]:
+        """Return the positions of these ranks in the order of ``links``."""
+        order = self.links.order
+        return list(ranks) if order is None else [order.index(rank) for rank in ranks]
+
+    @classmethod
+    def read(cls, path: Path) -> "Measurements":
+        """Read what a run measured, or what ``doctor --json`` says.
+
+        Raises:
+            ConfigError: if it is neither.
+        """
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            links = tree["links"]
+            pairs = [
+                Link(**{**p, "ranks": tuple(p["ranks"]), "nodes": tuple(p["nodes"])})
+                for p in links["pairs"]
+            ]
+            links["pairs"] = tuple(pairs)
+            links["collectives"] = tuple(CollectiveTime(**c) for c in links["collectives"])
+            links["order"] = tuple(links["order"]) if links.get("order") else None
+            compute = Compute(**tree["compute"]) if tree.get("compute") else None
+            return cls(tuple(rank["node"] for rank in tree["ranks"]), Links(**links), compute)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--measured {path}: expected what `doctor --json` prints: {error!r}"
+            ) from None
+
+
+def measurements_from_data_sheet(cluster: Cluster, nodes: int, per_node: int) -> Measurements:
+    """Return what a measurement would find there, but for compute."""
+    ranks = tuple(rank // per_node for rank in range(nodes * per_node))
+    pairs = []
+    if per_node > 1:
+        pairs.append(Link((0, 1), (0, 0), cluster.within_latency_s, cluster.within_bytes_per_s))
+    if nodes > 1:
+        first = Link((0, per_node), (0, 1), cluster.across_latency_s, cluster.across_bytes_per_s)
+        pairs.append(first)
+    return Measurements(ranks, Links(tuple(pairs), (), 0, cluster.lanes))
+
+
+def compute_from_data_sheet(
+    cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
+) -> Compute:
+    """Return seconds per token of a block and of the head, at ``_REACHED_SHARE`` of the flops."""
+    head = (6 if size.is_full else 4) * model.vocab_size * model.hidden_size
+    whole = flops_per_token(size, model, seq_len)
+    block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
+    speed = _REACHED_SHARE * cluster.flops
+    # AdamW reads and writes some 28 bytes per value; devices of a petaflop move 3 TB/s.
+    memory_s = 300 / cluster.flops  # per byte
+    return Compute(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S, overlaps=True)
+
 
 MAX_SHOWN = 5
 
@@ -319,3 +411,125 @@ def _explain(best: Candidate, other: Candidate) -> str:
 
 def _cluster_names() -> str:
     return "|".join(CLUSTERS)
+
+
+# -- parallel.layout=auto at the start of a run: measure, ask the plan, say why, compare afterwards.
+#
+# links + a decoder block, measured on all ranks -> the plan command, on the first -> a layout,
+# and which ranks take its positions -> at the end of the run: what a step took, against that
+
+
+LINKS_TIME_S = 10.0
+
+
+def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None]:
+    """Measure and choose; return it with this rank's part in that world, or None outside of it.
+
+    Collective; ``world``'s process groups may be gone afterwards.
+
+    Raises:
+        ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
+    """
+    path, comm = config.model.path, world.with_step_timeout()  # no rank may work for hours here
+    refuse_shape(path)
+    if path != BUILTIN_TINY:
+        comm.run_and_agree("reading the model's shape", lambda: read_language_config(Path(path)))
+    log.info("auto    measuring links and a decoder block")
+    machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
+    measured, ordered = measure_world(config, comm, machine)
+    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
+    best, lines = choose_on_rank_0(measured, write_settings, ordered, machine, limit_s)
+    for line in lines:
+        log.info("%s", line)
+    best = replace(best, links=describe_links(measured.links))
+    return best, regroup(ordered, measured.positions(best.ranks), config.run.timeout)
+
+
+def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
+    """Measure links and compute, in some ten seconds. Collective.
+
+    Returns a comm of all ranks, in an order that has no slow link in its ring if that can be:
+    collectives and gathering say more there.
+
+    Raises:
+        ConfigError: if the model's blocks are too large for that.
+    """
+    nodes = tuple(peer.node for peer in comm.roster)
+    links = measure_pairs(comm, LINKS_TIME_S)
+    order = ring_order(Network.measured(links, nodes))
+    ordered = regroup(comm, order, config.run.timeout)
+    assert ordered is not None, "all ranks are in it"
+    ordered = ordered.with_step_timeout()
+    links = replace(links, collectives=measure_collectives(ordered), order=order)
+    network, seq_len = Network.measured(links, nodes), config.data.seq_len
+    dtype = compute_dtype(config.model.dtype, ordered.device)
+    with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
+        sections = (config.parallel, config.optim)
+        models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
+        rows, with_tensor = min_micro_rows(config.batch), allows_tensor(config.tune, config.train)
+        compute = measure_compute(models, rows, network, order, with_tensor)
+    trim_heap()
+    if comm.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+    return Measurements(nodes, links, compute), ordered
+
+
+def choose_on_rank_0(
+    measured: Measurements,
+    write_settings: Callable[[Path], None],
+    comm: Comm,
+    machine: Machine,
+    limit_s: float,
+) -> tuple[Candidate, list[str]]:
+    """Choose on the first rank; return also the table that says why. Collective.
+
+    ``write_settings`` writes the configuration file. The others wait for up to ``limit_s``.
+
+    Raises:
+        ConfigError: if no layout is possible or fits.
+    """
+
+    def ask() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            file, settings = Path(folder) / "measured.json", Path(folder) / "config.yaml"
+            file.write_text(measured.to_json(), encoding="utf-8")
+            write_settings(settings)
+            try:
+                done = run_plan(settings, machine, ["--measured", str(file)], limit_s)
+            except subprocess.TimeoutExpired:
+                raise ConfigError(
+                    f"parallel.layout=auto: not chosen within {limit_s:.0f} s (half of "
+                    "run.timeout); set the axes, as `plan parallel=auto` prints them on a login "
+                    "node"
+                ) from None
+        if done.returncode:
+            message = done.stderr.strip().removeprefix("hpc_tune: ")
+            default = f"parallel.layout=auto: the plan ended with {done.returncode}"
+            raise ConfigError(message or default)
+        return done.stdout
+
+    return from_json(comm.on_rank_0("choosing the layout", ask))
+
+
+def compare_step(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
+    """Return the prediction beside the median of what steps took, but for the first."""
+    steps_s, predicted_s = list(steps_s), chosen.time.seconds
+    measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None
+    off = None if measured_s is None else measured_s / predicted_s - 1
+    if off is not None:
+        log.info(
+            "auto    a step took %.3g s, predicted were %.3g s (%+.0f%%)",
+            measured_s,
+            predicted_s,
+            100 * off,
+        )
+    return {
+        "layout": str(chosen.layout),
+        "ranks": list(chosen.ranks),
+        "predicted_step_s": predicted_s,
+        "measured_step_s": measured_s,
+        "off": off,
+        "predicted_comm_share": chosen.time.comm_share,
+    }

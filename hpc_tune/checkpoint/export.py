@@ -14,21 +14,29 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.atomic_file import sync_folder
-from hpc_tune.checkpoint.adapter_config import write_adapter_config
-from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
-from hpc_tune.checkpoint.chat_template import OTHER_TEMPLATES, write_template
+from hpc_tune.checkpoint.expert_adapters import (
+    find_expert_stacks,
+    layers_ignored_by_peft,
+    mixture_targets,
+    split_experts,
+)
+from hpc_tune.checkpoint.export_metadata import (
+    CARD,
+    CONFIG,
+    OTHER_TEMPLATES,
+    write_adapter_config,
+    write_card,
+    write_template,
+)
 from hpc_tune.checkpoint.merge import MergedModel, read_tensor
-from hpc_tune.checkpoint.mixture import find_expert_stacks, layers_ignored_by_peft, mixture_targets
-from hpc_tune.checkpoint.per_expert import split_experts
 from hpc_tune.checkpoint.store import sync_written
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, find_remedy
+from hpc_tune.files import sync_folder
 from hpc_tune.log import Progress, log
-from hpc_tune.memory.host import find_limit, spare_bytes
-from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
+from hpc_tune.memory.host import STOCK_MODEL_BYTES, find_limit, spare_bytes
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
-from hpc_tune.model.scaled import QUANTIZATION_KEYS
+from hpc_tune.model.tensor_sources import QUANTIZATION_KEYS
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
@@ -137,7 +145,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         find_names_taken_for_stacks,
         make_lora_config,
     )
-    from hpc_tune.model.token_rows import SUFFIX, token_ids
+    from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
     regions = []

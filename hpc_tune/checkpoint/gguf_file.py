@@ -16,24 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_tune.checkpoint.base_name import find_base_name
-from hpc_tune.checkpoint.card import write_card
-from hpc_tune.checkpoint.chat_template import write_template
 from hpc_tune.checkpoint.export import (
     GGUF_FILE,
     copy_tokenizer,
     replacing_folder,
     require_merge_memory,
 )
+from hpc_tune.checkpoint.export_metadata import find_base_name, write_card, write_template
 from hpc_tune.checkpoint.merge import MergedModel
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.lazy_imports import is_importable
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
-from hpc_tune.model.positions import llama3_divisors
 from hpc_tune.model.regions import Region
+from hpc_tune.model.transformers_compat import llama3_divisors
 from hpc_tune.model.weights import index_checkpoint, index_model_directory
+from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _LLAMA3 = "llama3"

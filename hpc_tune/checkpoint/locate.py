@@ -10,13 +10,12 @@ from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flatten, format_setting
-from hpc_tune.data.mixture import compute_progress, phases_from_json
+from hpc_tune.data.order import compute_progress, phases_from_json
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError, find_remedy
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
-from hpc_tune.model.identity import fingerprint_weights, hash_model
-from hpc_tune.model.weights import index_model_directory
-from hpc_tune.rundir import heartbeat, nearby, outcome, owner
+from hpc_tune.model.weights import fingerprint_weights, hash_model, index_model_directory
+from hpc_tune.rundir import outcome, owner
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
@@ -212,26 +211,26 @@ def _outcome_lines(path: Path) -> list[str]:
     ended = outcome.read_outcome(path)
     if ended is not None and {"status", "reason"} <= ended.keys():
         return [f"outcome: {ended['status']} ({ended['reason']})"]
-    last = heartbeat.read_heartbeats(path)
+    last = outcome.read_heartbeats(path)
     if not last:
         return []
     silent_s = time.time() - max(beat.time for beat in last)
     if silent_s < HEARTBEAT_DEAD_S and not owner.has_owner_died(path):
         return [
-            f"outcome: none yet, the run is {last[0].phase}{heartbeat.describe_silence(silent_s)}"
+            f"outcome: none yet, the run is {last[0].phase}{outcome.describe_silence(silent_s)}"
         ]
-    return [f"outcome: {heartbeat.describe_last_seen(last)}"]
+    return [f"outcome: {outcome.describe_last_seen(last)}"]
 
 
 def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
-        if (path / nearby.RESOLVED_CONFIG).is_file():
+        if (path / owner.RESOLVED_CONFIG).is_file():
             why = (outcome.read_outcome(path) or {}).get("reason", "it has not reached a save")
             raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
-            f"(with {MANIFEST} in it){nearby.similar_runs_hint(path)}"
+            f"(with {MANIFEST} in it){owner.similar_runs_hint(path)}"
         )
     return store
 

@@ -9,14 +9,12 @@ import torch
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
-from hpc_tune.model.box import Box
 from hpc_tune.model.experts import AdaptedTensor, has_experts
-from hpc_tune.model.finite import find_non_finite
-from hpc_tune.model.joined import StoredPart
 from hpc_tune.model.language import Storage, find_storage, read_language_config
+from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 from hpc_tune.model.regions import Region
-from hpc_tune.model.token_rows import SUFFIX, token_ids
-from hpc_tune.model.weights import ADAPTER_PREFIX, PIECE_BYTES, TensorIndex
+from hpc_tune.model.tensor_sources import Box, StoredPart
+from hpc_tune.model.weights import ADAPTER_PREFIX, PIECE_BYTES, TensorIndex, find_non_finite
 
 # Where values are too large for the dtype that they would be written in.
 _ALTERNATIVES = {

@@ -17,7 +17,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flatten
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
-from hpc_tune.rundir import displacement
+from hpc_tune.rundir import facts
 
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
 OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same names and shapes"
@@ -87,7 +87,7 @@ class Evals:
     last: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
     since_best: int = 0
-    chosen: displacement.Streak = ()
+    chosen: facts.Streak = ()
 
     def with_eval(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
         """Return the record with one more evaluation; one that is not finite is never the best.
@@ -97,7 +97,7 @@ class Evals:
         now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
             best, since_best = now, 0
-        streak = () if chosen is None else displacement.extend_streak(self.chosen, chosen)
+        streak = () if chosen is None else facts.extend_streak(self.chosen, chosen)
         return Evals(self.first or now, now, best, since_best, streak)
 
     @classmethod
@@ -201,7 +201,7 @@ def check_resume(
 ) -> list[str]:
     """Return warnings for a resume of ``saved`` with ``settings``, a dumped configuration.
 
-    ``identity`` and ``sample``: see model/identity.py.
+    ``identity`` and ``sample``: see model/weights.py.
 
     Raises:
         ConfigError: lists every difference that must not be.

@@ -33,7 +33,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_tune.atomic_file import sync_file, sync_folder, write_file
 from hpc_tune.errors import (
     CheckpointError,
     HpcTuneError,
@@ -41,9 +40,9 @@ from hpc_tune.errors import (
     UnreadableError,
     find_remedy,
 )
+from hpc_tune.files import is_permission_error, sync_file, sync_folder, write_file
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
-from hpc_tune.rights import is_permission_error
 
 MANIFEST = "manifest.json"
 FORMAT = 1

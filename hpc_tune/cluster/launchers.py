@@ -1,25 +1,254 @@
 """Which launcher has started this process."""
 
+import ipaddress
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Literal
 
-from hpc_tune.cluster import flux, hydra, openmpi, pals, plain, slurm, torchrun
-from hpc_tune.cluster.protocol import Claim, Environ, Launcher
+from hpc_tune.cluster import protocol, slurm
+from hpc_tune.cluster.protocol import (
+    LIBMPI_OF_MPICH,
+    LIBMPI_OF_OPEN_MPI,
+    TORCH_NAMES,
+    Claim,
+    Environ,
+    Launcher,
+    read_claim,
+)
+from hpc_tune.cluster.slurm import STEP_SIZE, is_srun_step
 from hpc_tune.errors import WorldError
+
+# -- Open MPI's mpirun, and PRRTE's prun, which starts the ranks for it.
+
+
+OPENMPI_NAME = "openmpi"
+OPENMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+# MPI busy-waits; ranks that share a core must yield it to make progress.
+OPENMPI_YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _claim_of_openmpi(environ: Environ) -> Claim | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the index of the node.
+    return read_claim(
+        environ,
+        OPENMPI_NAME,
+        LIBMPI_OF_OPEN_MPI,
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank=OPENMPI_LOCAL_RANK,
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+
+
+def _claim_of_prun(environ: Environ) -> Claim | None:
+    """PMIX_RANK is all that prun sets; srun sets it too."""
+    if "PMIX_RANK" not in environ or is_srun_step(environ):
+        return None
+    return read_claim(environ, "pmix", LIBMPI_OF_OPEN_MPI, rank="PMIX_RANK")
+
+
+def _openmpi_cannot_start(library: str) -> bool:
+    """MPICH 5 ends with "unsupported PMI version PMIx"; an older one starts each rank alone."""
+    version = re.match(r"MPICH Version:\s*(\d+)", library)
+    return version is not None and int(version[1]) >= 5
+
+
+OPENMPI = Launcher(
+    _claim_of_openmpi,
+    prefixes=("OMPI_", "PMIX_", "PRTE_"),
+    processes=("mpirun", "mpiexec", "prterun", "prted", "orted"),
+    library_folder="OMPI_LIBDIR_LOC",
+    cannot_start=_openmpi_cannot_start,
+)
+PRUN = Launcher(_claim_of_prun, prefixes=("PMIX_", "PRTE_"), processes=("prterun", "prted"))
+
+
+# -- Hydra, the mpirun of MPICH, Intel MPI and MVAPICH.
+
+
+# Sites set it by a module; mpi4py is linked without the library that Cray MPICH asks for then, and
+# MPI_Init aborts ("GPU_SUPPORT_ENABLED is requested, but GTL library is not linked").
+GPU_AWARE_VARIABLE = "MPICH_GPU_SUPPORT_ENABLED"
+
+
+def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
+    """Let Cray MPICH leave GPUs alone, which only NCCL sends from here; return what is to be said.
+
+    Beside NCCL it can also wait for ever. MPI must not be imported yet.
+    """
+    if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
+        return None
+    was, environ[GPU_AWARE_VARIABLE] = environ[GPU_AWARE_VARIABLE], "0"
+    return f"{GPU_AWARE_VARIABLE}=0 instead of {was}: MPI sends nothing from GPUs here"
+
+
+def _claim_of_hydra(environ: Environ) -> Claim | None:
+    # Over srun-started proxies the step's variables describe the proxies; srun sets PMI_RANK too.
+    if "PMI_RANK" not in environ:
+        return None
+    if "MPI_LOCALNRANKS" not in environ and is_srun_step(environ):
+        return None
+    intel = any(key.startswith(("I_MPI_HYDRA", "I_MPI_INFO")) for key in environ)
+    return read_claim(
+        environ,
+        "intelmpi" if intel else "mpich",
+        LIBMPI_OF_MPICH,
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    )
+
+
+def _claim_of_mvapich(environ: Environ) -> Claim | None:
+    if "MV2_COMM_WORLD_SIZE" not in environ:
+        return None
+    return read_claim(
+        environ,
+        "mvapich",
+        LIBMPI_OF_MPICH,
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    )
+
+
+_HYDRA_PROCESSES = ("mpirun", "mpiexec", "hydra")
+HYDRA = Launcher(
+    _claim_of_hydra, prefixes=("PMI_", "HYDRA_", "MPI_LOCAL"), processes=_HYDRA_PROCESSES
+)
+MVAPICH = Launcher(_claim_of_mvapich, prefixes=("MV2_",), processes=_HYDRA_PROCESSES)
+
+
+# -- Flux's ``flux run``, and IBM's jsrun.
+#
+# Flux sets these for each task, whatever PMI the job has; its batch scripts and shells have none of
+# them (https://flux-framework.readthedocs.io/projects/flux-core/, flux-environment(7)).
+
+
+def _claim_of_flux(environ: Environ) -> Claim | None:
+    if "FLUX_TASK_RANK" not in environ:
+        return None
+    # Flux's own PMI is that of MPICH and Cray MPICH; -o pmi=pmix is for Open MPI.
+    libmpi = LIBMPI_OF_OPEN_MPI if "PMIX_RANK" in environ else LIBMPI_OF_MPICH
+    names = {"rank": "FLUX_TASK_RANK", "size": "FLUX_JOB_SIZE", "num_nodes": "FLUX_JOB_NNODES"}
+    return read_claim(environ, "flux", libmpi, **names, local_rank="FLUX_TASK_LOCAL_ID")
+
+
+def _claim_of_jsrun(environ: Environ) -> Claim | None:
+    if "JSM_NAMESPACE_RANK" not in environ:
+        return None
+    names = ("rank", "size", "local_rank", "local_size")
+    return read_claim(
+        environ,
+        "jsrun",
+        "libmpi_ibm.so.3",
+        **{name: f"JSM_NAMESPACE_{name.upper()}" for name in names},
+    )
+
+
+FLUX = Launcher(
+    _claim_of_flux,
+    prefixes=("FLUX_",),
+    processes=("flux-shell", "flux-broker"),
+    advice="With Open MPI start by flux run -o pmi=pmix.",
+)
+JSRUN = Launcher(_claim_of_jsrun, prefixes=("JSM_",), processes=("jsrun", "jsmd"))
+
+
+# -- PALS, the launcher of HPE Cray systems.
+
+
+def _claim_of_pals(environ: Environ) -> Claim | None:
+    if "PALS_RANKID" not in environ:
+        return None
+    # srun --mpi=cray_shasta sets the rank but not the size.
+    of_srun = "PMI_SIZE" not in environ and is_srun_step(environ)
+    return read_claim(
+        environ,
+        "pals",
+        LIBMPI_OF_MPICH,
+        rank="PALS_RANKID",
+        size=STEP_SIZE if of_srun else "PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+    )
+
+
+PALS = Launcher(_claim_of_pals, prefixes=("PALS_",), processes=("pals",))
+
+
+# -- torchrun, which runs a store for its ranks and pins none of them.
+
+
+_NODE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def _claim_of_torchrun(environ: Environ) -> Claim | None:
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    return read_claim(
+        environ,
+        "torchrun",
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+        num_nodes="GROUP_WORLD_SIZE",
+    )
+
+
+TORCHRUN = Launcher(
+    _claim_of_torchrun,
+    prefixes=("TORCHELASTIC_", *TORCH_NAMES, *_NODE_VARIABLES),
+    has_store=True,
+)
+
+
+def check_torchrun_master(environ: Environ) -> None:
+    """Refuse a torchrun of several nodes whose master address is each node's own.
+
+    Raises:
+        WorldError: since no two nodes would ever meet.
+    """
+    name, nodes = environ.get("MASTER_ADDR", ""), environ.get("GROUP_WORLD_SIZE", "1")
+    if not name or nodes in ("", "1"):
+        return
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        raise WorldError(f"MASTER_ADDR={name} cannot be resolved: {error}") from None
+    if ipaddress.ip_address(address).is_loopback:
+        raise WorldError(
+            f"MASTER_ADDR={name} is {address}, each node's own address, on {nodes} nodes: give "
+            "torchrun --master-addr the address of the first node's network"
+        )
+
 
 # The first that claims the process is its launcher, so the innermost stands first: torchrun runs
 # under srun, mpirun under sbatch or over daemons that srun has started.
 LAUNCHERS = (
-    torchrun.TORCHRUN,
-    openmpi.OPENMPI,
-    hydra.MVAPICH,
-    pals.PALS,
-    flux.JSRUN,
-    flux.FLUX,
-    hydra.HYDRA,
+    TORCHRUN,
+    OPENMPI,
+    MVAPICH,
+    PALS,
+    JSRUN,
+    FLUX,
+    HYDRA,
     slurm.SRUN,
-    openmpi.PRUN,
-    plain.PLAIN,
-    plain.SINGLE,
+    PRUN,
+    protocol.PLAIN,
+    protocol.SINGLE,
 )
 VARIABLE_PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
 PROCESS_NAMES = tuple(name for launcher in LAUNCHERS for name in launcher.processes)
@@ -59,3 +288,197 @@ def size_hint(environ: Environ = os.environ) -> int:
 def environ_without_launcher() -> dict[str, str]:
     """Return the environment without the launchers' variables, for a process that is no rank."""
     return {k: v for k, v in os.environ.items() if not k.startswith(VARIABLE_PREFIXES)}
+
+
+# -- The command of a launcher, rewritten to start ranks on some nodes only (pure, but for asking).
+#
+# srun                 --no-kill --nodes --ntasks --nodelist
+# mpirun of any kind   -np, and a hostfile in place of its own list of hosts
+
+
+LauncherKind = Literal["srun", "openmpi", "hydra", "pals"]
+_VERSION_LIMIT_S = 20.0
+_MPIRUNS = ("mpirun", "mpiexec", "prterun", "orterun")
+_VERSION_SIGNS: tuple[tuple[str, LauncherKind], ...] = (
+    (r"Open MPI|OpenRTE|Open RTE|prte", "openmpi"),
+    (r"HYDRA|Intel\(R\) MPI", "hydra"),
+    (r"PALS", "pals"),
+)
+_NUM_RANKS_OPTIONS = ("-np", "--np", "-n", "--n", "-c")
+_HOSTFILE_OPTIONS = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
+_HOST_LIST_OPTIONS = ("--host", "-host", "-H", "-hosts", "--hosts", "--hostlist")
+_SRUN_NODE_OPTIONS = ("-N", "--nodes", "-n", "--ntasks", "-w", "--nodelist", "-x", "--exclude")
+_PER_NODE = "--ntasks-per-node"
+_DAEMONS = ("prted", "orted", "hydra_bstrap_proxy", "hydra_pmi_proxy")
+_TWO_VALUE_OPTIONS = ("mca", "prtemca", "pmixmca", "gmca", "genv", "env")
+
+
+def find_launcher_kind(command: str) -> LauncherKind | None:
+    """Return what kind of launcher a command is; mpirun is asked for its version."""
+    name = Path(command).name
+    if name == "srun":
+        return "srun"
+    if not name.startswith(_MPIRUNS):
+        return None
+    try:
+        done = subprocess.run(
+            [command, "--version"],
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_VERSION_LIMIT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    said = done.stdout + done.stderr
+    return next(
+        (kind for sign, kind in _VERSION_SIGNS if re.search(sign, said, re.IGNORECASE)), None
+    )
+
+
+def read_hosts(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
+    """Return the hosts that mpirun's options list, or PBS, and the ranks of each if they say so."""
+    lines: list[str] = []
+    if file := _option_value(words, _HOSTFILE_OPTIONS) or environ.get("PBS_NODEFILE"):
+        try:
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return {}
+    elif listed := _option_value(words, _HOST_LIST_OPTIONS):
+        lines = listed.split(",")
+    hosts: dict[str, int | None] = {}
+    for line in lines:
+        found = re.match(r"\s*([^\s:#]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?", line)
+        if found:
+            count = found[2] or found[3]
+            hosts[found[1]] = int(count) if count else None
+    return hosts
+
+
+def read_num_ranks(words: Sequence[str], kind: LauncherKind) -> int | None:
+    """Return how many ranks a launcher's options ask for, if they say so."""
+    text = _option_value(words, ("-n", "--ntasks") if kind == "srun" else _NUM_RANKS_OPTIONS)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def read_ranks_per_node(words: Sequence[str]) -> int | None:
+    """Return the ranks per node that srun's or PALS's options ask for, if they say so."""
+    text = _option_value(words, (_PER_NODE, "--ppn", "-ppn"))
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def add_no_kill(words: Sequence[str]) -> list[str]:
+    """Return srun's command with --no-kill: Slurm does not kill its tasks on the nodes that live.
+
+    It would, and name each of them as killed, when one node fails.
+    """
+    return (
+        [*words]
+        if {"-k", "--no-kill"} & {*_launcher_words(words)}
+        else [words[0], "--no-kill", *words[1:]]
+    )
+
+
+def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
+    """Return the command with a name for the step that srun makes, and the names of its steps.
+
+    A name of the user's own stays. mpirun's daemons are a step too, and a script of the site's may
+    call srun with some of these words.
+    """
+    if Path(words[0]).name != "srun":
+        return [*words], {*_DAEMONS, *(Path(word).name for word in words)}
+    if (given := _option_value(words, ("-J", "--job-name"))) is not None:
+        return [*words], {given}
+    return [words[0], f"--job-name={name}", *words[1:]], {name}
+
+
+def restrict_to_nodes(
+    words: Sequence[str], kind: LauncherKind, ranks: Mapping[str, int], hostfile: Path
+) -> list[str]:
+    """Return the command for ``ranks`` of each node, in this order; mpirun reads ``hostfile``."""
+    number = sum(ranks.values())
+    if kind == "srun":
+        own = [f"--nodes={len(ranks)}", f"--ntasks={number}", f"--nodelist={','.join(ranks)}"]
+        return [words[0], *own, *_strip_options(words, _SRUN_NODE_OPTIONS)]
+    rest = _strip_options(words, (*_NUM_RANKS_OPTIONS, *_HOSTFILE_OPTIONS, *_HOST_LIST_OPTIONS))
+    hosts = {"openmpi": "--hostfile", "hydra": "-f", "pals": "--hostfile"}[kind]
+    return [words[0], hosts, str(hostfile), "-n", str(number), *rest]
+
+
+def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
+    """Return the text of the file that names the hosts of mpirun."""
+    line = {"openmpi": "{} slots={}", "hydra": "{}:{}"}.get(kind, "{}")
+    return "".join(line.format(node, count) + "\n" for node, count in ranks.items())
+
+
+def _launcher_words(words: Sequence[str]) -> Iterator[str]:
+    """Yield the launcher's own words: those before the program that it starts.
+
+    The program is the first word that can be no option's value, or the one behind a flag.
+    """
+    values = 0
+    for word in words[1:]:
+        if word.startswith("-") and values < 2:
+            values = 0 if "=" in word else 2 if word.lstrip("-") in _TWO_VALUE_OPTIONS else 1
+        elif values == 0:
+            return
+        else:
+            values -= 1
+        yield word
+
+
+def _option_value(words: Sequence[str], names: Sequence[str]) -> str | None:
+    own = list(_launcher_words(words))
+    for place, word in enumerate(own):
+        name, has_value, value = word.partition("=")
+        if name in names and has_value:
+            return value
+        if word in names:
+            return own[place + 1] if place + 1 < len(own) else None
+        if (glued := re.fullmatch(r"(-[nNwx])(\d\S*)", word)) and glued[1] in names:
+            return glued[2]
+    return None
+
+
+def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    own, kept, skip = list(_launcher_words(words)), [], False
+    for word in own:
+        is_glued = re.fullmatch(r"(-[nNwx])\d\S*", word)
+        if skip:
+            skip = False
+        elif word in names:
+            skip = True
+        elif word.partition("=")[0] not in names and not (is_glued and is_glued[1] in names):
+            kept.append(word)
+    return [*kept, *words[1 + len(own) :]]
+
+
+# -- A command of hpc_tune in a process of its own, which is no rank.
+
+
+def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+    """Run ``python -m hpc_tune`` with ``words``; return its exit code and what it has printed.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
+    """
+    command = [sys.executable, "-m", "hpc_tune", *words]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=limit_s,
+        env=environ_without_launcher(),
+    )
+
+
+def why_command_failed(error: Exception) -> str:
+    """Return in words why a command came to nothing, without the command itself."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done within {error.timeout:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        if error.returncode < 0:
+            return f"it was ended by {signal.Signals(-error.returncode).name}"
+        return f"it ended with exit code {error.returncode}"
+    return str(error)

@@ -8,21 +8,91 @@
 Where the nodes are not known, or the launcher is none that can be told them, none is left out.
 """
 
+import contextlib
+import os
+import re
 import secrets
+import signal
+import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
-from hpc_tune.cluster import launch_words
-from hpc_tune.cluster.probe_nodes import find_silent_nodes
+from hpc_tune.cluster import launchers
 from hpc_tune.cluster.protocol import Environ
-from hpc_tune.cluster.slurm_guard import RequeueGuard
-from hpc_tune.cluster.slurm_nodes import OVERLAP_VARIABLES, SlurmNodes
-from hpc_tune.config.fewer_ranks import fit_layout
-from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.cluster.slurm import OVERLAP_VARIABLES, RequeueGuard, SlurmNodes, expand_nodelist
+from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import JobConfig, SlurmConfig
+from hpc_tune.errors import EXIT_RESUMABLE
 from hpc_tune.log import log
+
+# -- Which nodes do not start a process any more.
+
+
+PROBE_LIMIT_S = 20.0
+_END_LIMIT_S = 3.0
+_MAX_PARALLEL = 32
+
+
+def find_silent_nodes(
+    nodes: Sequence[str],
+    command: Callable[[str], Sequence[str]],
+    environment: Mapping[str, str],
+) -> dict[str, str]:
+    """Start a process on each of ``nodes``; return those where that fails, and why.
+
+    ``command`` returns what starts it, ``environment`` is added to its own. Where it fails on all
+    nodes, the command is at fault and nothing is known.
+    """
+    if not nodes:
+        return {}
+    added = {**os.environ, **environment}
+    with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
+        whys = pool.map(lambda node: _why_silent(command(node), added), nodes)
+    found = {node: why for node, why in zip(nodes, whys, strict=True) if why}
+    if len(found) == len(nodes):
+        log.warning("no node could be probed (%s), so none is left out for that", found[nodes[0]])
+        return {}
+    return found
+
+
+def _why_silent(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"a probe failed: {error}"
+    try:
+        _, said = process.communicate(timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        _end_process(process)
+        return f"a probe had no answer in {PROBE_LIMIT_S:.0f} s"
+    if process.returncode == 0:
+        return ""
+    told = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
+    return f"a probe failed: {told or f'exit code {process.returncode}'}"
+
+
+def _end_process(process: "subprocess.Popen[str]") -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_END_LIMIT_S)
+            return
+
 
 _STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm lists an ended step no more
 _DRAINED = "drain"
@@ -68,14 +138,12 @@ class Nodes:
             self._guard = RequeueGuard(self._slurm.id, environ)
             # Others start steps in the same job, to look at a run or for another one.
             name = f"hpc_tune-{secrets.token_hex(3)}"
-            self._launch, self._steps = launch_words.add_step_name(self._launch, name)
+            self._launch, self._steps = launchers.add_step_name(self._launch, name)
         else:
-            self._job_nodes = launch_words.read_hosts(launch, environ)
-        self._kind = (
-            launch_words.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
-        )
+            self._job_nodes = launchers.read_hosts(launch, environ)
+        self._kind = launchers.find_launcher_kind(launch[0]) if len(self._job_nodes) > 1 else None
         if self._kind == "srun":
-            self._launch = launch_words.add_no_kill(self._launch)
+            self._launch = launchers.add_no_kill(self._launch)
         self._counts = self._find_counts()
         self._before: set[str] | None = None  # the steps that others have started
         self._shares_steps = False
@@ -224,8 +292,8 @@ class Nodes:
         """Return the ranks of each node, nothing if they are not known."""
         if self._kind is None:
             return {}
-        each = launch_words.read_ranks_per_node(self._launch)
-        number = launch_words.read_num_ranks(self._launch, self._kind)
+        each = launchers.read_ranks_per_node(self._launch)
+        number = launchers.read_num_ranks(self._launch, self._kind)
         given = {node: count for node, count in self._job_nodes.items() if count is not None}
         if len(given) == len(self._job_nodes) and number in (None, sum(given.values())):
             return given
@@ -239,8 +307,8 @@ class Nodes:
     def _command_words(self, ranks: Mapping[str, int], file: str) -> list[str]:
         assert self._kind is not None
         hostfile = Path(self._folder.name) / file
-        hostfile.write_text(launch_words.format_hostfile(self._kind, ranks), encoding="utf-8")
-        return launch_words.restrict_to_nodes(self._launch, self._kind, ranks, hostfile)
+        hostfile.write_text(launchers.format_hostfile(self._kind, ranks), encoding="utf-8")
+        return launchers.restrict_to_nodes(self._launch, self._kind, ranks, hostfile)
 
     def _probe_command(self, node: str) -> list[str]:
         return [*self._command_words({node: 1}, f"probe-{node}"), "-c", ""]
@@ -249,3 +317,99 @@ class Nodes:
         """Return the node of that host name, with or without a domain."""
         by_host = {node.partition(".")[0]: node for node in self._job_nodes}
         return by_host.get(host.partition(".")[0])
+
+
+# -- Which nodes a launcher's own lines, or a failed run's report, call lost or sick.
+#
+# srun: error: n2: tasks 4-7: Killed      the victim; what follows "Terminating" are bystanders
+# srun: error: Node failure on n2         the cause, and every other task is killed with it
+
+
+_CHUNK_BYTES = 1 << 16
+_NODE = r"([^\s:,]+(?:\[[^\]]*\][^\s:,]*)?)"
+_LOST_NODE = (
+    re.compile(rf"srun: error: Node failure on {_NODE}"),
+    re.compile(rf"srun: error: Task launch for \S+ failed on node {_NODE}:"),
+    re.compile(r"Remote daemon: \[[^\]]*\] on node (\S+)"),  # PRRTE, Open MPI 5
+    re.compile(r"lost (?:connection|communication) .*? on (?:node|host):? (\S+)", re.I),
+)
+# Memory that ran out is nobody's node's fault, and has its own answer.
+_DIED_RANK = re.compile(
+    r"srun: error: (\S+): tasks? [\d,-]+: "
+    r"(Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Exited with exit code \d+)"
+)
+_DIED_MPI_RANK = re.compile(r"process rank \d+ .*?on node (\S+) exited on signal \d+ \(([^)]+)\)")
+_TERMINATION = re.compile(
+    r"srun: .*(Terminating StepId|Force Terminated)|STEP \S+ ON \S+ CANCELLED"
+)
+_GONE_HOST = re.compile(r"\bhost (\S+?)(?: \(ranks? [\d, and-]+\)|\) is gone)")
+
+
+class LauncherLines:
+    """Reads what a launcher prints, line by line, and remembers which nodes it accuses."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, str] = {}
+        self._died: dict[str, str] = {}
+        self._exited: dict[str, str] = {}
+        self._is_over = False
+
+    def copy(self, stream: IO[bytes]) -> threading.Thread:
+        """Read what comes from ``stream`` and write it to stderr as it is; return the thread."""
+        thread = threading.Thread(target=self._copy, args=(stream,), daemon=True)
+        thread.start()
+        return thread
+
+    def _copy(self, stream: IO[bytes]) -> None:
+        rest = b""
+        with stream:
+            while new := os.read(stream.fileno(), _CHUNK_BYTES):
+                with contextlib.suppress(OSError):  # whoever starts the ranks must not wait for it
+                    os.write(2, new)
+                *lines, rest = (rest + new).split(b"\n")
+                for line in lines:
+                    self.read(line.decode(errors="replace"))
+                rest = rest[-_CHUNK_BYTES:]
+
+    def read(self, line: str) -> None:
+        """Take the next line."""
+        for pattern in _LOST_NODE:
+            if match := pattern.search(line):
+                self._note(self._lost, match[1], line.strip())
+                self._is_over = True
+        if self._is_over:
+            return
+        if _TERMINATION.search(line):
+            self._is_over = True
+        elif match := _DIED_RANK.search(line) or _DIED_MPI_RANK.search(line):
+            did_exit = match[2].startswith("Exited")
+            if match[2] == f"Exited with exit code {EXIT_RESUMABLE}":
+                return  # it was asked to stop
+            self._note(self._exited if did_exit else self._died, match[1], line.strip())
+
+    def find_suspects(self, has_report: bool) -> dict[str, str]:
+        """Return the nodes that were lost or whose ranks died, and the line that says so.
+
+        A rank that exits with a code has a reason, which its own report gives: only without one
+        does its node count.
+        """
+        return self._lost or {**({} if has_report else self._exited), **self._died}
+
+    def find_certain_suspects(self, has_report: bool) -> set[str]:
+        """Return those of the accused that another try would not help: lost nodes, and those whose
+        ranks have exited without a report, as where a program is not there. Not those where a rank
+        was killed, which may have been by chance.
+        """
+        return {*self._lost, *(() if has_report else self._exited)}
+
+    @staticmethod
+    def _note(where: dict[str, str], nodes: str, line: str) -> None:
+        where.update(dict.fromkeys(expand_nodelist(nodes), f"the launcher says: {line}"))
+
+
+def find_lost_hosts(outcome: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hosts that a failed run's outcome.json calls gone, and why."""
+    listed = outcome.get("lost_hosts")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    reason = str(outcome.get("reason", ""))
+    return dict.fromkeys(names or _GONE_HOST.findall(reason), "the run says that it is gone")

@@ -14,10 +14,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_tune.cluster.asking import read_output
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
-from hpc_tune.cluster.protocol import Scheduler
-from hpc_tune.config.pbs import PbsConfig
+from hpc_tune.cluster.protocol import Scheduler, read_output
+from hpc_tune.config.scheduler import PbsConfig
 from hpc_tune.log import log
 
 _SCRIPT_VARIABLE = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from hpc_tune.cluster import pbs, slurm
 from hpc_tune.cluster.protocol import Environ, JobEnergy, Scheduler
-from hpc_tune.config.pbs import PbsConfig
-from hpc_tune.config.scheduler import JobConfig, SlurmConfig
+from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
 from hpc_tune.log import log
 from hpc_tune.units import format_seconds
 

@@ -9,26 +9,130 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
-from hpc_tune.cluster.plain import TORCH_NAMES
 from hpc_tune.cluster.protocol import (
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
+    TORCH_NAMES,
     Claim,
     Environ,
+    JobEnergy,
     Launcher,
     MeetingPoint,
     Scheduler,
     read_claim,
+    read_output,
 )
-from hpc_tune.cluster.slurm_energy import ask_energy
 from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
 from hpc_tune.errors import WorldError
+
+# -- What Slurm has counted of the energy of a job's nodes (AcctGatherEnergyType), once it is over.
+#
+#     starts of a run in jobs -> sacct -> rows -> JobEnergy, of each time that a job ran
+#
+# Where a job has a step of its own for all of its nodes (extern, PrologFlags=Contain), Slurm takes
+# the job's energy from that, else it adds up all steps, of which several can count one node
+# (_internal_step_complete in src/slurmctld/step_mgr.c). Numbers of jobs begin again where a centre
+# sets up its accounting anew, and are others on another cluster: so a job counts only if it ran
+# when the run started.
+
+
+_SACCT_LIMIT_S = 15.0
+_MAX_CLOCK_SKEW_S = 120.0  # of the clocks of a node and of Slurm's database
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
+# What Slurm has for no value, as 32 and 64 bits.
+_NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
+_MAX_J = 1e15
+
+
+@dataclass(frozen=True)
+class _SacctRow:
+    """A job, or one of its steps, in one of the times that it ran; ``end_s`` None: not over."""
+
+    job: str
+    step: str
+    begin_s: float
+    end_s: float | None
+    joules: float | None
+
+    def ran_at(self, at_s: float) -> bool:
+        return self.begin_s - _MAX_CLOCK_SKEW_S <= at_s <= (self.end_s or at_s) + _MAX_CLOCK_SKEW_S
+
+
+def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+    """Return what Slurm counted for these starts, of (job, seconds since 1970); asks sacct once."""
+    jobs = list(dict.fromkeys(job for job, _ in starts if _JOB_ID.fullmatch(job)))
+    if not jobs:
+        return []
+    command = ["sacct", "-n", "-P", "-D", "-j", ",".join(jobs), f"--format={_FIELDS}"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_SACCT_LIMIT_S,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        )
+    except subprocess.TimeoutExpired:
+        return [
+            JobEnergy(job, why=f"sacct did not answer in {_SACCT_LIMIT_S:.0f} s") for job in jobs
+        ]
+    except FileNotFoundError:
+        return [JobEnergy(job, why="there is no sacct here") for job in jobs]
+    except OSError as error:
+        return [JobEnergy(job, why=f"sacct: {error.strerror or error}") for job in jobs]
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return [JobEnergy(job, why=f"sacct says {said}") for job in jobs]
+    return parse_energies(done.stdout, [start for start in starts if start[0] in jobs])
+
+
+def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+    """Return the energy of each time that a job ran, from sacct's rows (pure)."""
+    rows = list(_parse_rows(text))
+    found: dict[tuple[str, float | None], JobEnergy] = {}
+    for job, at_s in starts:
+        own = next((r for r in rows if r.job == job and not r.step and r.ran_at(at_s)), None)
+        if own is None:
+            found[job, None] = JobEnergy(job, why="sacct knows of no such job at that time")
+        else:
+            found[job, own.begin_s] = _job_energy(own, rows)
+    return list(found.values())
+
+
+def _job_energy(own: _SacctRow, rows: Sequence[_SacctRow]) -> JobEnergy:
+    if own.end_s is None:
+        return JobEnergy(own.job, why="it is not over")
+    for row in rows:
+        if (row.job, row.step) == (own.job, "extern") and own.ran_at(row.begin_s) and row.joules:
+            return JobEnergy(own.job, row.joules)
+    if own.joules is None:
+        return JobEnergy(own.job, why="Slurm has counted no energy there (AcctGatherEnergyType)")
+    return JobEnergy(own.job, own.joules, of_steps=True)
+
+
+def _parse_rows(text: str) -> Iterator[_SacctRow]:
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != 4 or not fields[1].isdigit():
+            continue  # such as a job that has not begun: Unknown
+        job, _, step = fields[0].partition(".")
+        end_s = float(fields[2]) if fields[2].isdigit() else None
+        yield _SacctRow(job, step, float(fields[1]), end_s, _parse_joules(fields[3]))
+
+
+def _parse_joules(text: str) -> float | None:
+    known = text.isdigit() and int(text) not in _NO_VALUES and int(text) < _MAX_J
+    return float(text) if known else None
+
 
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
@@ -266,3 +370,178 @@ def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
         ("leave_before", "--signal", f"B:USR1@{settings.leave_before:.0f}"),
     ]
     return [(name, option, str(value)) for name, option, value in options if value is not None]
+
+
+# -- The nodes of a running Slurm job: which it has, which are sick, and the end of its steps.
+#
+# scontrol show job -> the nodes of the job: SLURM_JOB_NODELIST still counts those that it has lost
+# sinfo             -> the state of each
+# squeue -s         -> the steps that still hold nodes
+
+
+# With it a step shares what an old one, of which a lost node has not reported the end, still holds.
+OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
+GUARD_STEP = "hpc_tune-guard"  # the name of the step that slurm_guard.py keeps
+_POLL_S = 0.5
+# What sinfo calls a node on which no rank can be started; * behind it: it does not answer.
+_SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
+
+
+class SlurmNodes:
+    """What Slurm says of the nodes of one job."""
+
+    @classmethod
+    def from_environ(cls, environ: Environ) -> "SlurmNodes | None":
+        """Return those of the job with these variables; ``None`` outside of one."""
+        return cls(environ) if environ.get("SLURM_JOB_NODELIST") else None
+
+    def __init__(self, environ: Environ) -> None:
+        """Take the job of ``environ``."""
+        self._ids = {environ.get("SLURM_JOB_ID", "")}
+        self._id = next(iter(self._ids))
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        if array and task:  # the number of one of its tasks is that of the whole array
+            self._id = f"{array}_{task}"
+            self._ids.add(self._id)
+        self._given = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
+        self._counts = _expand_run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
+
+    @property
+    def id(self) -> str:
+        """The number of the job, for Slurm's programs: of an array that of its task."""
+        return self._id
+
+    def given(self) -> dict[str, int | None]:
+        """Return the nodes that the job began with, and the ranks for each where they are known."""
+        counts = (
+            self._counts if len(self._counts) == len(self._given) else [None] * len(self._given)
+        )
+        return dict(zip(self._given, counts, strict=True))
+
+    def find_sick(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Return those of ``nodes`` that the job no longer has or that cannot be used, and why.
+
+        What Slurm does not answer counts as good news.
+        """
+        shown = re.search(
+            r"^ *NodeList=(\S+)", read_output("scontrol", "show", "job", self._id), re.M
+        )
+        held = expand_nodelist(shown[1]) if shown else list(nodes)
+        states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
+        found = {
+            node: _why_sick(state)
+            for node, state in zip(states[::2], states[1::2], strict=False)
+            if node in nodes and _SICK_STATE.fullmatch(state)
+        }
+        lost = {node: "Slurm has taken it out of the job" for node in nodes if node not in held}
+        return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
+
+    def steps(self, names: Container[str] | None = None) -> set[str]:
+        """Return the steps of the job that srun has started, such as ``7.0``, of these names."""
+        listed = read_output("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
+        words = [line.split(maxsplit=1) for line in listed]
+        parts = [
+            word[0].rpartition(".")
+            for word in words
+            if word and (names is None or word[-1] in names)
+        ]
+        return {f"{id}.{step}" for id, _, step in parts if id in self._ids and step.isdigit()}
+
+    def end(self, steps: Iterable[str], limit_s: float) -> bool:
+        """End steps; return whether they have gone within ``limit_s`` seconds."""
+        left = set(steps) & self.steps()
+        if not left:
+            return True
+        until_s = time.monotonic() + limit_s
+        read_output("scancel", *sorted(left))
+        while left := left & self.steps():
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def _why_sick(state: str) -> str:
+    name = state.rstrip("*")
+    said = [f"is {name}"] if _SICK_STATE.fullmatch(name) else []
+    said += ["does not respond"] if state.endswith("*") else []
+    return f"Slurm says that it {' and '.join(said)}"
+
+
+def _expand_run_lengths(text: str) -> list[int | None]:
+    """Return the numbers of Slurm's run-length list, such as ``"4(x2),3"``."""
+    parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?(?:,|$)", text)
+    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+
+
+# -- Requeues a Slurm job whose first node is lost.
+#
+# With --no-kill Slurm only takes the node out of the job. If it has gone with all its processes,
+# the job then holds the other nodes until its time limit, without a batch script; if its daemon
+# lives, the job has failed. So a small step on another node looks, and asks for what Slurm does
+# otherwise.
+
+
+GUARD_CHECK_EVERY_S = 60
+# A job that its user has ended is left alone: its state has another reason.
+_GUARD_SCRIPT = """\
+first=$1 job=$2
+check() {
+    shown=$(scontrol show job "$job") || return 1
+    case "$shown" in
+    *JobState=RUNNING*) ;;
+    *Reason=JobLaunchFailure* | *Reason=NodeFail* | *Reason=NodeDown*) ;;
+    *) return 1 ;;
+    esac
+    nodes=$(printf '%s\\n' "$shown" | sed -n 's/^ *NodeList=//p')
+    [ -n "$nodes" ] || return 1
+    scontrol show hostnames "$nodes" | grep -qx "$first" && return 1
+    scontrol requeue "$job"
+}
+trap 'check; exit' TERM
+while :; do
+    sleep "$3" &
+    wait $!
+    check && exit
+done
+"""
+
+
+class RequeueGuard:
+    """Keeps one such step alive."""
+
+    def __init__(self, job_id: str, environ: Environ) -> None:
+        """Take the job of ``environ``, in whose batch script this process runs."""
+        self._job_id, self._first = job_id, environ.get("SLURMD_NODENAME", "")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._node = ""
+
+    def keep(self, nodes: Sequence[str]) -> None:
+        """Start the step on one of ``nodes`` unless it runs there."""
+        others = [node for node in nodes if node != self._first]
+        runs = self._child is not None and self._child.poll() is None and self._node in others
+        if runs or not others or self._first not in nodes:
+            return
+        self._node = others[0]
+        words = ["srun", "--no-kill", f"--job-name={GUARD_STEP}", "--nodes=1", "--ntasks=1"]
+        words += [f"--nodelist={self._node}", "--mpi=none", "--quiet"]
+        words += [
+            "sh",
+            "-c",
+            _GUARD_SCRIPT,
+            GUARD_STEP,
+            self._first,
+            self._job_id,
+            str(GUARD_CHECK_EVERY_S),
+        ]
+        try:
+            self._child = subprocess.Popen(
+                words,
+                env={**os.environ, **OVERLAP_VARIABLES},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:  # without srun there is no step at all
+            self._child = None

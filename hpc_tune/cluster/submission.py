@@ -14,8 +14,7 @@ from hpc_tune.cluster import pbs, slurm
 from hpc_tune.cluster.batch_script import sourced_files
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.unused_gpus import VISIBILITY_VARIABLES
-from hpc_tune.config.pbs import PbsConfig
-from hpc_tune.config.scheduler import JobConfig, SlurmConfig
+from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 

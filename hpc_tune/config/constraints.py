@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from hpc_tune.config.chat_templates import find_unknown_templates
-from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.config.data import DataConfig, check_names, check_sources, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.config.schema import RunConfig, TrainConfig
-from hpc_tune.config.sources import check_names, check_sources
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 

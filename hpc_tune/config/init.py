@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import yaml
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError, require_utf8
+from hpc_tune.files import write_file
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_bytes
 

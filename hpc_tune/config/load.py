@@ -9,10 +9,12 @@ import contextlib
 import difflib
 import functools
 import json
+import os
 import re
+import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,238 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.foreign_names import OWN_NAMES as FOREIGN
+from hpc_tune.config.data import HeldOutSource, TrainedSource
 from hpc_tune.config.optim import OptimConfig, auto_lr
-from hpc_tune.config.paths import expand_paths
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.secrets import find_secrets
 from hpc_tune.config.section import flatten
-from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line, require_utf8
+from hpc_tune.files import write_file
+from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_cache
+from hpc_tune.log import log
 from hpc_tune.safe_yaml import load_yaml
+
+# -- What the settings are called in peft, the Trainer of Hugging Face, trl, torchtune, axolotl and
+# LLaMA-Factory, for the message about a name that is not known here.
+
+
+_NAMES = """
+model.path           model model_name_or_path model_name base_model model_id checkpoint_dir
+model.dtype          bf16 fp16 bfloat16 float16 torch_dtype
+tune.objective       stage rl rl_type pref_loss loss_type rlhf_type
+tune.method          finetuning_type adapter use_dora peft_use_dora load_in_4bit quantization_bit
+                     use_peft train_type quantize_base
+tune.rank            r lora_r lora_rank
+tune.alpha           lora_alpha
+tune.dropout         lora_dropout
+tune.targets         target_modules lora_target lora_target_modules lora_target_linear
+                     lora_attn_modules apply_lora_to_mlp apply_lora_to_output target_parameters
+tune.rslora          use_rslora peft_use_rslora
+tune.init_from       adapter_name_or_path lora_model_dir adapter_path adapter_checkpoint
+tune.param_dtype     pure_bf16
+tune.trainable_tokens trainable_token_indices
+tune.neftune_alpha   neftune_noise_alpha noisy_embedding_alpha
+tune.beta            pref_beta rl_beta dpo_beta kto_beta
+tune.gamma           simpo_gamma cpo_gamma
+data.path            train_file dataset datasets dataset_name dataset_dir train_data data_files
+data.eval_path       eval_dataset test_datasets eval_file validation_file dataset_val
+data.eval_fraction   val_size val_set_size test_size
+data.seq_len         max_length max_seq_length max_seq_len sequence_len cutoff_len
+                     model_max_length
+data.packing         sample_packing neat_packing packed
+data.loss_on         train_on_inputs train_on_input train_on_prompt assistant_only_loss
+                     completion_only_loss masking_strategy
+data.chat_template   template prompt_template
+data.columns         dataset_text_field column_map
+data.cache           dataset_prepared_path tokenized_path cache_dir
+batch.global_size    batch_size gradient_accumulation_steps train_batch_size
+batch.micro_size     micro_batch_size per_device_train_batch_size
+                     train_micro_batch_size_per_gpu
+optim.lr             learning_rate
+optim.schedule       lr_scheduler_type lr_scheduler
+optim.warmup_steps   warmup num_warmup_steps
+optim.min_lr_ratio   cosine_min_lr_ratio min_lr min_lr_rate
+optim.clip_norm      max_grad_norm clip_grad_norm gradient_clipping
+optim.beta1          adam_beta1
+optim.beta2          adam_beta2
+optim.eps            adam_epsilon
+optim.name           optimizer
+optim.lora_b_ratio   loraplus_lr_ratio
+parallel.recompute   gradient_checkpointing enable_activation_checkpointing
+                     activation_checkpointing
+parallel.zero_stage  deepspeed
+parallel.shard       fsdp data_parallel_shard_dim
+parallel.replicate   ddp data_parallel_replicate_dim
+parallel.tensor      tensor_parallel_dim tensor_parallel_size tp_size
+parallel.pipeline    pipeline_parallel_size pp_size
+parallel.offload_params fsdp_cpu_offload
+train.epochs         num_epochs num_train_epochs
+train.max_steps      steps max_steps_per_epoch
+train.compile        torch_compile
+train.eval_every_steps eval_steps run_val_every_n_steps eval_strategy
+train.stop_after_evals early_stopping_patience early_stopping_steps
+train.deterministic  full_determinism
+train.seed           data_seed
+checkpoint.every_steps save_steps save_every_n_steps
+checkpoint.keep      save_total_limit keep_last_n_checkpoints
+checkpoint.keep_best load_best_model_at_end
+checkpoint.resume    resume_from_checkpoint auto_resume_from_checkpoints
+run.dir              output_dir
+run.name             run_name wandb_name
+run.trackers         report_to use_wandb wandb_project use_mlflow
+run.device           use_cpu
+run.timeout          ddp_timeout
+"""
+
+
+def _parse_names(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    ours = ""
+    for line in text.splitlines():
+        words = line.split()
+        if words and not line.startswith(" "):
+            ours, *words = words
+        found |= dict.fromkeys(words, ours)
+    return found
+
+
+OWN_NAMES = _parse_names(_NAMES)
+
+
+# -- ~ and $VARIABLES in the paths of a configuration, and names of what is in the hub's cache.
+
+
+# What may begin with ~ or hold $SCRATCH.
+_PATH_SETTINGS = (
+    "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
+    "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
+    "slurm.env_file", "slurm.venv", "pbs.env_file", "pbs.venv",
+)  # fmt: skip
+# Where OWNER/NAME, or a model's folder in the hub's cache, stands for a revision's folder.
+_HUB_KINDS: dict[str, HubKind] = {
+    "model.path": "model", "tune.init_from": "model", "data.path": "dataset",
+    "data.eval_path": "dataset",
+}  # fmt: skip
+_PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+
+
+def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
+    """Expand paths, in place; yield a problem for each variable or revision that is not there."""
+    for name in _PATH_SETTINGS:
+        part, _, key = name.partition(".")
+        if isinstance(fields := values.get(part), dict):
+            yield from _expand(name, fields, key)
+    given_data = values.get("data")
+    data = given_data if isinstance(given_data, dict) else {}
+    for setting in ("sources", "eval_sources"):
+        given = data.get(setting)
+        for at, source in enumerate(given if isinstance(given, list) else []):
+            for key in ("path", "chat_template") if isinstance(source, dict) else ():
+                yield from _expand(f"data.{setting}.{at}.{key}", source, key)
+
+
+def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
+    """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
+    given = fields.get(key)
+    paths = given if isinstance(given, list) else [given]
+    kind = _HUB_KINDS.get(name, "dataset" if key == "path" else None)
+    for at, path in enumerate(paths):
+        if not isinstance(path, str):
+            continue
+        if (encoding := sys.getfilesystemencoding()) == "ascii" and not path.isascii():
+            yield (
+                f"{name}={path!a}: this shell has file names in {encoding}, which this "
+                "is not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
+            )
+            continue
+        expanded = os.path.expandvars(os.path.expanduser(path))
+        try:
+            expanded = cached_path(name, expanded, kind) if kind else expanded
+        except ConfigError as error:
+            yield str(error)
+        if name == "model.path" and os.path.isdir(expanded):
+            expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
+        paths[at] = expanded
+        for left in _PATH_VARIABLE.findall(expanded):
+            yield (
+                f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
+                "the folder"
+            )
+    if isinstance(given, str):
+        fields[key] = paths[0]
+
+
+def cached_path(name: str, path: str, kind: HubKind) -> str:
+    """Return the folder in the hub's cache that a path stands for, and say so; or the path itself.
+
+    It is OWNER/NAME, with @REVISION or not, where there is no such file, or a model's folder in
+    the cache, of which refs/main is taken. ``name``: of the setting.
+
+    Raises:
+        ConfigError: if the cache has it, and not that revision.
+    """
+    folder = Path(path)
+    try:
+        if kind == "model" and is_cache(folder) and not (folder / "config.json").exists():
+            found = find_snapshot(folder)
+        else:
+            found = None if folder.exists() else find_in_cache(path, kind)
+    except OSError:  # a name that is too long for a file, or a folder that may not be read
+        return path
+    except ValueError as error:
+        raise ConfigError(f"{name}={path}: {error}") from None
+    if found is None:
+        return path
+    others = ", ".join(path.name for path in found.others[:5])
+    others = f"; also there: {others}" if others else ""
+    log.info(
+        "%s=%s: revision %s (%s) of the hub's cache, %s%s",
+        *(name, path, found.path.name, found.why, found.path, others),
+    )
+    return str(found.path)
+
+
+# -- Secrets, which no file or line that others read may hold: how they are known, and their mask.
+#
+# A user's name with a password in a URL; the value of a variable of the environment whose name says
+# that it is one (HF_TOKEN, WANDB_API_KEY); such a NAME=value in a command; tokens by their prefix.
+
+
+MASK = "***"
+_SECRET_WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS"
+_SECRET_NAME = re.compile(rf"(?:\w+_)?(?:{_SECRET_WORDS})")
+_MIN_CHARS = 8  # a shorter value may be part of any text
+_SECRET_PATTERN = re.compile(
+    r"(?P<before>\w://)[^\s/@:]*:[^\s/@]+(?=@)"
+    rf"|(?P<name>\b[A-Z0-9_]*(?:{_SECRET_WORDS})=)\S+"
+    r"|(?P<query>[?&][\w-]*(?:token|key|secret|password|signature)=)[^\s&]+"
+    r"|\b(?:hf_|gh[opsu]_|sk-)[A-Za-z0-9]{20,}"
+)
+
+
+def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return ``text`` with *** in the place of each secret."""
+    for name, value in environ.items():
+        if len(value) >= _MIN_CHARS and _SECRET_NAME.fullmatch(name):
+            text = text.replace(value, MASK)
+    return _SECRET_PATTERN.sub(
+        lambda found: next((kept for kept in found.groups() if kept), "") + MASK, text
+    )
+
+
+def find_secrets(
+    settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Yield a problem for each setting that holds a secret, without it."""
+    for name, value in settings.items():
+        text = str(value)
+        if isinstance(value, str | list) and (masked := mask_secrets(text, environ)) != text:
+            yield (
+                f"{name}={masked}: there is a secret in it, and settings are written into files "
+                "and reports; leave it in the environment, which each rank inherits"
+            )
+
 
 _ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
@@ -338,7 +560,7 @@ def config_hint(word: str) -> str:
 def _suggest_near(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     same_name = [k for k in known if k.rpartition(".")[2] == last]
-    elsewhere = [FOREIGN[last]] if last in FOREIGN else []
+    elsewhere = [OWN_NAMES[last]] if last in OWN_NAMES else []
     near = (
         same_name
         or elsewhere

@@ -13,8 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hpc_tune.config.data import DataConfig
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.pbs import PbsConfig
-from hpc_tune.config.scheduler import JobConfig, SlurmConfig
+from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
 from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps
 from hpc_tune.config.tune import TuneConfig
 

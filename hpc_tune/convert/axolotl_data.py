@@ -7,23 +7,30 @@ field_messages, type.field_output, field ...               -> data.columns, one 
 from collections.abc import Iterator
 from typing import Any
 
-from hpc_tune.convert.axolotl_preferences import find_axolotl_objective
-from hpc_tune.convert.outcomes import (
+from hpc_tune.convert.preferences import (
+    SFT,
+    answers_rule,
+    find_axolotl_objective,
+    ignored_rule,
+    map_seq_len,
+)
+from hpc_tune.convert.rules import (
     ForeignConfig,
     Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
+    advise_cut,
+    convert_split,
     each,
     explain_chat_template,
     explain_hub_data,
     is_data_path,
     lacking,
+    packing,
     usable_file,
 )
-from hpc_tune.convert.parts import advise_cut, convert_split
-from hpc_tune.convert.preferences import SFT, answers_rule, ignored_rule
 
 _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
@@ -327,4 +334,37 @@ _OF_A_DATASET: dict[str, Rule] = {
         ),
         "length sequence_length min_input_id max_input_id seed",
     ),
+}
+
+
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+    remark = "longer rows are cut and counted; there they are dropped"
+    return map_seq_len(theirs.whole("sequence_len"), find_axolotl_objective(theirs), remark)
+
+
+def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
+    return packing(theirs.is_on("sample_packing"), theirs)
+
+
+def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
+    if find_axolotl_objective(theirs) != SFT:
+        return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
+    if value == "truncate":
+        return Ignored("what is longer than data.seq_len loses its end, and is counted")
+    return Unsupported(
+        "what is longer than data.seq_len loses its end, and is counted; none is dropped: drop it "
+        "beforehand",
+        to_do=True,
+    )
+
+
+def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
+
+
+LENGTHS: dict[str, Rule] = {
+    "sequence_len": _seq_len,
+    "excess_length_strategy": _too_long,
+    "sample_packing": _packing,
+    "train_on_inputs": answers_rule(_loss_on, find_axolotl_objective),
 }

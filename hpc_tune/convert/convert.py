@@ -18,16 +18,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.load import explain_errors, text_fields
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.numbers_of_text import parse_numbers
-from hpc_tune.convert.other_forms import explain_flags, explain_unsupported
-from hpc_tune.convert.outcomes import (
+from hpc_tune.convert.rules import (
     ForeignConfig,
     Ignored,
     Mapped,
@@ -38,7 +35,87 @@ from hpc_tune.convert.outcomes import (
 )
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import ConfigError
+from hpc_tune.files import write_file
 from hpc_tune.safe_yaml import load_yaml
+
+# -- Files of training tools that are recognised, and not converted: what they are, and what to do.
+
+
+_FLAG = re.compile(r"(?:^|\s)--([a-z][\w.-]*)(?:[ =]([^\s-][^\s]*))?")
+_AS_LLAMA_FACTORY = (
+    "write them as model_name_or_path, stage: sft, finetuning_type, lora_rank, dataset and so on, "
+    "the keys of LLaMA-Factory, and convert that, or begin with python -m hpc_tune init"
+)
+
+
+def explain_unsupported(theirs: dict[str, Any]) -> str | None:
+    """Return of which tool, or form, a config is that no rules are for, and what to do."""
+    is_name = isinstance(theirs.get("model"), str)
+    if is_name and {"train_dataset", "model_class", "peft_config"} & set(theirs):
+        return (
+            "that is the newer form of LLaMA-Factory (v1, as in its examples/v1), which convert "
+            f"does not read yet: {_AS_LLAMA_FACTORY}"
+        )
+    if is_name and {"tuner_type", "train_type", "rlhf_type", "sft_type"} & set(theirs):
+        return f"that is a config of ms-swift, which convert does not read: {_AS_LLAMA_FACTORY}"
+    of_trl = {"dataset_name", "dataset_mixture", "use_peft", "lora_target_modules"}
+    if "model_name_or_path" in theirs and of_trl & set(theirs):
+        return f"that is a config of trl, which convert does not read: {_AS_LLAMA_FACTORY}"
+    return None
+
+
+def explain_flags(text: str) -> str | None:
+    """Return what to do about a script, or command line, of flags; None if it has none."""
+    flags = _FLAG.findall(text)
+    if not flags:
+        return None
+    name, value = next(((name, value) for name, value in flags if value), flags[0])
+    value = value.strip("\"'") or "true"
+    return (
+        f"a command line of flags (--{name} and others), not YAML; write each flag as a line of "
+        f"a YAML file, this one as {name}: {value}, and convert that file"
+    )
+
+
+# -- Numbers that YAML 1.1 reads as text, such as 1e-5 and 1e3, which other tools take for numbers.
+#
+# Values whose key is one of a name, a path or a column stay text.
+
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_TEXT_KEYS = re.compile(
+    r"(name|path|dir|project|model|source|files|dataset|template|column)$"
+    r"|^(test_)?datasets\.|^dataset\.column_map\."
+)
+
+
+def parse_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key, with numbers in place of text that is one, no null in lists."""
+    return {
+        key: _clean_text(value) if _TEXT_KEYS.search(key) else _parse_number(value)
+        for key, value in values.items()
+    }
+
+
+def _clean_text(value: Any) -> Any:
+    """Return a name or names as they are, without null in a list; other values with numbers."""
+    if isinstance(value, list):
+        return [
+            item if isinstance(item, str) else _parse_number(item)
+            for item in value
+            if item is not None
+        ]
+    return value if isinstance(value, str) else _parse_number(value)
+
+
+def _parse_number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_parse_number(item) for item in value if item is not None]
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() and "." not in value else number
+
 
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"

@@ -13,14 +13,21 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from hpc_tune.data.answers import AnswerFinder, Span, find_marked_blocks, group_by_answer
-from hpc_tune.data.calls import serialise_arguments
-from hpc_tune.data.controls import ESCAPED_IN_JSON, SpecialTokenEscapes
+from hpc_tune.data.answers import (
+    ESCAPED_IN_JSON,
+    PROBE,
+    AnswerFinder,
+    Render,
+    RenderedChat,
+    Span,
+    SpecialTokenEscapes,
+    find_marked_blocks,
+    group_by_answer,
+)
 from hpc_tune.data.counts import Counters
+from hpc_tune.data.fields import serialise_arguments
 from hpc_tune.data.records import Chat, Completion
-from hpc_tune.data.rendered import PROBE, Render, RenderedChat
-from hpc_tune.data.templates import ChatTemplates
-from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
+from hpc_tune.data.tokenizer import ChatTemplates, FastTokenizer, tokenizer_name
 from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]

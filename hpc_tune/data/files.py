@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc_tune.data.dataset_card import train_files
-from hpc_tune.data.hub_cache import choose_snapshot, own_name, refuse_several_revisions
-from hpc_tune.data.patterns import glob_files
+from hpc_tune.data.dataset_card import glob_files, train_files
 from hpc_tune.errors import DataError
-from hpc_tune.hub_cache import cache_hint, is_cache
-from hpc_tune.pointer_file import why_pointer
+from hpc_tune.files import why_pointer
+from hpc_tune.hub_cache import (
+    cache_hint,
+    choose_snapshot,
+    is_cache,
+    own_name,
+    refuse_several_revisions,
+)
 
 FileKind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
 Paths = str | list[str]

@@ -34,13 +34,15 @@ memory: one that is cut off while in use, or a disk that fails, would end the pr
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import struct
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, BinaryIO, get_type_hints
 
 import h5py
 import numpy as np
@@ -48,10 +50,97 @@ import numpy as np
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, join_paths
-from hpc_tune.data.seal import is_intact
 from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
-from hpc_tune.pointer_file import why_pointer
+from hpc_tune.files import why_pointer
+
+# -- The seal at the end of a file of prepared data: a checksum of all that is not a dataset.
+#
+# HDF5's library trusts the structure of a file, and some damaged bytes of it end the process. So
+# the structure (superblock, headers, attributes: some kilobytes) is compared with its checksum
+# before the library sees it. Datasets are left out: to read them all would take as long as the file
+# is large.
+#
+# After HDF5's last byte, where its readers do not look::
+#
+#     {"datasets": [[offset, bytes], ...], "sha256": "..."}   JSON
+#     length of that                                          8 bytes, little-endian
+#     b"hpctune\n"
+
+
+_MAGIC = b"hpctune\n"
+_TRAILER = struct.Struct("<Q8s")
+_MAX_SEAL_BYTES = 1 << 16
+_PIECE = 1 << 20
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def append_checksum(path: Path) -> None:
+    """Append the seal to a file whose structure is final."""
+    datasets = _find_datasets(path)
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        content = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
+        text = json.dumps(content).encode()
+        file.seek(size)
+        file.write(text + _TRAILER.pack(len(text), _MAGIC))
+
+
+def is_intact(file: BinaryIO) -> bool:
+    """Return whether the file ends with a seal and has the structure that it was sealed with."""
+    size = file.seek(0, 2)
+    if size < _TRAILER.size:
+        return False
+    file.seek(size - _TRAILER.size)
+    length, magic = _TRAILER.unpack(file.read(_TRAILER.size))
+    end = size - _TRAILER.size - length
+    if magic != _MAGIC or length > _MAX_SEAL_BYTES or end < 0:
+        return False
+    file.seek(end)
+    try:
+        content = json.loads(file.read(length))
+        datasets = [(int(offset), int(num)) for offset, num in content["datasets"]]
+        return bool(content["sha256"] == _hash(file, datasets, end))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return False
+
+
+def _find_datasets(path: Path) -> list[tuple[int, int]]:
+    ranges = []
+
+    def visit(_: str, item: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(item, h5py.Dataset) and (offset := item.id.get_offset()) is not None:
+            ranges.append((offset, item.nbytes))
+
+    with h5py.File(path, "r", locking=False) as opened:
+        opened.visititems(visit)
+    return sorted(ranges)
+
+
+def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
+    """Return the hash of the bytes before ``end`` outside the datasets, and of their ranges."""
+    hashed = hashlib.sha256(repr([*datasets, end]).encode())
+    for start, stop in _ranges_outside(datasets, end):
+        file.seek(start)
+        while start < stop:
+            piece = file.read(min(_PIECE, stop - start))
+            if not piece:
+                raise ValueError("the file is shorter than its seal says")
+            hashed.update(piece)
+            start += len(piece)
+    return hashed.hexdigest()
+
+
+def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    for offset, num_bytes in datasets:
+        if not start <= offset <= offset + num_bytes <= end:
+            raise ValueError("datasets overlap or are not in the file")
+        yield start, offset
+        start = offset + num_bytes
+    yield start, end
+
 
 FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens

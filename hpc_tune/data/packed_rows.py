@@ -9,8 +9,8 @@ Shapes: B rows, T tokens per row, P pairs or labelled answers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +19,81 @@ import torch
 from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, empty_batch
 from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.sampler import PackedSampler, SampleOrder
-from hpc_tune.data.subset import sort_by_length
+from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
 from hpc_tune.errors import ConfigError, DataError
+
+# -- Which documents of a file are used: all, or as many as ``limit`` says; and what they hold.
+
+
+_TOKENS_AT_ONCE = 1 << 22  # tokens whose masks are read at once
+_Histogram = tuple[np.ndarray, np.ndarray, Indexed]
+
+
+def sort_by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
+    """Return sizes (rising), how many documents have each, and their numbers in that order.
+
+    With ``limit`` of them, which a permutation of all their numbers draws: always the same ones.
+    """
+    if limit is None or limit >= store.num_documents:
+        return store.length_values, store.length_counts, store.by_length
+    numbers = draw_documents(store.num_documents, limit)
+    sizes = store.sizes(0, store.num_documents)[numbers]
+    values, counts = np.unique(sizes, return_counts=True)
+    return values, counts, numbers[np.argsort(sizes, kind="stable")]
+
+
+def draw_documents(num_documents: int, limit: int) -> np.ndarray:
+    """Return the numbers of ``limit`` documents, rising, int64."""
+    shuffle = Shuffle(num_documents, "limit")
+    return np.sort(np.array([shuffle(at) for at in range(limit)], dtype=np.int64))
+
+
+def count_learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) -> int:
+    """Return the tokens with loss in one pass over rows of ``seq_len`` tokens.
+
+    Masks are read where the file's own count is of other documents, or of longer ones.
+    """
+    is_whole = limit is None or limit >= store.num_documents
+    if is_whole and store.length_values[-1] <= seq_len:
+        return store.attributes.counters.loss_tokens
+    if not is_whole:
+        masks = (
+            _learned_mask(store, int(n)) for n in draw_documents(store.num_documents, limit or 0)
+        )
+        return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
+    return sum(_count_learned_by_piece(store, seq_len))
+
+
+def count_tokens(store: TokenStore, limit: int | None = None) -> tuple[int, int]:
+    """Return the tokens of the documents that are used, and how many of them are learned."""
+    if limit is None or limit >= store.num_documents:
+        return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
+    tokens = learned = 0
+    for number in draw_documents(store.num_documents, limit):
+        mask = _learned_mask(store, int(number))
+        tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
+    return tokens, learned
+
+
+def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
+    """Return the mask of what is learned of a document: of a labelled answer the own side."""
+    return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]
+
+
+def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
+    """Yield the tokens with loss of all documents, cut at ``seq_len``, piece by piece."""
+    offsets = store.offsets[:]
+    first = 0
+    while first < store.num_documents:
+        stop = int(np.searchsorted(offsets, offsets[first] + _TOKENS_AT_ONCE, side="right")) - 1
+        stop = min(max(stop, first + 1), store.num_documents)
+        at = offsets[first : stop + 1] - offsets[first]
+        mask = store.loss_mask[int(offsets[first]) : int(offsets[stop])]
+        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        ends = np.minimum(at[1:], at[:-1] + seq_len)
+        yield int((before[ends] - before[at[:-1]]).sum())
+        first = stop
+
 
 ROUND_TO = 8
 Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
@@ -244,3 +316,74 @@ def make_batch(
         padding,
         weights_N=torch.from_numpy(np.concatenate(weights)) if has_weights else None,
     )
+
+
+# -- The rows of a mixture: each of one source, in the order that its phase says (mixture.py).
+
+
+class MixedRows:
+    """A stream of rows of several sources; ``phases``: those that a run has had, and its present.
+
+    Rows before the present phase are over, and are never read again.
+    """
+
+    def __init__(self, sources: Mapping[str, PackedRows], phases: list[MixturePhase]) -> None:
+        """``sources``: by name, as in the present phase, of one form and seq_len."""
+        self.phase, self.phases = phases[-1], phases
+        assert list(sources) == list(self.phase.parts), f"{[*sources]}, {[*self.phase.parts]}"
+        self.packed, self.names = list(sources.values()), list(sources)
+        self._before = [part.rows_before for part in self.phase.parts.values()]
+        self._interleaving = self.phase.interleaving()
+        self._num_rows = self.phase.num_rows
+        self.form: Form = self.packed[0].form
+        self.seq_len = self.packed[0].seq_len
+        self.has_weights = any(rows.has_weights for rows in self.packed)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch: see ``MixturePhase``."""
+        return self._num_rows
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's tokens that packing leaves empty."""
+        counts = self._interleaving.counts(self._num_rows)
+        empty = sum(n * rows.padding for n, rows in zip(counts, self.packed, strict=True))
+        return empty / self._num_rows
+
+    def epoch_at(self, stream_row: int) -> float:
+        """Return how many epochs come before a row of the stream."""
+        return self.phase.epoch_at(stream_row)
+
+    def row_at(self, epochs: float) -> int:
+        """Return the row of the stream with which some epochs are over."""
+        return self.phase.row_at(epochs)
+
+    def place_of(self, stream_row: int) -> tuple[int, int]:
+        """Return a row's source, by its number, and which row of its own stream it is."""
+        place = stream_row - self.phase.first_row
+        assert place >= 0, f"row {stream_row} is of an earlier phase"
+        source, before = self._interleaving.at(place)
+        return source, self._before[source] + before
+
+    def read(self, stream_row: int) -> ReadRow:
+        """Return a row's documents."""
+        source, row = self.place_of(stream_row)
+        return self.packed[source].read(row)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a position in the stream is of."""
+        return {"phases": [asdict(phase) for phase in self.phases]}
+
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a position is one of this stream, or of one that this is to go on with.
+
+        Raises:
+            ConfigError: if it is of another. See ``determine_phases``, which decides.
+        """
+        saved, own = state.get("phases"), self.state()["phases"]
+        if not saved or saved != own[: len(saved)]:
+            raise ConfigError(
+                "data.sources are not what this run was trained on. Give the old sources, or "
+                "another run.dir"
+            )

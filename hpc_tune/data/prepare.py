@@ -31,19 +31,23 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpc_tune import __version__
-from hpc_tune.atomic_file import replace_atomically
 from hpc_tune.data.chats import LossOn
+from hpc_tune.data.chunks import Chunk, hash_file_ends, identity, list_chunks, read_chunk
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
-from hpc_tune.data.encode import Encoder
-from hpc_tune.data.encode_preferences import PreferenceEncoder, make_encoder
+from hpc_tune.data.encode import Encoder, PreferenceEncoder, make_encoder
 from hpc_tune.data.files import Paths, as_list, join_paths
 from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
 from hpc_tune.data.reading import DEFAULT_READING, Reading, require_columns
-from hpc_tune.data.sources import Chunk, hash_file_ends, identity, list_chunks, read_chunk
-from hpc_tune.data.templates import find_template_date
-from hpc_tune.data.tokenizer import FastTokenizer, fingerprint, num_ids, tokenizer_name
+from hpc_tune.data.tokenizer import (
+    FastTokenizer,
+    find_template_date,
+    fingerprint,
+    num_ids,
+    tokenizer_name,
+)
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError, HpcTuneError, find_remedy
+from hpc_tune.files import replace_atomically
 from hpc_tune.log import log
 from hpc_tune.world.comm import RunAndAgree, run_alone
 

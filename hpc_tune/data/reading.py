@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.marks import ADVANTAGE_FIELDS, MARK_FIELDS, refuse_advantages
+from hpc_tune.data.fields import ADVANTAGE_FIELDS, MARK_FIELDS, WrongRecord, refuse_advantages
 from hpc_tune.data.preferences import (
     CHOSEN_FIELDS,
     LABEL_FIELDS,
@@ -37,7 +37,6 @@ from hpc_tune.data.records import (
     Tokens,
     to_example,
 )
-from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]

@@ -6,16 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.data.calls import read_calls, read_tools
-from hpc_tune.data.cells import ROLES, is_chat, unpack_chats
-from hpc_tune.data.marks import MARK_FIELDS, read_weight
-from hpc_tune.data.values import (
+from hpc_tune.data.fields import (
+    MARK_FIELDS,
+    ROLES,
     WrongRecord,
     format_value,
+    is_chat,
     is_unset,
     json_type_name,
     list_fields,
     parse_json_text,
+    read_calls,
+    read_tools,
+    read_weight,
+    unpack_chats,
 )
 
 EXPECTED_FIELDS = (

@@ -17,19 +17,17 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.config.data import Form
+from hpc_tune.data.answers import longest_match_pattern
 from hpc_tune.data.chats import list_special_tokens
-from hpc_tune.data.content import verify_content
-from hpc_tune.data.controls import longest_match_pattern
+from hpc_tune.data.chunks import describe_megatron_tokenizer, is_builtin, list_chunks, read_chunk
 from hpc_tune.data.counts import Counters, Findings
-from hpc_tune.data.encode_preferences import Side, make_encoder
+from hpc_tune.data.encode import Side, make_encoder
 from hpc_tune.data.files import Paths, describe_left_out, find_files, find_kind, join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.megatron import describe_megatron_tokenizer
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
-from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
-from hpc_tune.data.writer import Block
+from hpc_tune.data.writer import Block, verify_content
 from hpc_tune.errors import DataError
 
 # After the rows that are shown others are counted, up to these limits: that takes seconds.

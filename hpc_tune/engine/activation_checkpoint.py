@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 )
 
 from hpc_tune.memory.policy import Action, ActionHandle
-from hpc_tune.model.scoped import batch_context
+from hpc_tune.model.micro_batch import batch_context
 
 Forward = Callable[..., Any]
 RecomputeLevel = Literal["none", "selective", "full"]

@@ -27,9 +27,9 @@ from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.adamw import MOMENT_NAMES, initial_state, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
+from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
 

@@ -1,8 +1,9 @@
 """The seam between the loop and the engines: what every engine offers, and nothing more."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -157,3 +158,16 @@ def evaluate(
     dist.all_reduce(total)
     *added, terms, num_tokens = total.tolist()
     return added, terms, int(num_tokens)
+
+
+# -- The dtype in which a micro-batch is computed, and the seed of its random numbers.
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Compute matrix products in ``dtype`` within a block; None leaves all as it is."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def seed_micro_batch(seed: int, first_row: int, stage: int = 0) -> None:
+    """Seed torch for a micro-batch in a pipeline stage, the same in every layout."""
+    torch.manual_seed((seed * 1_000_003 + first_row) ^ (stage << 52))

@@ -22,15 +22,15 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import ON_ALL_RANKS, log
+from hpc_tune.memory.host import COMPILE_WORKER_BYTES
 from hpc_tune.memory.policy import COMPILING_SHARE
-from hpc_tune.memory.process_bytes import COMPILE_WORKER_BYTES
 from hpc_tune.model.loss import (
     LogitsKernels,
     LossModel,
     cross_entropies,
     fusible_exponentials,
 )
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import DocumentStarts
 from hpc_tune.packages import parse_release
 

@@ -30,7 +30,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.experts import find_stacks
-from hpc_tune.model.scoped import batch_context
+from hpc_tune.model.micro_batch import batch_context
 from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
 

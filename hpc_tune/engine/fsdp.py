@@ -30,9 +30,9 @@ from hpc_tune.engine.expert_parallel import find_expert_modules
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.loss import HeadUnit, LossModel
-from hpc_tune.model.vectors import is_vector
+from hpc_tune.model.special_layers import is_vector
+from hpc_tune.step.layout import sent_bytes
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.rings import sent_bytes
 from hpc_tune.torch_versions import let_fsdp_shard_integers
 
 

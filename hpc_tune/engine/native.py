@@ -12,12 +12,13 @@ reduce-scatter runs in each backward pass, or with reshard=step in the last.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
+from typing import Any
 
 import torch
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENT_NAMES, set_lr
+from hpc_tune.engine.adamw import MOMENT_NAMES, OffloadedState, set_lr
 from hpc_tune.engine.adamw_8bit import (
     QuantizedMoment,
     fill_moment,
@@ -26,12 +27,10 @@ from hpc_tune.engine.adamw_8bit import (
     require_torchao,
     require_whole_slices,
 )
-from hpc_tune.engine.base import EngineSettings, StepResult
-from hpc_tune.engine.batch_copies import BatchCopies
+from hpc_tune.engine.base import EngineSettings, StepResult, autocast, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
-from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
-from hpc_tune.engine.first_messages import send_large_messages
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import prepare_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
@@ -42,25 +41,63 @@ from hpc_tune.engine.gradients import (
     make_buckets,
     sum_squares,
 )
-from hpc_tune.engine.mesh import Mesh
-from hpc_tune.engine.optimizer_offload import OffloadedState
+from hpc_tune.engine.mesh import Mesh, send_large_messages
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
-from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.engine.waits import time_fsdp_waits
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, ActionHandle
-from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
-from hpc_tune.model.dropout import use_row_dropout
+from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
-from hpc_tune.model.neftune import use_neftune
+from hpc_tune.model.lora_linear import AdapterCopies
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
-from hpc_tune.model.special_linears import find_unquantised_layers
+from hpc_tune.model.special_layers import find_unquantised_layers
 from hpc_tune.model.weights import TensorIndex
+
+# -- Micro-batches on the device, each copied on its own stream while the one before is computed.
+#
+# begin, take: pinned memory -> (the stream of copies) -> int64 on the device, and an event
+# take:        the stream that computes waits for the event; the host waits for nothing
+
+
+class BatchCopies:
+    """Copies the micro-batches of one rank, one ahead of their use; on a CPU they stay as they are.
+
+    Those that are used again, as by another stage of this rank, are copied again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._waiting: Iterator[Batch] = iter(())
+        self._next_copy: tuple[Batch, Batch, Any] | None = None
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Begin to copy ``batches``, which are used in this order."""
+        self._waiting = iter(batches)
+        self._copy_next()
+
+    def take(self, batch: Batch) -> Batch:
+        """Return ``batch`` on the device, for the stream that computes."""
+        if self._next_copy is None or self._next_copy[0] is not batch:
+            return batch.to(self._device)
+        _, copy, is_there = self._next_copy
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(is_there)
+        for tensor in copy.all_tensors:
+            tensor.record_stream(stream)  # else its memory would be given out while it is read
+        self._copy_next()
+        return copy
+
+    def _copy_next(self) -> None:
+        self._next_copy = None
+        if self._stream is None or (batch := next(self._waiting, None)) is None:
+            return
+        with torch.cuda.stream(self._stream):
+            self._next_copy = batch, batch.to(self._device), self._stream.record_event()
 
 
 class NativeEngine:

@@ -32,9 +32,8 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel, decoder_of
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.stages import DIRECTIONS, Direction, Pass, schedule
 
 # Passes whose receives are posted in advance. On a GPU a receive is a kernel that waits on several
 # processors of the card until data come, which it does beside the passes that were queued before.

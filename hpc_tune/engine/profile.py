@@ -19,7 +19,7 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
-from hpc_tune.rundir.stragglers import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
+from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median
 from hpc_tune.world.comm import Comm
 
 FOLDER = "profile"

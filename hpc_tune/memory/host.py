@@ -12,18 +12,50 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
 from hpc_tune.errors import raise_if_out_of_files
-from hpc_tune.memory.device_nodes import find_gpu_meminfo, read_total_and_free
 from hpc_tune.memory.policy import free_bytes_below
-from hpc_tune.world.numa import SYS
+from hpc_tune.world.affinity import SYS, read_node_cpus
+
+# -- Memory of GPUs that the kernel counts as the machine's: of GH200 and GB200, NUMA nodes of it.
+#
+# Such a node has no CPUs. MemTotal has its 96 or 144 GB, and CUDA gives them to whoever asks for
+# memory of the GPU, so it is not the host's.
+
+
+_LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
+
+
+def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
+    """Return where the kernel tells of memory of GPUs; none without NVIDIA's driver."""
+    if not (proc / "driver" / "nvidia").is_dir():
+        return []
+    nodes = folder.glob("devices/system/node/node[0-9]*")
+    return [
+        node / "meminfo"
+        for node in sorted(nodes)
+        if (node / "cpulist").is_file()
+        and not read_node_cpus(folder, int(node.name[len("node") :]))
+    ]
+
+
+def read_total_and_free(files: list[Path]) -> tuple[int, int]:
+    """Return the bytes that these nodes have, and those of them that nobody uses."""
+    sums = {"MemTotal": 0, "MemFree": 0}
+    for file in files:
+        for name, kib in _LINE.findall(file.read_text(encoding="ascii", errors="replace")):
+            sums[name] += 1024 * int(kib)
+    return sums["MemTotal"], sums["MemFree"]
+
 
 RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
@@ -399,3 +431,96 @@ def _read_lines(file: Path) -> list[str]:
     except OSError as error:
         raise_if_out_of_files(error)  # without its cgroup's limit a job would be killed
         return []
+
+
+# -- What the processes of a run take of host memory before any value of a model: the one table.
+#
+# Bytes are the anonymous and shared ones of one process, as ``host.own_bytes`` counts them.
+# Measured on x86-64 with torch 2.13, transformers 5.23 and Python 3.11, unless a comment says
+# otherwise.
+
+
+MIB = 1 << 20
+
+# A rank that has imported torch, transformers and peft and connected gloo, without a model. It has
+# prepared the data and tried the architecture too; the median of 6 shapes.
+RANK_BYTES = 284 * MIB
+# What comes to it. With a model: Python's objects for the modules and parameters, adapters included
+# (Llama shapes), once and for each decoder block. With ZeRO: DeepSpeed.
+MODEL_OBJECTS_BYTES, BLOCK_OBJECTS_BYTES = 20 * MIB, 900 * 1024
+DEEPSPEED_BYTES = 45 * MIB
+# With the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the sizes
+# that rows of short documents have. Fitted to 3 shapes. And what of it stays when the heap is
+# trimmed, before an evaluation and a save that training waits for: 2 to 14 MiB in 4 runs.
+FIRST_STEP_BYTES, TRIMMED_STEP_BYTES = 32 * MIB, 12 * MIB
+# With a GPU. Not measured, on the safe side.
+GPU_RANK_BYTES = 1478 * MIB
+# Less than this on a node for each of its ranks is worth a warning: their libraries, and a small
+# model. Not measured.
+MIN_RANK_BYTES = 1024 * MIB
+
+# A process that merges, before it knows the model; and what comes to it with transformers, and its
+# model without values: 113 to 140 MiB.
+MERGE_BYTES, STOCK_MODEL_BYTES = 153 * MIB, 130 * MIB
+# What other processes of hpc_tune take in all, with some to spare: a plan, and a report without its
+# run's metrics.
+PLAN_BYTES, REPORT_BYTES = 600 * MIB, 250 * MIB
+# A worker of torch.compile: a Python with torch, and one run of the C++ or Triton compiler. Not
+# measured.
+COMPILE_WORKER_BYTES = 1024 * MIB
+
+
+# -- A limit on this process's private memory that follows how much memory is free.
+#
+# The kernel kills a process that exceeds its cgroup's limit, and no sampling is fast enough for a
+# tensor that is filled at memory speed. An allocation beyond RLIMIT_DATA fails instead (since
+# Linux 4.7 the limit counts private anonymous mappings too), which is an error that can be handled.
+
+
+class PrivateMemoryLimit:
+    """Sets the soft limit of RLIMIT_DATA; ``lift`` restores the one from before."""
+
+    def __init__(self) -> None:
+        """Remember the current limit."""
+        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def set(self, mapped: int, free: int) -> None:
+        """Let this process, which has mapped ``mapped`` bytes, map ``free`` bytes more."""
+        soft, hard = mapped + max(0, free), self._before[1]
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def lift(self) -> None:
+        """Restore the limit from before."""
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+
+# -- Garbage collection in step with all ranks.
+#
+# Python collects when a process has made enough objects: each rank at another time, while the
+# others wait for it in their next collective. Here all ranks do at the boundary at which one of
+# them has made many.
+
+
+_MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
+_FORCED_OBJECTS = 10 * _MAX_OBJECTS  # a rank alone collects them, within a step or an evaluation
+
+
+@contextmanager
+def defer_collection() -> Iterator[None]:
+    """Leave garbage in a block to those who ask ``is_collection_due``."""
+    gc.collect()
+    before = gc.get_threshold()
+    gc.set_threshold(_FORCED_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def is_collection_due() -> bool:
+    """Whether many more objects were made than freed since the last collection."""
+    return gc.get_count()[0] > _MAX_OBJECTS

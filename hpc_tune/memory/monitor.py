@@ -19,6 +19,7 @@ from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.device import DeviceMemory, DeviceSample
 from hpc_tune.memory.host import (
     HostLimit,
+    PrivateMemoryLimit,
     Usage,
     find_limit,
     own_bytes,
@@ -37,7 +38,6 @@ from hpc_tune.memory.policy import (
     must_leave,
     reserved_bytes,
 )
-from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_EVERY_S
 
@@ -86,7 +86,7 @@ class MemoryShortage:
 
 
 class HeartbeatWriter(Protocol):
-    """Writes a file that shows what a run did when it was killed; see ``rundir/heartbeat.py``."""
+    """Writes a file that shows what a run did when it was killed; see ``rundir/outcome.py``."""
 
     def beat(self, phase: str, used: int) -> None:
         """Write what the run does and how many bytes the node uses."""

@@ -20,7 +20,6 @@ from torch import nn
 
 from hpc_tune.config.tune import TuneConfig, match_patterns
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.experts import (
     find_expert_modules,
     find_routers,
@@ -29,9 +28,9 @@ from hpc_tune.model.experts import (
     num_chosen_experts,
 )
 from hpc_tune.model.language import LanguageModel, read_config
-from hpc_tune.model.modules_to_save import train_modules
-from hpc_tune.model.special_linears import find_uncalled_linears
-from hpc_tune.model.token_rows import add_trained_rows, token_ids
+from hpc_tune.model.modules_to_save import add_trained_rows, token_ids, train_modules
+from hpc_tune.model.special_layers import find_uncalled_linears
+from hpc_tune.packages import fast_imports
 
 ALL_LINEAR = "all-linear"
 # What experts and routers were called as linear layers, in transformers 4.

@@ -30,7 +30,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.scoped import batch_context
+from hpc_tune.model.micro_batch import batch_context
 
 Score = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")

@@ -6,15 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.model.adapter_copies import AdapterCopies
+from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
 from hpc_tune.model.float8_base import use_float8_matmuls
 from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import kernels_of
-from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.rms_norm import use_rms_norm
-from hpc_tune.model.shared_inputs import share_casts
-from hpc_tune.model.swiglu import use_swiglu
 
 
 def find_blocks(model: Any) -> nn.ModuleList:

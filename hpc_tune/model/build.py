@@ -16,11 +16,9 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.adapters import add_adapters
 from hpc_tune.model.balance import Router, Score
-from hpc_tune.model.box import Box
+from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.experts import make_routers_deterministic
-from hpc_tune.model.identity import fingerprint_weights, hash_model
-from hpc_tune.model.kept_fp32 import keep_fp32
 from hpc_tune.model.language import (
     LanguageModel,
     TensorNames,
@@ -31,13 +29,20 @@ from hpc_tune.model.language import (
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.modules_to_save import TokenRows
 from hpc_tune.model.objective import make_objective
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.packed_base import pack_base
+from hpc_tune.model.quantized_base import pack_base
 from hpc_tune.model.regions import local_region
-from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.token_rows import TokenRows
-from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex, index_model_directory
+from hpc_tune.model.special_layers import keep_fp32
+from hpc_tune.model.tensor_sources import Box
+from hpc_tune.model.weights import (
+    ADAPTER_PREFIX,
+    TensorIndex,
+    fingerprint_weights,
+    hash_model,
+    index_model_directory,
+)
 from hpc_tune.world.architecture import find_architecture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

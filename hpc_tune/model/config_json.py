@@ -1,13 +1,18 @@
 """config.json of a model directory as it is written: read once, however many ask."""
 
+import difflib
 import functools
 import itertools
 import json
 import re
+from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import DataError
+import torch
+
+from hpc_tune.errors import ConfigError, DataError
 
 # Where config.json may name kernels of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
@@ -76,3 +81,85 @@ def refuse_hub_kernels(directory: Path) -> None:
                 f"{directory}/config.json: {key} is {name}, code of the Hugging Face hub, which is "
                 f"not run; remove {key} from it"
             )
+
+
+# -- shape:NAME, the config.json of a published model without its weights: for planning and tracing.
+#
+# The files are in ``hpc_tune/shapes``. A ``ShapeIndex`` takes the place of a ``TensorIndex``: it
+# knows every name and shape, and no values.
+
+
+SHAPE_PREFIX = "shape:"
+
+
+def shape_names() -> list[str]:
+    """Return the names of the shapes that come with the package, in order."""
+    return sorted(folder.name for folder in _shapes().iterdir() if folder.is_dir())
+
+
+def shape_directory(path: str) -> Path:
+    """Return the directory that holds the config.json of ``model.path``, a shape or a directory.
+
+    Raises:
+        ConfigError: if no shape has this name.
+    """
+    if not path.startswith(SHAPE_PREFIX):
+        return Path(path)
+    name = path.removeprefix(SHAPE_PREFIX)
+    if name not in shape_names():
+        near = difflib.get_close_matches(name, shape_names(), n=3) or shape_names()
+        raise ConfigError(f"model.path={path}: no such shape; there is {', '.join(near)}")
+    return _shapes() / name
+
+
+def find_nearest_shape(path: str) -> str:
+    """Return the published shape that is likest to the name of a model, such as shape:llama3-8b."""
+    name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
+    size = re.search(r"\d+b", name)
+    names = [shape for shape in shape_names() if size and shape.endswith(f"-{size[0]}")]
+    return SHAPE_PREFIX + difflib.get_close_matches(name, names or shape_names(), 1, cutoff=0)[0]
+
+
+def refuse_shape(path: str) -> None:
+    """Refuse a shape where weights are needed.
+
+    Raises:
+        ConfigError: if ``path`` is a shape.
+    """
+    if path.startswith(SHAPE_PREFIX):
+        raise ConfigError(
+            f"model.path={path} has no weights; it can be planned and traced, but training and "
+            "generating need a Hugging Face model directory"
+        )
+
+
+class ShapeIndex:
+    """The names, shapes and dtypes of a ``TensorIndex``, without files."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take names, shapes and dtypes from a model, which may be on the meta device."""
+        self.pieces: dict[str, list[object]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.num_bytes = 0
+        for name, tensor in tensors:
+            self.pieces[name] = []
+            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+
+    @property
+    def stored(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.shapes)
+
+    def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Leave ``local`` as it is."""
+
+    def require_finite(self, *_: Any) -> None:
+        """Accept whatever is in memory."""
+
+    def map_pages(self, name: str, dtype: torch.dtype) -> None:
+        """Return None: there are no pages."""
+
+
+def _shapes() -> Path:
+    return Path(str(files("hpc_tune"))) / "shapes"

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpc_tune.errors import first_line
-from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 from hpc_tune.world.architecture import find_architecture
 

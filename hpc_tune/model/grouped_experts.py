@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hpc_tune.model.grouped_products import ROW_BYTES
-from hpc_tune.model.sorted_rows import SortedRows
+from hpc_tune.model.grouped_matmul import ROW_BYTES, SortedRows
 
 _WRAPPERS_ATTRIBUTE = "wrappers_of_stacks"
 _DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}

@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from hpc_tune.model import newer_attention, varlen_attention
+from hpc_tune.config.schema import TrainConfig
+from hpc_tune.model import varlen_attention
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
-from hpc_tune.world.architecture import find_architecture
+from hpc_tune.world.architecture import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
@@ -123,7 +125,7 @@ def kernels_of(
                 why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
             if not why and architecture is not None and architecture.capability is not None:
                 window = _CHECKED_WINDOW if windows and not why_no_window else None
-                flash = newer_attention.use_flash_attention(*tried, window)
+                flash = varlen_attention.use_flash_attention(*tried, window)
     return replace(choose_kernels("cuda", compiled, windows, why, why_no_window), flash=flash)
 
 
@@ -167,3 +169,36 @@ def _head_size(config: Any) -> int:
     without, with_position, of_values = (getattr(config, name, None) or 0 for name in names)
     plain = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(max(without + with_position, of_values) or plain)
+
+
+# -- TF32: GPUs multiply fp32 matrices faster with 10 bits of each factor's mantissa instead of 23.
+
+
+def multiplies_in_tf32(
+    train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
+) -> bool:
+    """Whether a model of ``dtype`` is to be multiplied in TF32 on a GPU; None stands for a CPU."""
+    is_possible = dtype == torch.float32 and architecture is not None and architecture.has_tf32
+    return is_possible and train.tf32 and not train.deterministic
+
+
+def use_tf32(module: nn.Module) -> None:
+    """Multiply fp32 matrices in TF32, but for those of rotary positions.
+
+    Where transformers computes those as a product of positions and frequencies, they would be
+    wrong: TF32 has no whole number between 2,048 and 2,050.
+    """
+    # The one of torch's two interfaces that torch.compile reads; it raises if they are mixed.
+    torch.set_float32_matmul_precision("high")
+    for part in module.modules():
+        if any(name.endswith("inv_freq") for name, _ in part.named_buffers(recurse=False)):
+            part.register_forward_pre_hook(_switch_tf32_off)
+            part.register_forward_hook(_switch_tf32_on, always_call=True)
+
+
+def _switch_tf32_off(*_: Any) -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def _switch_tf32_on(*_: Any) -> None:
+    torch.set_float32_matmul_precision("high")

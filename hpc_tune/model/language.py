@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import DataError, first_line
+from hpc_tune.files import why_pointer
 from hpc_tune.hub_cache import SNAPSHOTS, cache_hint, find_snapshot, is_cache, list_revisions
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
-from hpc_tune.model.joined import find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.own_functions import use_plain_functions_on_cpu
+from hpc_tune.model.tensor_sources import find_joined_tensors, find_renamed_tensors
+from hpc_tune.model.transformers_compat import use_plain_functions_on_cpu
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
-from hpc_tune.pointer_file import why_pointer
+from hpc_tune.packages import fast_imports
 
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 

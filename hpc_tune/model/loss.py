@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.balance import RouterWatch, real_tokens
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import lengths_in, make_documents
-from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import make_starts
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's

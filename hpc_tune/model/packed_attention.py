@@ -11,7 +11,10 @@ Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head
 import functools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,9 +22,285 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.model import tiled_attention, varlen_attention
-from hpc_tune.model.scoped import Document, batch_context
-from hpc_tune.model.transformers_versions import keep_capped_scores
+from hpc_tune.model import varlen_attention
+from hpc_tune.model.micro_batch import Document, batch_context
+from hpc_tune.model.transformers_compat import keep_capped_scores
+
+# -- Causal attention of documents on a CPU, in tiles of matrix products with a softmax in between.
+#
+#     documents -> padded to whole tiles, those of one length together
+#     tile of queries x all keys up to it -> scores -> softmax -> x values
+#
+# torch's fused kernel for CPUs multiplies blocks that are too small for the matrix units: in bf16
+# it takes 2 to 3 times as long (benchmarks/NOTES.md). The backward pass recomputes the
+# probabilities, as in FlashAttention (arXiv:2205.14135); no T x T scores are kept.
+#
+# In 16 bits a score is rounded where it is written, which is too coarse for large ones. So each
+# row's largest score is subtracted before that, within the product: what matters to the softmax is
+# then near zero, and as exact as scores in fp32.
+#
+# Shapes: B rows of T tokens; H heads in K groups of G, which share keys and values; D values per
+# head, which may be others for V; M documents of L tokens, padded.
+
+
+TILE, LONG_TILE = 64, 128  # queries at once
+LONG_TOKENS = 1024  # tokens from which on the longer tile is faster
+MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
+Span = tuple[int, int, int, int]  # first row, end row, start, stop
+_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
+_LIBRARY.define(
+    "document_attention(Tensor query, Tensor key, Tensor value, int[] spans, float scale)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def tiled_attention(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    spans: Sequence[Span],
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the attention of each document as BTHD rows.
+
+    ``spans`` are the documents: rows, and their tokens in each of these; together they are all
+    tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute keeps the result by the name of
+    its operator.
+    """
+    flat = [number for span in spans for number in span]
+    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    out_BTHD: torch.Tensor = _Attention.apply(query_BHTD, key_BKTD, value_BKTD, flat, scale)
+    return out_BTHD
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHTD: torch.Tensor,
+        key_BKTD: torch.Tensor,
+        value_BKTD: torch.Tensor,
+        spans: list[int],
+        scale: float,
+    ) -> torch.Tensor:
+        inputs = query_BHTD, key_BKTD, value_BKTD
+        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, spans, scale)
+        ctx.save_for_backward(*inputs, shifts)
+        ctx.spans, ctx.scale = spans, scale
+        return out_BTHD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
+        *inputs, shifts = ctx.saved_tensors
+        return *_tiled_backward(inputs, grad_BTHD, shifts, ctx.spans, ctx.scale), None, None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """M documents of L tokens; without ``tokens`` they are the rows as they are.
+
+    ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
+    that are none of a document: copies of its last token, which no token of it sees.
+    """
+
+    num_documents: int
+    length: int
+    tokens: torch.Tensor | None = None
+    is_padding: torch.Tensor | None = None
+
+    def of(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return the documents of a tensor as (M K, L G, D)."""
+        tensor = tensor_BHTD.transpose(1, 2)
+        if self.tokens is not None:
+            tensor = tensor.flatten(0, 1)[self.tokens]
+        shape = self.num_documents, self.length, num_groups, -1, tensor_BHTD.shape[-1]
+        return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def tokens_of(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return what ``of`` returns as (M L, H, D)."""
+        shape = self.num_documents, num_groups, self.length, -1, tensor.shape[-1]
+        return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """The groups, and where each token of the rows is in all of them, one behind another."""
+
+    groups: Sequence[_Group]
+    token_places: torch.Tensor | None
+    tile: int
+
+    def write_rows(
+        self, parts: Sequence[torch.Tensor], num_groups: int, out_BTHD: torch.Tensor
+    ) -> None:
+        """Write what was computed of each group as BTHD rows."""
+        tokens = [g.tokens_of(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
+        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        out_SHD = out_BTHD.flatten(0, 1)
+        if self.token_places is None:
+            out_SHD.copy_(joined)
+        else:
+            torch.index_select(joined, 0, self.token_places, out=out_SHD)
+
+
+@lru_cache(maxsize=8)
+def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
+    spans = zip(*(flat[n::4] for n in range(4)), strict=True)
+    documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
+    tile = TILE if max(b - a for _, a, b in documents) <= LONG_TOKENS else LONG_TILE
+    if num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents):
+        return _Tiling([_Group(num_rows, num_tokens)], None, tile)
+    by_length = defaultdict(list)
+    for row, start, stop in documents:
+        padded = -(-(stop - start) // TILE) * TILE
+        by_length[padded].append((row * num_tokens + start, stop - start))
+    groups, places, at = [], torch.empty(num_rows * num_tokens, dtype=torch.int64), 0
+    for length, members in sorted(by_length.items()):
+        counting = torch.arange(length)
+        most = max(1, MAX_SCORES // (num_heads * tile * length))
+        for part in (members[n : n + most] for n in range(0, len(members), most)):
+            starts, lengths = torch.tensor(part).unsqueeze(2).unbind(1)
+            tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()
+            is_padding = (counting >= lengths).flatten()
+            places[tokens[~is_padding]] = at + torch.nonzero(~is_padding).flatten()
+            groups.append(_Group(len(part), length, tokens, is_padding))
+            at += len(tokens)
+    return _Tiling(groups, places, tile)
+
+
+@torch.library.impl(_LIBRARY, "document_attention", "CPU")
+def _tiled_forward(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    spans: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention as BTHD rows, and what was subtracted from each query's scores (BTH1).
+
+    In 32 bits nothing is: the last size is 0.
+
+    Results are allocated first: what is freed behind them leaves no holes in the heap.
+    """
+    num_rows, num_heads, num_tokens, _ = query_BHTD.shape
+    num_groups = key_BKTD.shape[1]
+    tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
+    has_shifts = int(query_BHTD.dtype.itemsize == 2)
+    shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
+    outs, shifts = [], []
+    for group in tiling.groups:
+        query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        shift = query.new_empty(*query.shape[:2], has_shifts)
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+            tile, keys = query[:, part], key[:, :stop]
+            if has_shifts:
+                _write_largest(tile, keys, start, scale, shift[:, part])
+            torch.bmm(
+                _probabilities(tile, keys, start, scale, shift[:, part]),
+                value[:, :stop],
+                out=out[:, part],
+            )
+        outs.append(out)
+        shifts.append(shift)
+    tiling.write_rows(outs, num_groups, out_BTHD)
+    if has_shifts:
+        tiling.write_rows(shifts, num_groups, shifts_BTH1)
+    return out_BTHD, shifts_BTH1
+
+
+def _tiled_backward(
+    inputs: Sequence[torch.Tensor],
+    out_grad_BTHD: torch.Tensor,
+    shifts_BTH1: torch.Tensor,
+    spans: Sequence[int],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
+    num_rows, num_heads, num_tokens, _ = inputs[0].shape
+    num_groups = inputs[1].shape[1]
+    tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
+    grads: list[list[torch.Tensor]] = [[], [], []]
+    for group in tiling.groups:
+        query, key, value = (group.of(tensor, num_groups) for tensor in inputs)
+        grad = group.of(out_grad_BTHD.transpose(1, 2), num_groups)
+        shift = query.new_empty(*query.shape[:2], 0)
+        if shifts_BTH1.numel():
+            shift = group.of(shifts_BTH1.transpose(1, 2), num_groups)
+        if group.is_padding is not None:  # copies of a token: no gradient is theirs
+            padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
+            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
+        grad_query = torch.empty_like(query)
+        # Sums over the tiles, which are rounded once.
+        grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
+        grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+            tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
+            probabilities = _probabilities(tile, keys, start, scale, shift[:, part])
+            grad_value[:, :stop] += torch.bmm(probabilities.transpose(1, 2), out_grad)
+            wanted = torch.bmm(out_grad, value[:, :stop].transpose(1, 2))
+            by_score = torch.ops.aten._softmax_backward_data(
+                wanted, probabilities, -1, wanted.dtype
+            )
+            _matmul(by_score, keys, grad_query[:, part], scale)
+            grad_key[:, :stop] += torch.bmm(by_score.transpose(1, 2), tile)
+        for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
+            found.append(one.to(query.dtype))
+    for found, grad_BTHD in zip(grads, grads_BTHD, strict=True):
+        tiling.write_rows(found, num_groups, grad_BTHD)
+    return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
+
+
+def _cut_tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
+    """Return the first and last token of each tile, and its rows: G heads of each token."""
+    ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
+    return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
+
+
+def _write_largest(
+    query: torch.Tensor, keys: torch.Tensor, start: int, scale: float, out: torch.Tensor
+) -> None:
+    """Write each query's largest score, roughly."""
+    scores = torch.bmm(query, keys.transpose(1, 2))
+    _mask_later(scores, start)
+    # In fp32 a maximum takes half as long.
+    out.copy_(scores.float().amax(-1, keepdim=True).mul_(scale))
+
+
+def _probabilities(
+    query: torch.Tensor, keys: torch.Tensor, start: int, scale: float, shift: torch.Tensor
+) -> torch.Tensor:
+    """Return the softmax of the scores of a tile whose first token is ``start``."""
+    scores = query.new_empty(*query.shape[:2], keys.shape[1])
+    if shift.numel():
+        scores.copy_((-shift).expand_as(scores))
+    else:
+        scores.zero_()
+    _mask_later(scores, start)
+    _matmul(query, keys.transpose(1, 2), scores, scale, 1.0)
+    return torch.ops.aten._softmax(scores, -1, False)  # type: ignore[no-any-return]
+
+
+def _matmul(
+    one: torch.Tensor, other: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
+) -> None:
+    """Write beta out + alpha one other to ``out``, rounded once."""
+    torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
+
+
+def _mask_later(scores: torch.Tensor, start: int) -> None:
+    """Make the scores of keys that come after a query minus infinity, in place."""
+    num_keys = scores.shape[2] - start
+    scores[..., start:] += _later(num_keys, scores.shape[1] // num_keys, scores.dtype)
+
+
+@lru_cache(maxsize=32)
+def _later(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
+    hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
+    return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
+
 
 ATTENTION_NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
@@ -184,7 +463,7 @@ def _attend(
     # Rotary positions leave queries and keys in fp32.
     query, key, value = map(varlen_attention.cast_to_autocast, inputs)
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
-    return tiled_attention.tiled_attention(query, key, value, spans, scale), None
+    return tiled_attention(query, key, value, spans, scale), None
 
 
 def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:

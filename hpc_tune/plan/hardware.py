@@ -1,7 +1,11 @@
 """What a run computes on: nodes and their memory, and the data sheets of GPUs and links."""
 
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from hpc_tune.cluster.launchers import run_command
 from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -130,3 +134,21 @@ CLUSTERS = {
     "l40s-pcie-ethernet": Cluster(_PEAK_BF16["L40S"], 20e9, 2.9e9, 1),
     "a100-pcie-10g": Cluster(_PEAK_BF16["A100"], 20e9, 1.1e9, 1, across_latency_s=60e-6),
 }
+
+
+# -- The plan command in a process of its own: the trace of a step needs an interpreter to itself.
+
+
+def run_plan(
+    config: Path, machine: Machine, arguments: Iterable[str], limit_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``plan --json`` on a configuration file, as a process that no launcher has started.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
+    """
+    words = ["plan", "--json", "--config", str(config), "--nodes", str(machine.nodes)]
+    words += ["--gpus-per-node", str(machine.ranks_per_node)]
+    words += ["--device-memory", str(machine.device_bytes or 0)]
+    words += ["--host-memory", str(machine.host_bytes), *arguments]
+    return run_command(words, limit_s)

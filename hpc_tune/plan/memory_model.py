@@ -17,8 +17,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_OF_FORM, prefetch_limit
 from hpc_tune.engine.compile import num_workers
-from hpc_tune.memory.policy import NO_PLAN_BELOW
-from hpc_tune.memory.process_bytes import (
+from hpc_tune.memory.host import (
     BLOCK_OBJECTS_BYTES,
     COMPILE_WORKER_BYTES,
     DEEPSPEED_BYTES,
@@ -29,6 +28,7 @@ from hpc_tune.memory.process_bytes import (
     RANK_BYTES,
     TRIMMED_STEP_BYTES,
 )
+from hpc_tune.memory.policy import NO_PLAN_BELOW
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.trace import TraceReport
@@ -96,7 +96,7 @@ class MemorySettings:
     ``save="gathered"`` is what a tool would do that brings all trained values and their optimizer
     state together on one rank. ``form``: what waits in the loader. ``has_reference``: the
     log-probabilities of all answers are computed first, and 8 bytes of each pair stay.
-    ``num_groups`` of several ranks send (``step/groups.py``).
+    ``num_groups`` of several ranks send (``step/layout.py``).
     """
 
     parallel: ParallelConfig

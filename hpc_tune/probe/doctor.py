@@ -7,23 +7,209 @@ before the world: cores, a loopback master -> bootstrap
 
 import json
 import os
+import statistics
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_tune.cluster import openmpi
-from hpc_tune.cluster.torchrun import check_torchrun_master
+from hpc_tune.cluster import launchers
+from hpc_tune.cluster.launchers import check_torchrun_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure
-from hpc_tune.probe.facts import LaunchCores, collect_facts
-from hpc_tune.probe.findings import find_problems
-from hpc_tune.probe.links import measure_links
-from hpc_tune.probe.products import measure_matmuls
-from hpc_tune.probe.table import report_dict, report_lines
+from hpc_tune.probe.fabric import NcclLibrary
+from hpc_tune.probe.facts import LaunchCores, RankFacts, collect_facts
+from hpc_tune.probe.findings import Finding, find_problems
+from hpc_tune.probe.links import Link, Links, format_rate, measure_links
+from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops, measure_matmuls
+from hpc_tune.probe.topology import Topology
+from hpc_tune.units import format_bytes
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import ancestors
+
+# -- The doctor's report: lines for people, a tree for programs.
+
+
+_RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
+_LATENCY_BYTES = 1 << 16  # a smaller message is all latency, and its rate says nothing
+
+
+def report_dict(
+    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding]
+) -> dict[str, object]:
+    """Return everything, for JSON."""
+    return {
+        "ranks": [asdict(rank) for rank in ranks],
+        "links": asdict(links),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def report_lines(
+    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
+) -> list[str]:
+    """Return the report for people."""
+    lines = _software_lines(ranks[0], len(ranks))
+    for node in dict.fromkeys(rank.node for rank in ranks):
+        lines += _node_lines([rank for rank in ranks if rank.node == node])
+    lines += _link_lines(ranks, links)
+    marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
+    for finding in findings:
+        colour, word = marks[finding.level]
+        mark = f"{colour}{word}{_PLAIN}" if colours else word
+        lines.append(f"{mark}  {finding.text}")
+    if not findings:
+        text = "no problems found: a run can start"
+        lines.append(f"{_GREEN}{text}{_PLAIN}" if colours else text)
+    return lines
+
+
+def _software_lines(first: RankFacts, size: int) -> list[str]:
+    shown = " ".join(f"{name} {version}" for name, version in first.versions.items())
+    lines = [f"software  {shown}"]
+    mpi = f" and {first.mpi}: both say" if first.mpi else ":"
+    lines.append(f"launcher  {first.launcher}{mpi} {_many(size, 'rank')}")
+    cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
+    if first.rocm:
+        cuda = f"torch is built for ROCm {first.rocm}"
+    driver = first.topology.driver if first.topology else ""
+    if first.topology and driver:
+        cuda += f", the driver is {driver}"
+        cuda += f" and has {first.topology.driver_cuda}" if first.topology.driver_cuda else ""
+    lines.append(f"cuda      {cuda}{f'; NCCL {first.nccl}' if first.nccl else ''}")
+    if first.library is not None:
+        lines.append(_library_line(first.library))
+    if first.compiled is not None:
+        ops = ", ".join(first.compiled.ops) or "nothing"
+        missing = " and ".join(first.compiled.missing_tools)
+        rest = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
+        lines.append(f"deepspeed {ops} compiled; {rest}")
+    return lines
+
+
+def _library_line(library: NcclLibrary) -> str:
+    files = ", ".join(library.libraries) or "inside torch"
+    settings = " ".join(f"{name}={value}" for name, value in library.settings.items())
+    parts = [
+        f"{library.name.lower()}      {library.version} loaded, {files}",
+        f"torch is built for {library.built}" if library.built != library.version else "",
+        f"network plugin {library.plugin or 'none'}",
+        f"libfabric {library.libfabric}" if library.libfabric else "",
+        settings,
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _node_lines(here: Sequence[RankFacts]) -> list[str]:
+    first = here[0]
+    locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
+    lines = [
+        f"node {first.node}    {first.hostname}: {_many(len(here), 'rank')}; host memory "
+        f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
+        f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
+        f"lockable {locked}; {first.open_files or 'any number of'} open files"
+    ]
+    for rank in here:
+        numa = ",".join(map(str, rank.numa_nodes)) or "?"
+        device = rank.device
+        if rank.device_bytes:
+            near = "?" if rank.device_numa is None else rank.device_numa
+            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
+        given = f" of {_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
+        lines.append(
+            f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.taken or rank.cpus)}{given} "
+            f"(NUMA {numa}), {_many(rank.threads, 'thread')}"
+        )
+        if rank.products is not None:
+            lines.append(f"            {_matmul_text(rank.products)}")
+    lines += _topology_lines(first.topology) if first.topology else []
+    for folder in first.folders:
+        if not folder.error:
+            free, speed = format_bytes(folder.free_bytes), format_rate(folder.bytes_per_s)
+            lines.append(f"  {folder.role} {folder.path}: {free} free, {speed} written")
+    return lines
+
+
+def _matmul_text(found: MatmulResult) -> str:
+    if found.error:
+        return f"cannot multiply matrices: {found.error}"
+    ratio = found.slowest_s / found.median_s
+    text = f"{format_flops(found.flops_per_s)} in {found.dtype}, "
+    text += f"the slowest product {ratio:.2f} x the median time"
+    if found.is_wrong:
+        text += ", WRONG results"
+    told = describe_gpu_state(found)
+    return f"{text}; {told}" if told else text
+
+
+def _topology_lines(topology: Topology) -> list[str]:
+    lines = []
+    for path in sorted(set(topology.paths.values())):
+        pairs = [pair for pair, its in topology.paths.items() if its == path]
+        which = "all pairs" if len(pairs) == len(topology.paths) else ", ".join(pairs)
+        lines.append(f"  GPUs      {path}: {which}")
+    for card in topology.cards:
+        facts = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
+        near = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
+        kind = f" ({card.kind})" if card.kind != "InfiniBand" else ""
+        lines.append(f"  network   {card.name}{kind}: {', '.join(filter(None, [*facts, near]))}")
+    return lines
+
+
+def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
+    lines = []
+    kinds: dict[str, list[Link]] = {}
+    for pair in links.pairs:
+        kinds.setdefault(_link_kind(ranks, pair), []).append(pair)
+    for kind, alike in sorted(kinds.items(), reverse=True):
+        latency = statistics.median(pair.latency_s for pair in alike)
+        rates = [pair.bytes_per_s for pair in alike]
+        slowest = f" (slowest {format_rate(min(rates))})" if len(alike) > 1 else ""
+        lines.append(
+            f"links     {kind}, {_many(len(alike), 'pair')}: "
+            f"{format_rate(statistics.median(rates))}"
+            f"{slowest}, {latency * 1e6:.0f} us"
+        )
+    for collective in links.collectives:
+        took = f"{collective.seconds * 1e3:.2f} ms"
+        if collective.num_bytes > _LATENCY_BYTES:
+            took += f", bus {format_rate(collective.bytes_per_s)}"
+        size = format_bytes(collective.num_bytes)
+        lines.append(f"links     {collective.name} of {size}: {took}")
+    if links.skipped:
+        lines.append(
+            f"links     {_many(links.skipped, 'pair')} not measured: out of time (--links)"
+        )
+    return lines
+
+
+def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
+    """Return the kind of a link; within a node with the path between its GPUs."""
+    here = [rank for rank in ranks if rank.node == pair.nodes[0]]
+    if pair.kind != "same node" or here[0].topology is None:
+        return pair.kind
+    index = {gpu.uuid: number for number, gpu in enumerate(here[0].topology.gpus)}
+    gpu, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
+    path = here[0].topology.paths.get(f"{gpu}-{other}")
+    return f"{pair.kind} ({path})" if path else pair.kind
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return such as ``"0-3,8"``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
 
 # All of it is to take less than a minute on two nodes of eight, whatever the cores; each further
 # node is one more round of pairs.
@@ -79,7 +265,7 @@ def is_terminal(launcher: str) -> bool:
     Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: there the
     output of the first parent process with another one counts.
     """
-    if not sys.stdout.isatty() or launcher != openmpi.OPENMPI_NAME:
+    if not sys.stdout.isatty() or launcher != launchers.OPENMPI_NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")

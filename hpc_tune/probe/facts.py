@@ -13,15 +13,15 @@ from hpc_tune.cluster.unused_gpus import UnusedGpus
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.packages import hidden_torch_warning, is_installed
 from hpc_tune.probe import software
-from hpc_tune.probe.nccl import NcclLibrary, read_nccl
-from hpc_tune.probe.products import MatmulResult
+from hpc_tune.probe.fabric import NcclLibrary, read_nccl
+from hpc_tune.probe.matmuls import MatmulResult
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
+from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 from hpc_tune.world.architecture import NEWER_ATTENTION, find_architecture
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import pci_address, why_gpus_unused
-from hpc_tune.world.numa import SYS, pci_path, read_numa_node
-from hpc_tune.world.open_files import read_file_limit
+from hpc_tune.world.processes import read_file_limit
 
 WRITTEN_BYTES = 16 << 20
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Literal
 
-from hpc_tune.memory.process_bytes import MIN_RANK_BYTES
+from hpc_tune.memory.host import MIN_RANK_BYTES
 from hpc_tune.probe import fabric
-from hpc_tune.probe.fabric import PLUGIN_NETWORKS
+from hpc_tune.probe.fabric import PLUGIN_NETWORKS, NcclLibrary
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, find_outliers, format_rate
-from hpc_tune.probe.nccl import NcclLibrary
-from hpc_tune.probe.products import MatmulResult, describe_gpu_state, format_flops
+from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops
 from hpc_tune.probe.topology import NO_NVML
 from hpc_tune.units import format_bytes, format_seconds
-from hpc_tune.world.open_files import files_needed
+from hpc_tune.world.processes import files_needed
 
 # Per rank: NCCL's and MPI's segments.
 SHM_BYTES = 32 << 20

@@ -4,12 +4,17 @@ NVIDIA's driver tells (nvidia-ml-py, where it is installed), else the kernel's h
 driver fills. What is not told is None.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.world.numa import SYS
+from hpc_tune.errors import first_line
+from hpc_tune.world.affinity import SYS
 
 # nvmlClocksEventReasons; that it has nothing to do (1) is no reason.
 _THROTTLE_REASONS = {
@@ -103,3 +108,252 @@ def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
             yield name, int((folder / file).read_text()) / unit
         except (OSError, ValueError):
             continue
+
+
+# -- AMD's library for its GPUs (amdsmi, which ROCm brings), where it can be imported.
+#
+#     energy_accumulator x counter_resolution = microjoules since the driver was loaded
+#
+# Of a card with two dies, such as an MI250X, the counter of the first is for both and that of the
+# second stands still. Source: https://rocm.docs.amd.com/projects/amdsmi/en/latest/reference/.
+
+
+def open_amd_smi(folder: Path) -> Any:
+    """Return the library, ready to be asked; None where it or AMD's driver is not there.
+
+    ``folder`` is where the kernel shows its devices.
+    """
+    if not (folder / "class" / "kfd").is_dir():
+        return None
+    try:
+        # It prints that it cannot find its own library, and then fails by what it lacks.
+        with contextlib.redirect_stdout(io.StringIO()):
+            import amdsmi
+    except (ImportError, OSError, KeyError, AttributeError):
+        return None
+    try:
+        amdsmi.amdsmi_init(amdsmi.AmdSmiInitFlags.INIT_AMD_GPUS)
+    except amdsmi.AmdSmiException:
+        return None
+    return amdsmi
+
+
+def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
+    """Return what reads the joules of the GPU with this PCI address.
+
+    Raises:
+        AmdSmiException: if that GPU has no counter.
+    """
+    handle = amdsmi.amdsmi_get_processor_handle_from_bdf(address)
+
+    def joules() -> float:
+        told = amdsmi.amdsmi_get_energy_count(handle)
+        # ROCm 6.3 and older call it power.
+        count = told["energy_accumulator"] if "energy_accumulator" in told else told["power"]
+        return float(count) * float(told["counter_resolution"]) / 1e6
+
+    joules()
+    return joules
+
+
+# -- The energy counters of a node: which there are, and what they count between two readings.
+#
+# GPUs: NVIDIA's driver (nvidia-ml-py, where it is installed) or AMD's library (amdsmi), else the
+# kernel's hwmon. CPUs and their memory: the kernel's RAPL, which many sites let only root read. The
+# whole node: HPE Cray's pm_counters. Nothing is estimated: what no counter tells is not known, with
+# a reason.
+
+
+GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
+# RAPL's counters begin again after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
+READ_EVERY_S = 30.0
+MAX_W = 1000.0  # more than a package draws: of two readings that are further apart nothing is known
+_NO_RAPL = "the kernel shows no RAPL counter there"
+_NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter of it"
+_BACKWARDS = "its counter went backwards"
+_MISSED_WRAP = "its counter may have wrapped around unnoticed"
+_STOOD_STILL = "its counter stood still"
+
+
+@dataclass(frozen=True)
+class EnergyCounter:
+    """One counter. ``read`` returns joules since some time; where it is not there, ``why`` says so.
+
+    ``wrap_j``: where it begins again at 0; None if it does not.
+    """
+
+    part: str
+    name: str
+    read: Callable[[], float] | None = None
+    wrap_j: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class PartEnergy:
+    """What ``counted`` of ``total`` counters of one part of a node have counted, and why the others
+    have not.
+    """
+
+    joules: float = 0.0
+    counted: int = 0
+    total: int = 0
+    why: str = ""
+
+
+def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s: float) -> float:
+    """Return the joules between two readings that are ``gap_s`` apart (pure).
+
+    Raises:
+        ValueError: if they do not tell: the counter was reset, or may have begun again twice.
+    """
+    spent_j = now_j - before_j
+    if counter.wrap_j is None:
+        if spent_j < 0:
+            raise ValueError(_BACKWARDS)
+        return spent_j
+    if gap_s * MAX_W > counter.wrap_j:
+        raise ValueError(_MISSED_WRAP)
+    if spent_j < 0:
+        spent_j += counter.wrap_j
+    if not 0 <= spent_j <= MAX_W * (gap_s + 1.0):
+        raise ValueError(_BACKWARDS)
+    return spent_j
+
+
+@dataclass
+class _CounterTotal:
+    """A counter's newest reading, and what it has counted before; ``why`` once it is not known."""
+
+    counter: EnergyCounter
+    why: str = ""
+    joules: float = 0.0
+    newest_j: float | None = None
+    newest_s: float = 0.0
+
+    def read(self, now_s: float) -> None:
+        if self.why or self.counter.read is None:
+            self.why = self.why or self.counter.why
+            return
+        try:
+            now_j = self.counter.read()
+            if self.newest_j is not None:
+                gap_s = now_s - self.newest_s
+                self.joules += joules_between(self.counter, self.newest_j, now_j, gap_s)
+            self.newest_j, self.newest_s = now_j, now_s
+        except OSError as error:
+            self.why = error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 - NVMLError is no OSError, and its module is soft
+            self.why = first_line(error)
+
+
+@dataclass
+class EnergyMeter:
+    """Adds up what the counters of this node count from its begin on.
+
+    Where one of them begins again within minutes, a thread reads them too.
+    """
+
+    counters: Sequence[EnergyCounter]
+    clock: Callable[[], float] = time.monotonic
+    _accounts: list[_CounterTotal] = field(default_factory=list)
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+    _has_ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._accounts = [_CounterTotal(counter) for counter in self.counters]
+        self.read()
+        if any(a.counter.wrap_j is not None and not a.why for a in self._accounts):
+            threading.Thread(target=self._keep_reading, name="energy", daemon=True).start()
+
+    def read(self) -> None:
+        """Read all counters."""
+        with self._reading:
+            for account in self._accounts:
+                account.read(self.clock())
+
+    def end(self) -> dict[str, PartEnergy]:
+        """Read a last time; return what each part of the node has taken."""
+        self._has_ended.set()
+        self.read()
+        with self._reading:
+            for account in self._accounts:
+                if not account.why and account.joules == 0:
+                    account.why = _STOOD_STILL
+        parts = dict.fromkeys(account.counter.part for account in self._accounts)
+        return {part: self._part_energy(part) for part in parts}
+
+    def _part_energy(self, part: str) -> PartEnergy:
+        accounts = [account for account in self._accounts if account.counter.part == part]
+        known = [account.joules for account in accounts if not account.why]
+        why = next((f"{a.counter.name}: {a.why}" for a in accounts if a.why), "")
+        return PartEnergy(sum(known), len(known), len(accounts), why)
+
+    def _keep_reading(self) -> None:
+        while not self._has_ended.wait(READ_EVERY_S):
+            self.read()
+
+
+def find_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter]:
+    """Return the counters of this node, and of its ``gpus`` by their PCI addresses.
+
+    ``folder`` is where the kernel shows its devices.
+    """
+    nvml, amdsmi = (open_nvml(), open_amd_smi(folder)) if gpus else (None, None)
+    counters = [_gpu_counter(nvml, amdsmi, address, folder) for address in gpus]
+    powercap = folder / "class" / "powercap"
+    counters += _rapl_counters(powercap) or [EnergyCounter(CPUS, str(powercap), why=_NO_RAPL)]
+    node = folder / "cray" / "pm_counters" / "energy"
+    if node.exists():  # its lines: 123 J 1700000000000000 us
+        counters.append(EnergyCounter(NODE, str(node), lambda: float(node.read_text().split()[0])))
+    return counters
+
+
+def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCounter:
+    """Return the counter of one GPU: of the whole of it, also where a rank has but a slice."""
+    why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
+    if nvml is not None and address:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
+            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        except nvml.NVMLError as error:
+            why = f"NVIDIA's driver says {error}"
+        else:
+
+            def of_driver() -> float:
+                return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+            return EnergyCounter(GPUS, name, of_driver)
+    if amdsmi is not None and address:
+        try:
+            return EnergyCounter(GPUS, name, make_energy_reader(amdsmi, address))
+        except amdsmi.AmdSmiException as error:
+            why = f"AMD's library says {first_line(error)}"
+    device = folder / "bus" / "pci" / "devices" / address
+    for file in sorted(device.glob("hwmon/hwmon*/energy1_input")) if address else ():
+        return EnergyCounter(GPUS, name, _make_microjoule_reader(file))
+    return EnergyCounter(GPUS, name, why=why)
+
+
+def _rapl_counters(folder: Path) -> list[EnergyCounter]:
+    """Return the packages, and their memory; their other zones are parts of these."""
+    return list(_zone_counters(sorted(folder.glob("intel-rapl:*"))))
+
+
+def _zone_counters(zones: Sequence[Path]) -> Iterator[EnergyCounter]:
+    for zone in zones:
+        try:
+            kind = (zone / "name").read_text().strip()
+            part = CPUS if kind.startswith("package") else MEMORY if kind == "dram" else None
+            if part is None:
+                continue
+            wrap_j = int((zone / "max_energy_range_uj").read_text()) / 1e6
+        except (OSError, ValueError) as error:
+            yield EnergyCounter(CPUS, str(zone), why=getattr(error, "strerror", None) or str(error))
+            continue
+        file = zone / "energy_uj"
+        yield EnergyCounter(part, str(file), _make_microjoule_reader(file), wrap_j)
+
+
+def _make_microjoule_reader(file: Path) -> Callable[[], float]:
+    return lambda: int(file.read_text()) / 1e6

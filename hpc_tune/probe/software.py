@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_tune import __version__
-from hpc_tune.probe.kfd import amd_driver, amd_gpus
-from hpc_tune.world.numa import SYS
+from hpc_tune.probe.topology import amd_driver, amd_gpus
+from hpc_tune.world.affinity import SYS
 
 _COMMAND_LIMIT_S = 10.0
 PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")

@@ -1,36 +1,211 @@
 """Runs and their figures -> one HTML page that needs no network and no script."""
 
+import hashlib
 import html
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpc_tune import __version__
-from hpc_tune.report.checkpoints import list_checkpoints
+from hpc_tune.errors import ConfigError
+from hpc_tune.files import write_file
 from hpc_tune.report.facts import (
+    START_HEADS,
     advise_next,
     changed_settings,
     compare_predictions,
     describe_end,
     describe_result,
+    describe_starts,
     event_text,
     find_adapter,
+    goodput,
     known_numbers,
     list_data_facts,
     list_machine_facts,
     list_start_facts,
+    list_starts,
     main_figures,
+    running_s,
+    sent_bytes,
     start_command,
+    start_rows,
     time_by_kind,
 )
-from hpc_tune.report.numbers import render_json
-from hpc_tune.report.read import Run, find_differences
-from hpc_tune.report.sources import SOURCE_HEADS, source_rows
-from hpc_tune.report.starts import START_HEADS, describe_starts, start_rows
-from hpc_tune.rundir import displacement
+from hpc_tune.report.figures import draw_figures, render_svgs
+from hpc_tune.report.plots import curve_points
+from hpc_tune.report.read import Run, find_differences, find_jobs_energy, read_run
+from hpc_tune.rundir import facts
+from hpc_tune.rundir.facts import sum_energy
 from hpc_tune.units import format_bytes
+
+# -- The checkpoints of a run as they lie on the disk, compared with their manifests.
+#
+# It reads JSON and bytes alone: ``checkpoint/store.py`` would import torch.
+
+
+MAX_HASHED_BYTES = 256 << 20  # hashed in a second
+
+
+def list_checkpoints(
+    run_dir: Path, most_bytes: int = MAX_HASHED_BYTES
+) -> list[tuple[str, str, str]]:
+    """Return (name, size, what was verified) of each checkpoint, the oldest first.
+
+    Bytes are hashed while ``most_bytes`` in all are not reached; of the rest only sizes are read.
+    """
+    rows, left = [], most_bytes
+    for folder in sorted((run_dir / "checkpoints").glob("step-*[0-9]")):
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            files = {str(name): (f["bytes"], f["sha256"]) for name, f in manifest["files"].items()}
+            total = sum(num_bytes for num_bytes, _ in files.values())
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as bad:
+            rows.append((folder.name, "", f"DAMAGED: manifest.json cannot be used ({bad!r})"))
+            continue
+        is_hashed = total <= left
+        left -= total if is_hashed else 0
+        damage = [
+            name for name, (num, sha) in files.items()
+            if not _is_intact(folder / name.lstrip("/"), num, sha if is_hashed else None)
+        ]  # fmt: skip
+        verified = "every byte verified" if is_hashed else "sizes verified; bytes: inspect --verify"
+        if damage:
+            verified = f"DAMAGED: {damage[0]} is not as it was written"
+        rows.append((folder.name, format_bytes(total), verified))
+    return rows
+
+
+def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
+    try:
+        # A manifest may be anyone's: no devices, nothing outside of its folder.
+        if ".." in file.parts or not file.is_file() or file.stat().st_size != num_bytes:
+            return False
+        if sha256 is None:
+            return True
+        with file.open("rb") as opened:
+            found = hashlib.sha256()
+            while part := opened.read(1 << 20):
+                found.update(part)
+        return found.hexdigest() == sha256
+    except (OSError, ValueError):
+        return False
+
+
+# -- What a run had of each source of its mixture, and how the held-out loss of each went.
+
+
+SOURCE_HEADS = (
+    "source",
+    "asked for",
+    "learned tokens",
+    "of all",
+    "passes, by tokens",
+    "held-out loss",
+)
+
+
+def source_rows(run: Run) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table: of each source of the mixture, then of other held-out ones."""
+    told = {source["name"]: source for source in run.start.get("mixture", [])}
+    learned = dict.fromkeys(told, 0.0)
+    for row in run.steps:
+        for name, tokens in row.get("source_tokens", {}).items():
+            learned[name] = learned.get(name, 0.0) + tokens
+    total = sum(learned.values())
+    held_out = [row["eval_losses"] for row in run.comparable_evals if row.get("eval_losses")]
+    for name in dict.fromkeys([*learned, *(name for losses in held_out for name in losses)]):
+        losses = [losses[name] for losses in held_out if name in losses]
+        loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""
+        if name not in learned:
+            yield name, "held out", "", "", "", loss
+            continue
+        of_pass = told.get(name, {}).get("learned_per_pass")
+        yield (
+            name,
+            told.get(name, {}).get("asked", "not in the newest start"),
+            f"{learned[name]:,.0f}",
+            f"{learned[name] / total:.2%}" if total else "",
+            f"{learned[name] / of_pass:.2f}" if of_pass else "",
+            loss,
+        )
+
+
+# -- All figures of a report as one JSON value, for programs.
+
+
+_CURVES = (
+    *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
+    *("host_bytes", "host_ranks_bytes", "device_bytes", "most_work_s", "least_work_s"),
+)
+_DIGITS, _POINTS = 5, 150
+_HELD_OUT_PREFIX = "eval_preferences."
+_MEASURES = frozenset(
+    _HELD_OUT_PREFIX + name
+    for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
+)
+
+
+def render_json(runs: Sequence[Run]) -> str:
+    """Return JSON that may stand in a page: it holds no ``<``."""
+    text = json.dumps({"runs": [_numbers(run) for run in runs]}, default=str)
+    without_nan = json.loads(text, parse_constant=str)
+    text = json.dumps(without_nan, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    curves = {name: curve_points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
+    return {
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "outcome": run.outcome,
+        "steps": int(run.steps[-1]["step"]) if run.steps else 0,
+        "total_steps": run.total_steps,
+        "running_s": round(running_s(run), 3),
+        "goodput": round(goodput(run), 4),
+        "energy": asdict(energy) if (energy := sum_energy(run.events)) else None,
+        "energy_of_jobs": asdict(run.jobs_energy) if run.jobs_energy else None,
+        "starts": [asdict(start) for start in list_starts(run)],
+        "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
+        "evaluations_by_source": [
+            {"step": row["step"], **row["eval_losses"]} for row in run.evals if "eval_losses" in row
+        ],
+        "preferences": [
+            {name.removeprefix(_HELD_OUT_PREFIX): v for name, v in row.items() if name in _MEASURES}
+            | {"step": row["step"]}
+            for row in run.evals
+            if _MEASURES & row.keys()
+        ],
+        "curves": {
+            name: {
+                "step": list(map(round, steps)),
+                name: [_round_digits(value) for value in values],
+            }
+            for name, (steps, values) in curves.items()
+            if steps
+        },
+        "memory_by_phase": next(
+            (event["phases"] for event in reversed(run.events_of_kind("memory"))), None
+        ),
+        "sent_bytes_per_step": {
+            kind: {"predicted": round(foreseen), "measured": round(measured)}
+            for kind, (foreseen, measured) in sent_bytes(run).items()
+        },
+        "data": run.start.get("counts"),
+        "settings": run.settings,
+    }
+
+
+def _round_digits(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
 
 _SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
 
@@ -146,7 +321,7 @@ def _heading(run: Run) -> str:
     if command := start_command(run):
         rows.append(("To repeat it", command))
     chosen = known_numbers(run.comparable_evals, "eval_preferences.chosen_log_prob")
-    if warning := displacement.displacement_warning(displacement.longest_streak(chosen)):
+    if warning := facts.displacement_warning(facts.longest_streak(chosen)):
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
@@ -238,3 +413,41 @@ def _format_setting(key: str, value: Any) -> str:
 
 def _text(value: str) -> str:
     return html.escape(value)
+
+
+# -- The report command: run directories -> report.html, and its figures as PNG where asked for.
+
+
+REPORT_FILE, REPORT_FOLDER = "report.html", "report"
+_DPI = 144
+
+
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, png: bool = False, asks: bool = True
+) -> Path:
+    """Write one report of one or several runs; return its path.
+
+    ``out`` is an .html file; by default report.html of the only run, or in the current folder.
+    ``png``: the figures too, into ``report/`` beside it. ``asks``: ask the scheduler for the energy
+    of the runs' jobs.
+
+    Raises:
+        ConfigError: if a path is no run directory, or the report cannot be written.
+    """
+    read = (read_run(path) for path in paths)
+    runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks)) for run in read]
+    out = out or ((runs[0].path if len(runs) == 1 else Path()) / REPORT_FILE)
+    figures = list(draw_figures(runs))
+    try:
+        folder = out.parent / (REPORT_FOLDER if out.name == REPORT_FILE else out.stem)
+        if png:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, _, figure in figures:
+                figure.savefig(folder / f"{name}.png", dpi=_DPI)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, render_page(runs, render_svgs(figures)))
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written: {error.strerror or error}; name another file with --out"
+        ) from None
+    return out

@@ -14,20 +14,85 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_tune.cluster.protocol import JobEnergy
+from hpc_tune.cluster.schedulers import ask_energy, counts_energy
 from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import warn_unreadable
-from hpc_tune.report.job_energy import JobsEnergy
-from hpc_tune.rundir import nearby, outcome, owner
-from hpc_tune.rundir.heartbeat import (
-    Heartbeat,
-    describe_last_seen,
-    describe_silence,
-    read_heartbeats,
-)
+from hpc_tune.rundir import outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
+from hpc_tune.rundir.outcome import Heartbeat, describe_last_seen, describe_silence, read_heartbeats
 from hpc_tune.safe_yaml import load_yaml
+from hpc_tune.units import format_energy
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
+
+# -- What the scheduler has counted of the energy of a run's jobs, beside the run's own counters.
+#
+# Only the report command asks for it, since it is complete once a job is over: the report that a
+# job itself writes does not.
+
+
+_MOST_STARTS = 1000  # the newest ones; a command line has an end
+_NOT_ASKED = (
+    "{} was not asked, since a job's energy is known only after its end: write the report again"
+)
+Ask = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
+
+
+@dataclass(frozen=True)
+class JobsEnergy:
+    """What a scheduler said: ``joules`` of all jobs that it has counted, None if of none."""
+
+    joules: float | None
+    words: str
+
+
+def find_jobs_energy(
+    events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_energy
+) -> JobsEnergy | None:
+    """Return the energy of the jobs that a run had; None where their scheduler tells of none.
+
+    ``asks``: whether to ask for it, which may take many seconds.
+    """
+    starts: dict[str, list[tuple[str, float]]] = {}
+    for event in events:
+        scheduler = str(event.get("scheduler"))
+        if event.get("kind") == "start" and event.get("job") and counts_energy(scheduler):
+            starts.setdefault(scheduler, []).append((str(event["job"]), event["time"]))
+    if not starts:
+        return None
+    if not asks:
+        return JobsEnergy(None, _NOT_ASKED.format(" and ".join(starts)))
+    parts = [_sum_energies(ask(name, jobs[-_MOST_STARTS:]), name) for name, jobs in starts.items()]
+    known = [part.joules for part in parts if part.joules is not None]
+    words = "; ".join(part.words for part in parts)
+    return JobsEnergy(sum(known) if known else None, words)
+
+
+def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
+    known = [one for one in told if one.joules is not None]
+    reasons: dict[str, list[str]] = {}
+    for one in told:
+        if one.joules is None:
+            reasons.setdefault(one.why, []).append(one.job)
+    notes = [f"not known: {_job_names(jobs)} ({why})" for why, jobs in reasons.items()]
+    if not known:
+        return JobsEnergy(None, "; ".join(notes))
+    joules = sum(one.joules or 0.0 for one in known)
+    text = (
+        f"{scheduler} counted {format_energy(joules)} for the nodes of "
+        f"{_job_names([one.job for one in known])}, from start to end, including other jobs there"
+    )
+    if any(one.of_steps for one in known):
+        text += "; it is the sum of steps, several of which can count the same node"
+    return JobsEnergy(joules, "; ".join([text, *notes]))
+
+
+def _job_names(jobs: Sequence[str]) -> str:
+    names = list(dict.fromkeys(jobs))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"job{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"
+
 
 Record = Mapping[str, Any]
 _MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
@@ -234,10 +299,10 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = f"a folder without {nearby.RESOLVED_CONFIG}" if path.is_dir() else "no folder"
+        what = f"a folder without {owner.RESOLVED_CONFIG}" if path.is_dir() else "no folder"
         raise ConfigError(
             f"{path} is {what}; expected the run directory (run.dir) of a training run"
-            f"{nearby.similar_runs_hint(path)}"
+            f"{owner.similar_runs_hint(path)}"
         )
     return path
 
@@ -253,7 +318,7 @@ def make_run(
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
-    settings = _read_settings(path / nearby.RESOLVED_CONFIG)
+    settings = _read_settings(path / owner.RESOLVED_CONFIG)
     return Run(
         path=path,
         name=str(settings.get("run.name") or path.absolute().name),
@@ -283,7 +348,7 @@ def find_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (nearby.RESOLVED_CONFIG, METRICS))
+    return any((path / name).is_file() for name in (owner.RESOLVED_CONFIG, METRICS))
 
 
 def _is_number(value: Any) -> bool:

@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.atomic_file import write_file
+from hpc_tune.files import write_file
 from hpc_tune.log import log
 
 METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"

@@ -8,21 +8,25 @@ Hosts' clocks may differ: ages are between two times that the same file system h
 """
 
 import contextlib
+import difflib
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.cluster.schedulers import find_job
-from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
+from hpc_tune.files import may_read, may_write, missing_permission, write_file
 from hpc_tune.log import log
+from hpc_tune.rundir import facts, outcome
+from hpc_tune.rundir.json_lines import EVENTS
 from hpc_tune.world import liveness
 from hpc_tune.world.processes import seconds_from_boot
 from hpc_tune.world.stop import process_start_s
@@ -295,7 +299,7 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
 
 
 def _folder_inode(folder: Path) -> int | None:
-    """Return what stays when a folder is renamed; None where there is none, or ``_UNKNOWN_START``."""
+    """Return what stays when a folder is renamed; None without a folder, or ``_UNKNOWN_START``."""
     try:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -317,3 +321,180 @@ def _pid_scope() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"unknown to {os.getpid()} on {socket.gethostname()}"
+
+
+# -- start.json: a start that supervise has begun and whose end it has not seen yet.
+#
+# If the job's first node is lost, or the whole job is killed, supervise goes with it: the next one
+# finds this file, and says and keeps how that start ended.
+
+
+START_FILE = "start.json"
+_UNKNOWN_ENDING = "its job was killed, or lost its first node; no more is known"
+
+
+@dataclass(frozen=True)
+class UnfinishedStart:
+    """What was known when a start began: fields of its line in starts.jsonl, and its time."""
+
+    fields: dict[str, Any]
+    began_s: float
+
+
+def note_start(run_dir: Path, **fields: Any) -> None:
+    """Note a start. What cannot be written is not there for the next one."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_file(run_dir / START_FILE, json.dumps(fields))
+
+
+def forget_start(run_dir: Path) -> None:
+    """Remove the note."""
+    with contextlib.suppress(OSError):
+        (run_dir / START_FILE).unlink()
+
+
+def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
+    """Return the start that supervise has not seen end, if there is one."""
+    try:
+        fields = json.loads((run_dir / START_FILE).read_text(encoding="utf-8"))
+        began_s = (run_dir / START_FILE).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return UnfinishedStart(fields, began_s) if isinstance(fields, dict) else None
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Whether no run can be at work in the folder any more."""
+    return is_free(run_dir) or has_owner_died(run_dir)
+
+
+def find_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
+    """Return the status, the reason and the exit code of a start, as far as it has left them."""
+    told = outcome.read_outcome(run_dir)
+    if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
+        return str(told["status"]), str(told["reason"]), int(told["exit_code"])
+    return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
+
+
+# -- Which run directories may be meant by a path that is none.
+
+
+RESOLVED_CONFIG = "config.resolved.yaml"
+STARTING_CONFIG = "config.starting.yaml"  # of a start that may still be refused
+_MAX_HINTS = 3
+
+
+def similar_runs_hint(path: Path) -> str:
+    """Return what to say behind a path that is no run: the runs in it, or of similar names."""
+    if path.is_dir():
+        newest = sorted(_runs_in(path), key=lambda run: run.stat().st_mtime, reverse=True)
+        named = ", ".join(map(str, newest[:_MAX_HINTS]))
+        return f"; the newest runs in it: {named}" if newest else ""
+    beside = {run.name: run for run in _runs_in(path.parent)}
+    near = difflib.get_close_matches(path.name, beside, n=_MAX_HINTS)
+    return f"; did you mean {' or '.join(str(beside[name]) for name in near)}?" if near else ""
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if (entry / RESOLVED_CONFIG).is_file()]
+    except OSError:
+        return []
+
+
+# -- A start that is refused leaves its run directory as it was, but for what tells of it.
+#
+# before   what is in the directory when the start begins
+# fail     removes what has come since: logs, settings, a small model; prepared data stays, for
+#          the next start, as hours of work may be in it
+
+
+PREPARED_FOLDER = "data"
+# What tells of the start, and what the start that ends removes itself.
+_KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS, LIVE_FILE}
+
+
+def list_run_files(run_dir: Path) -> frozenset[str] | None:
+    """Return what is in a run directory: nothing where there is none; None if it cannot be read."""
+    try:
+        return frozenset(entry.name for entry in run_dir.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    except OSError:
+        return None
+
+
+def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
+    """Remove what is in ``run_dir`` and was not ``before``; return the names of what stays of it.
+
+    Those are prepared data, and what the file system does not let go.
+    """
+    prepared = list_run_files(run_dir / PREPARED_FOLDER)
+    is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
+    kept = {PREPARED_FOLDER} if is_prepared else set()  # else there are parts of files alone
+    for name in {
+        *((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
+        STARTING_CONFIG,
+    }:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return sorted((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES)
+
+
+# -- Whether this user may go on with a run that another user has begun.
+
+
+_APPENDED = ("logs", facts.FAILURES_FOLDER)
+_CHANGED = (
+    *_APPENDED,
+    outcome.HEARTBEAT_FOLDER,
+    "checkpoints",
+    "export",
+    "tensorboard",
+    "collectives",
+)
+
+
+class AnothersError(InUseError):
+    """The run directory is of another user, and nothing of this start's belongs into it."""
+
+
+def require_permissions(run_dir: Path) -> None:
+    """Check that this user may read and write what any start does in ``run_dir``.
+
+    So it is found before anything is changed there, and for the files of all ranks.
+
+    Raises:
+        AnothersError: if not, with whose files these are, and how others get the right.
+    """
+    kept = [path for path in _written_paths(run_dir) if path.exists() and not may_write(path)]
+    kept += [path for path in _read_paths(run_dir) if path.exists() and not may_read(path)]
+    if not kept:
+        return
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    raise AnothersError(
+        f"run.dir={run_dir} is a run that this user may not continue: {kept[0]}{more} cannot be "
+        f"opened. {missing_permission(kept[0], run_dir)}"
+    )
+
+
+def _written_paths(run_dir: Path) -> Iterator[Path]:
+    yield run_dir
+    yield run_dir / outcome.RESERVE_FILE
+    yield from sorted(run_dir.glob("*.jsonl"))
+    for name in _CHANGED:
+        yield run_dir / name
+    for name in _APPENDED:
+        yield from sorted((run_dir / name).glob("*.txt"))
+    yield from sorted((run_dir / "checkpoints").glob("step-*"))  # old ones are removed
+
+
+def _read_paths(run_dir: Path) -> Iterator[Path]:
+    yield from sorted(run_dir.glob("checkpoints/step-*/manifest.json"))
+    yield from sorted(run_dir.glob("builtin-tiny/*"))
+    yield from sorted(run_dir.glob("data/*.h5"))

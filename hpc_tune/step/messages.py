@@ -11,8 +11,8 @@ from functools import partial
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
+from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
-from hpc_tune.step.rings import CollectiveKind, sent_bytes
 from hpc_tune.step.slices import BlockAllReduces
 
 FIRST_AND_LAST_STAGE = ("ends of the pipeline",)

@@ -15,10 +15,9 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, chosen_expert_share
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import Layout, stage_blocks
 from hpc_tune.step.size import ModelSize, WeightGroup, measure
 from hpc_tune.step.slices import SLICES
-from hpc_tune.step.stages import stage_blocks
 
 # Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
 # a link to be busy, and a model's last piece has nothing to hide behind.

@@ -18,8 +18,8 @@ from hpc_tune.model.experts import (
 )
 from hpc_tune.model.kernels import layer_windows
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.packed_base import PackedLayer, find_packed_weights, scale_bytes
-from hpc_tune.model.vectors import is_vector
+from hpc_tune.model.quantized_base import PackedLayer, find_packed_weights, scale_bytes
+from hpc_tune.model.special_layers import is_vector
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import (
     BlockAllReduces,

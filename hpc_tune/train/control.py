@@ -22,7 +22,7 @@ from hpc_tune.engine.adamw import with_scaled_lr
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.memory import garbage
+from hpc_tune.memory import host
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.objective import zero_rewards
@@ -40,8 +40,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import Extremes, FinishedStep, PerRank, Recorder, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import hash_init_adapter, require_equal_reference
-from hpc_tune.train.save_clock import SaveClock
-from hpc_tune.train.saver import Saver, open_saver
+from hpc_tune.train.saver import SaveClock, Saver, open_saver
 from hpc_tune.train.startup.describe import describe_experts
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
 from hpc_tune.train.trainer import Trainer
@@ -275,7 +274,7 @@ class Control:
             save=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
-            garbage=garbage.is_collection_due(),
+            garbage=host.is_collection_due(),
             levels=self._governor.status(),
             by_source=self.recorder.by_source(self._batches),
         )

@@ -15,7 +15,7 @@ from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end
-from hpc_tune.data.content import VERIFIED_FILE, verify_content_once
+from hpc_tune.data.chunks import describe_megatron_tokenizer, is_builtin, list_source_files
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import (
     Paths,
@@ -27,17 +27,14 @@ from hpc_tune.data.files import (
     join_paths,
 )
 from hpc_tune.data.hdf5_format import TokenStore, find_prepared
-from hpc_tune.data.labels import describe_label_imbalance, require_both_labels
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.megatron import describe_megatron_tokenizer
-from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.order import PackedSampler, SampleOrder
+from hpc_tune.data.packed_rows import MixedRows, PackedRows, sort_by_length
+from hpc_tune.data.preferences import describe_label_imbalance, require_both_labels
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Reading, SplitPart
-from hpc_tune.data.sampler import PackedSampler, SampleOrder
-from hpc_tune.data.sources import is_builtin, list_source_files
-from hpc_tune.data.subset import sort_by_length
 from hpc_tune.data.tokenizer import fingerprint, tokenizer_name
+from hpc_tune.data.writer import VERIFIED_FILE, verify_content_once
 from hpc_tune.errors import ConfigError, DataError, find_remedy
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids

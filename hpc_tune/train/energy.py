@@ -1,7 +1,7 @@
 """The energy that the nodes of a run take while it trains: one rank of each node reads counters.
 
-the begin of training -> the counters of each node (probe/energy.py) -> its end
--> summed over the nodes -> an event, and a line of the log (rundir/energy.py)
+the begin of training -> the counters of each node (probe/gpu_state.py) -> its end
+-> summed over the nodes -> an event, and a line of the log (rundir/facts.py)
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 
 from hpc_tune.cluster.schedulers import granted_cpus
 from hpc_tune.log import log
-from hpc_tune.probe.energy import (
+from hpc_tune.probe.gpu_state import (
     CPUS,
     GPUS,
     MEMORY,
@@ -24,7 +24,7 @@ from hpc_tune.probe.energy import (
     PartEnergy,
     find_counters,
 )
-from hpc_tune.rundir.energy import ENERGY_EVENT, WHOLE_NODES, read_energy, sum_energy
+from hpc_tune.rundir.facts import ENERGY_EVENT, WHOLE_NODES, read_energy, sum_energy
 from hpc_tune.train.job import Job
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import pci_address

@@ -13,11 +13,11 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.loader import HeldOut, Loader
-from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.model.objective import compute_measures, format_measures, zero_rewards
-from hpc_tune.rundir import displacement
+from hpc_tune.rundir import facts
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -188,11 +188,11 @@ class Evaluation:
         log.info(
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
-        if len(self.evals.chosen) == displacement.MIN_FALLS + 1:  # once for each time that it falls
+        if len(self.evals.chosen) == facts.MIN_FALLS + 1:  # once for each time that it falls
             log.warning(
                 "step %d: %s",
                 step,
-                displacement.displacement_warning(self.evals.chosen),
+                facts.displacement_warning(self.evals.chosen),
                 extra=ON_ALL_RANKS,
             )
         return EvalResult(num, eval_s, measures, losses)

@@ -40,12 +40,11 @@ from hpc_tune.memory.device import (
 from hpc_tune.memory.host import find_limit
 from hpc_tune.memory.monitor import MemoryShortage, Monitor
 from hpc_tune.packages import why_unusable
-from hpc_tune.rundir import heartbeat, outcome
-from hpc_tune.rundir.details import append_failure_details
+from hpc_tune.rundir import outcome
+from hpc_tune.rundir.facts import append_failure_details
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
-from hpc_tune.rundir.owner import InUseError, release_run
-from hpc_tune.rundir.refused import PREPARED_FOLDER, remove_new_files
+from hpc_tune.rundir.owner import PREPARED_FOLDER, InUseError, release_run, remove_new_files
 from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
@@ -58,7 +57,7 @@ from hpc_tune.world.failure import (
     is_broken_connection,
     report_failure,
 )
-from hpc_tune.world.open_files import release_spare_files
+from hpc_tune.world.processes import release_spare_files
 from hpc_tune.world.stop import StopFlag, process_start_s
 
 
@@ -310,8 +309,8 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
     """
     world, beat = comm.world, None
     if world.local_rank == 0:
-        path = heartbeat.heartbeat_path(run_dir, world.node)
-        beat = heartbeat.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
+        path = outcome.heartbeat_path(run_dir, world.node)
+        beat = outcome.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
     monitor = Monitor(
         memory.host_limit,
         faults.device or find_device_memory(comm.device),

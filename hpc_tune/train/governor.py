@@ -29,7 +29,7 @@ from hpc_tune.memory.policy import (
     relieve_device,
 )
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.rundir.previous import PreviousRun
+from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 

@@ -14,13 +14,18 @@ from hpc_tune.errors import ConfigError, find_remedy
 from hpc_tune.faults import Faults
 from hpc_tune.log import log, log_to_file
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.rundir import heartbeat, outcome, previous
-from hpc_tune.rundir.nearby import RESOLVED_CONFIG, STARTING_CONFIG
+from hpc_tune.rundir import outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
-from hpc_tune.rundir.owner import RunLock, make_owner, require_shared_dir
-from hpc_tune.rundir.previous import PreviousRun
-from hpc_tune.rundir.refused import list_run_files
-from hpc_tune.rundir.right_to import require_permissions
+from hpc_tune.rundir.outcome import PreviousRun
+from hpc_tune.rundir.owner import (
+    RESOLVED_CONFIG,
+    STARTING_CONFIG,
+    RunLock,
+    list_run_files,
+    make_owner,
+    require_permissions,
+    require_shared_dir,
+)
 from hpc_tune.trackers.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
@@ -31,11 +36,10 @@ from hpc_tune.train.exit import (
     startup_watchdog,
 )
 from hpc_tune.world.comm import Comm, ResumePoint
-from hpc_tune.world.flight_recorder import TRACE_FOLDER, write_trace
-from hpc_tune.world.hang import HangWatch
-from hpc_tune.world.roll_call import RollCall
-from hpc_tune.world.step_limit import StepLimit
+from hpc_tune.world.liveness import HangWatch
+from hpc_tune.world.nccl import TRACE_FOLDER, write_trace
 from hpc_tune.world.stop import StopFlag, process_start_s
+from hpc_tune.world.watch import RollCall, StepLimit
 
 LOGS = "logs"
 
@@ -144,9 +148,9 @@ def _make_run_dir(
         run_dir.mkdir(parents=True, exist_ok=True)
         require_permissions(run_dir)
         owner.acquire()
-        last = previous.read_previous_run(run_dir)
-        (run_dir / heartbeat.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
-        heartbeat.clear_heartbeats(run_dir)
+        last = outcome.read_previous_run(run_dir)
+        (run_dir / outcome.HEARTBEAT_FOLDER).mkdir(exist_ok=True)
+        outcome.clear_heartbeats(run_dir)
         outcome.begin_outcome(run_dir)
         write_settings(run_dir / STARTING_CONFIG)
         if not (run_dir / RESOLVED_CONFIG).exists():

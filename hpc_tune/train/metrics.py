@@ -14,27 +14,145 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.mixed_rows import MixedRows
+from hpc_tune.data.packed_rows import MixedRows
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
-from hpc_tune.model.balance import RouterSums, summarise_load
+from hpc_tune.model.balance import Router, RouterSums, summarise_load
 from hpc_tune.model.objective import compute_measures
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
-from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
+from hpc_tune.rundir.json_lines import EXPERTS, METRICS, RANKS, Events, JsonLines, drop_after
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
 from hpc_tune.trackers.trackers import RunFacts, Trackers, open_trackers
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import EvalResult
-from hpc_tune.train.expert_load import ExpertLoad
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.rank_work import RankWork
 from hpc_tune.units import format_bytes, format_count, format_seconds
 from hpc_tune.world.comm import Comm
+
+# -- ranks.jsonl: how long each rank works on a step.
+
+
+_MAX_LINES = 200  # of ranks.jsonl, so that that of 100,000 steps on 512 ranks is below a megabyte
+
+
+class RankWork:
+    """Keeps the mean seconds of own work per step of each rank; nothing in a world of one."""
+
+    def __init__(self, size: int, run_dir: Path | None, start_step: int, total_steps: int) -> None:
+        """Write into ``run_dir``, given on rank 0 alone, of ``size`` ranks from ``start_step`` on.
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        self._every = max(1, total_steps // _MAX_LINES)
+        self._work_s, self._num_steps = [0.0] * size, 0
+        path = run_dir / RANKS if run_dir is not None and size > 1 else None
+        if path is not None:
+            drop_after(path, start_step)
+        self._lines, self._writes = JsonLines(path), path is not None
+
+    def add(self, step: int, work_s: Sequence[float]) -> None:
+        """Add the seconds of a step, by rank; write them when it is time."""
+        if not self._writes:
+            return
+        self._work_s = [sum(both) for both in zip(self._work_s, work_s, strict=True)]
+        self._num_steps += 1
+        if step % self._every == 0:
+            means_s = [round(own / self._num_steps, 4) for own in self._work_s]
+            self._lines.write(step=step, work_s=means_s)
+            self._work_s, self._num_steps = [0.0] * len(means_s), 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+# -- experts.jsonl: how many tokens each expert of a mixture had; and which experts starve.
+
+
+# An expert starves with less than this share of its layer's mean, where chance would give it more.
+_STARVING_SHARE, _MIN_MEAN = 0.01, 100
+_MAX_SHOWN = 8
+
+
+class ExpertLoad:
+    """Adds steps up until it is time to write them: at an evaluation, and at the end."""
+
+    def __init__(
+        self, run_dir: Path, start_step: int, routers: Sequence[Router], events: Events
+    ) -> None:
+        """Write into ``run_dir``, from ``start_step`` on. For rank 0 alone.
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        self._layers, self._events = [router.layer for router in routers], events
+        self._counts = [[0] * router.num_experts for router in routers]
+        self._since = self._step = start_step
+        self._last_warned: Mapping[int, list[int]] = {}
+        path = run_dir / EXPERTS if routers else None
+        if path is not None:
+            drop_after(path, start_step)
+        self._lines = JsonLines(path)
+
+    def add(self, step: int, routers: RouterSums) -> None:
+        """Add the tokens of a step."""
+        self._step = step
+        for row, more in zip(self._counts, routers.counts, strict=True):
+            row[:] = [count + int(new) for count, new in zip(row, more, strict=True)]
+
+    def write(self) -> None:
+        """Write a line with what was added since the line before, and warn of what starves."""
+        if self._step == self._since:
+            return
+        what = {"since": self._since, "layers": self._layers, "tokens": self._counts}
+        self._lines.write(step=self._step, **what)
+        starved = find_starving(self._layers, self._counts)
+        if starved and starved != self._last_warned:
+            message = describe_starving(starved, self._since, self._step)
+            log.warning("%s", message)
+            self._events.write("warning", self._step, message=message)
+        self._last_warned, self._since = starved, self._step
+        self._counts = [[0] * len(row) for row in self._counts]
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.write()
+        self._lines.close()
+
+
+def find_starving(layers: Sequence[int], counts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the experts with next to no tokens, by the number of their layer."""
+    found = {}
+    for layer, row in zip(layers, counts, strict=True):
+        mean = sum(row) / len(row)
+        few = [expert for expert, count in enumerate(row) if count < _STARVING_SHARE * mean]
+        if few and mean >= _MIN_MEAN:
+            found[layer] = few
+    return found
+
+
+def describe_starving(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
+    """Return the warning of experts that starve, a few of them by name."""
+    each = [
+        f"layer {layer}: {_list_some([str(expert) for expert in few])}"
+        for layer, few in starved.items()
+    ]
+    return (
+        f"experts starve, with less than a hundredth of an even share of the tokens in steps "
+        f"{since + 1} to {step}: {_list_some(each, '; ')}. tune.router_aux_loss spreads tokens"
+    )
+
+
+def _list_some(words: Sequence[str], between: str = ", ") -> str:
+    more = len(words) - _MAX_SHOWN
+    return between.join(words[:_MAX_SHOWN]) + (f"{between}{more} more" if more > 0 else "")
+
 
 _MAX_STEP_TIMES = 1000
 _STEPS_TO_ESTIMATE = 3

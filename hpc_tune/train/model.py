@@ -13,28 +13,31 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import ON_ALL_RANKS, log
-from hpc_tune.model import grouped_products
+from hpc_tune.model import grouped_matmul
 from hpc_tune.model.adapters import ALL_LINEAR
 from hpc_tune.model.balance import list_routers, num_router_sums
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.config_json import has_router_losses
+from hpc_tune.model.config_json import has_router_losses, refuse_shape
 from hpc_tune.model.experts import is_mixture, require_shardable_experts
-from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.kernels import Kernels, kernels_of, why_experts_loop
 from hpc_tune.model.language import read_config
-from hpc_tune.model.packed_base import unpacked_stack_bytes
-from hpc_tune.model.positions import has_length_scaling
-from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.model.special_linears import find_uncalled_linears
+from hpc_tune.model.load import use_init_adapter
+from hpc_tune.model.quantized_base import unpacked_stack_bytes
+from hpc_tune.model.special_layers import find_uncalled_linears
+from hpc_tune.model.transformers_compat import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
+from hpc_tune.train.startup.architecture_check import (
+    ArchitectureCheck,
+    check_architecture_cached,
+    name_pattern,
+)
 from hpc_tune.train.startup.compile_trial import decide_compile
-from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture_cached, name_pattern
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -46,7 +49,7 @@ class Model:
     """The model on the meta device, its size, and the settings it supports.
 
     ``config`` is without data.packing if such a model cannot keep packed documents apart.
-    ``sample`` tells its weights from others of their shapes (model/identity.py).
+    ``sample`` tells its weights from others of their shapes (model/weights.py).
     """
 
     built: BuiltModel
@@ -63,7 +66,7 @@ class Model:
         found = kernels_of(built.config, built.dtype, train.compiles, device, why)
         slow = ""
         if is_mixture(built.module) and device.type == "cuda":
-            slow = grouped_products.kernel_fault(device, built.dtype)
+            slow = grouped_matmul.kernel_fault(device, built.dtype)
             slow = slow or why_experts_loop(built.dtype, device)
         return replace(found, lora=None if tune.method == "full" else "own", one_by_one=slow)
 

@@ -20,21 +20,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.config.section import flatten
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut
-from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
+from hpc_tune.files import write_file
 from hpc_tune.log import Progress, log
 from hpc_tune.model.float8_base import no_float8_products
+from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
-from hpc_tune.model.positions import has_length_scaling
-from hpc_tune.model.tf32 import multiplies_in_tf32
+from hpc_tune.model.transformers_compat import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data

@@ -7,12 +7,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from hpc_tune.cluster.own_command import run_command, why_command_failed
+from hpc_tune.cluster.launchers import run_command, why_command_failed
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, spare_bytes
-from hpc_tune.memory.process_bytes import REPORT_BYTES
+from hpc_tune.memory.host import REPORT_BYTES, find_limit, spare_bytes
 from hpc_tune.rundir.json_lines import METRICS
-from hpc_tune.rundir.nearby import RESOLVED_CONFIG
+from hpc_tune.rundir.owner import RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
 
 _MEMORY_PER_BYTE = 4  # of metrics.jsonl, on top of the process

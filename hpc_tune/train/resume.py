@@ -5,16 +5,16 @@ import os
 from functools import partial
 from pathlib import Path
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, find_damage, newest_valid, read_state
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError, find_remedy
+from hpc_tune.files import write_file
 from hpc_tune.log import log
-from hpc_tune.model.init_adapter import use_whole_model_names
+from hpc_tune.model.load import use_whole_model_names
 from hpc_tune.model.weights import index_checkpoint
-from hpc_tune.rundir import nearby
+from hpc_tune.rundir import owner
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -130,7 +130,7 @@ def keep_settings(job: Job, data: Data) -> None:
 
 def _store_settings(run_dir: Path, template: str | None) -> None:
     try:
-        os.replace(run_dir / nearby.STARTING_CONFIG, run_dir / nearby.RESOLVED_CONFIG)
+        os.replace(run_dir / owner.STARTING_CONFIG, run_dir / owner.RESOLVED_CONFIG)
         if template is not None:  # exports carry it, and the user's file may be gone by then
             write_file(run_dir / TEMPLATE_FILE, template)
     except OSError as error:

@@ -1,7 +1,7 @@
 """The sources of a run's data, by name: data.path alone, or those of a mixture.
 
 settings -> SourceConfig, each with its own section -> prepared, opened -> OpenSource
-OpenSource, the checkpoint's phases -> Parts -> MixturePhase (data/mixture.py) -> rows of the run
+OpenSource, the checkpoint's phases -> Parts -> MixturePhase (data/order.py) -> rows of the run
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.config.data import DataConfig, HeldOutSource, TrainedSource, is_prepared
 from hpc_tune.config.schema import TrainConfig
-from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.data.files import Paths, join_paths
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import warn_of_cut_documents
-from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.mixture import MixturePhase, compute_progress, phases_from_json, rows_before
-from hpc_tune.data.mixture import MixtureSource as MixturePart
-from hpc_tune.data.packed_rows import PackedRows, Rows
+from hpc_tune.data.order import (
+    MixturePhase,
+    SampleOrder,
+    compute_progress,
+    phases_from_json,
+    rows_before,
+    source_seed,
+)
+from hpc_tune.data.order import MixtureSource as MixturePart
+from hpc_tune.data.packed_rows import MixedRows, PackedRows, Rows, count_learned_tokens
 from hpc_tune.data.reading import SplitPart
-from hpc_tune.data.sampler import SampleOrder, source_seed
-from hpc_tune.data.subset import count_learned_tokens
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.log import log
 from hpc_tune.world.comm import Comm

@@ -30,7 +30,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.memory.device import describe_failed_allocation, empty_caches
 from hpc_tune.memory.host import trim_heap
-from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
+from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model

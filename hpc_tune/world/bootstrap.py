@@ -21,26 +21,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.cluster.launchers import find_launcher, rank_hint
-from hpc_tune.cluster.plain import UNKNOWN
-from hpc_tune.cluster.protocol import Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN, Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
-from hpc_tune.world import affinity, liveness, open_files
-from hpc_tune.world.allocator import expand_segments
+from hpc_tune.world import affinity, liveness, processes
+from hpc_tune.world.affinity import SYS, read_node_cpus
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
     VisibleGpus,
     check_devices,
+    expand_segments,
     gather_gpus,
     gpu_numa_nodes,
+    hidden_gpus_warning,
     pick_device,
     visible_gpus,
 )
-from hpc_tune.world.discover import World, discover
+from hpc_tune.world.discover import World, discover, host_key, node_fields, number_nodes
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
-from hpc_tune.world.hidden_gpus import hidden_gpus_warning
 from hpc_tune.world.json_channel import (
     Channel,
     MpiChannel,
@@ -48,20 +48,26 @@ from hpc_tune.world.json_channel import (
     StarChannel,
     StoreChannel,
 )
-from hpc_tune.world.keepalive import EndWorld, HostWatch
-from hpc_tune.world.nccl_errors import NcclWatch, disable_torch_handling
-from hpc_tune.world.nodes import host_key, node_fields, number_nodes
-from hpc_tune.world.numa import SYS, read_node_cpus
+from hpc_tune.world.nccl import NcclWatch, disable_torch_handling
 from hpc_tune.world.rendezvous import (
     find_interface_to,
     local_addresses,
     rendezvous,
     split_interfaces,
 )
+from hpc_tune.world.watch import EndWorld, HostWatch
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
+import dataclasses
+from typing import TYPE_CHECKING
+
+from hpc_tune.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 
 _START_HINT = (
     "check for ranks that failed to start, or for a network that the nodes do not share; "
@@ -87,7 +93,7 @@ def bootstrap(
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    open_files.require_min_files(files := open_files.raise_file_limit())
+    processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
@@ -96,7 +102,7 @@ def bootstrap(
     with time_limit("all ranks to start", limit_s, _START_HINT, who):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form without them
-            _log_warnings([open_files.file_shortage_warning(files, world.size)])
+            _log_warnings([processes.file_shortage_warning(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim, settings)
         world = _fill_in_nodes(world, channel)
         cores = _gather_core_masks(world, channel)
@@ -448,3 +454,104 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return f"hidden from {os.getpid()}"
+
+
+# -- A smaller or reordered world, made of the ranks of an existing one.
+#
+#     ranks measured -> regroup -> those chosen: a Comm as if launched so
+#                              -> the others: wait_as_idle_rank until the run has ended
+#
+# The first rank of the launcher always takes part: it holds the store, through which the ranks left
+# out learn that the run has ended.
+
+
+_POLL_S = 1.0
+_LEAVE_LIMIT_S = 10.0
+_ENDED_KEY, _LEFT_KEY, _FAILED_KEY = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
+
+
+def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
+    """Return this rank's part in a world of ``ranks``, in this order, or None if it is left out.
+
+    Collective over all ranks; ``comm``'s process groups are gone afterwards. ``timeout_s`` is
+    run.timeout.
+    """
+    import torch.distributed as dist
+
+    if comm.store_rank not in ranks:
+        raise WorldError(f"rank {comm.store_rank} holds the store and cannot be left out")
+    if list(ranks) == list(range(comm.world.size)):
+        return comm
+    comm.barrier("all ranks to know the layout", timeout_s)
+    dist.destroy_process_group()
+    gc.collect()
+    wait_for_idle_gloo()
+    if comm.world.rank not in ranks:
+        return None
+    roster = _renumber_roster(comm, ranks)
+    rank = list(ranks).index(comm.world.rank)
+    on_node = [peer.rank for peer in roster if peer.node == roster[rank].node]
+    world = dataclasses.replace(
+        comm.world,
+        rank=rank,
+        size=len(ranks),
+        local_rank=on_node.index(rank),
+        local_size=len(on_node),
+        node=roster[rank].node,
+        num_nodes=len({peer.node for peer in roster}),
+    )
+    num = comm.num_regroups + 1
+    store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
+    group = init_groups(world, comm.device, store, timeout_s, comm.start_s)
+    comm = dataclasses.replace(
+        comm,
+        world=world,
+        cpu_group=group,
+        roster=roster,
+        num_regroups=num,
+        store_rank=list(ranks).index(comm.store_rank),
+    )
+    if comm.watch is not None:
+        comm.watch.renumber(comm, ranks)
+    if comm.nccl is not None:
+        comm.nccl.renumber(comm)
+    end_world_on_uncaught(comm)
+    return comm
+
+
+def wait_as_idle_rank(comm: Comm) -> int:
+    """Wait for the run's end and return its exit code; ``comm`` is the one before ``regroup``."""
+    store, code = comm.store, None
+    while code is None:
+        time.sleep(_POLL_S)
+        try:
+            if store.check([_ENDED_KEY]):
+                code = int(store.get(_ENDED_KEY))
+                store.add(_LEFT_KEY, 1)
+            elif store.check([_FAILED_KEY]):
+                code = EXIT_FAILED
+        except RuntimeError:  # the store is gone with its rank
+            code = EXIT_FAILED
+    if comm.watch is not None:
+        comm.watch.close()
+    return code
+
+
+def release_idle_ranks(store: "Store", num_outside: int, exit_code: int) -> None:
+    """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
+    if not num_outside:
+        return
+    store.set(_ENDED_KEY, str(exit_code))
+    until_s = time.monotonic() + _LEAVE_LIMIT_S
+    while store.add(_LEFT_KEY, 0) < num_outside and time.monotonic() < until_s:
+        time.sleep(0.1)
+
+
+def _renumber_roster(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
+    nodes: dict[int, int] = {}
+    for rank in ranks:
+        nodes.setdefault(comm.roster[rank].node, len(nodes))
+    return tuple(
+        dataclasses.replace(comm.roster[old], rank=new, node=nodes[comm.roster[old].node])
+        for new, old in enumerate(ranks)
+    )

@@ -13,7 +13,7 @@ from hpc_tune.errors import DiskError, HpcTuneError, RemoteError
 from hpc_tune.world import liveness
 from hpc_tune.world.discover import World
 from hpc_tune.world.failure import time_limit
-from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.liveness import HangWatch
 
 if TYPE_CHECKING:
     import torch

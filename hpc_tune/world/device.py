@@ -4,6 +4,7 @@ what each rank of a node sees -> assign_gpus (pure) -> this rank's device -> che
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,62 @@ from hpc_tune.cluster.unused_gpus import (
     why_cuda_fails,
 )
 from hpc_tune.errors import WorldError, first_line
+from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 from hpc_tune.world.discover import World
-from hpc_tune.world.hidden_gpus import count_openable_gpus
 from hpc_tune.world.json_channel import Channel
-from hpc_tune.world.numa import SYS, pci_path, read_numa_node
 
 if TYPE_CHECKING:
     import torch
+import ctypes
+from collections.abc import Callable, MutableMapping
+
+# -- Ranks whose GPUs' neighbours are hidden by cgroups or a container, and not only by a variable.
+#
+# NCCL reaches a GPU that CUDA_VISIBLE_DEVICES hides by NVLink; one whose device file cannot be
+# opened it reaches through the host's memory, without a word, or it fails at the start
+# (https://github.com/NVIDIA/nccl/issues/1066, 1948).
+
+
+DEV = Path("/dev")
+
+
+def count_openable_gpus(dev: Path = DEV) -> int:
+    """Return how many of NVIDIA's GPUs this process may open, whatever variables show of them.
+
+    A cgroup leaves the files of the others where they are; a container does not.
+    """
+    num = 0
+    for file in dev.glob("nvidia*"):
+        if re.fullmatch(r"nvidia\d+", file.name):
+            try:
+                os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+            except OSError:
+                continue
+            num += 1
+    return num
+
+
+def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
+    """Return a warning where ranks cannot open the GPUs of others on their node (pure)."""
+    nodes: dict[int, list[DeviceReport]] = defaultdict(list)
+    for report in reports:
+        nodes[report.node].append(report)
+    told = []
+    for here in nodes.values():
+        used = {report.uuid for report in here if not report.uuid.startswith("MIG-")}
+        few = [report.reachable for report in here if 0 < report.reachable < len(used)]
+        if few:
+            told.append(f"{here[0].hostname}: ranks may open {min(few)} of the {len(used)} GPUs")
+    if not told:
+        return None
+    more = f" and {len(told) - 4} more nodes" if len(told) > 4 else ""
+    return (
+        f"{'; '.join(told[:4])}{more}; the device files of the other GPUs are hidden (cgroups, or "
+        "a container for each rank): NCCL sends through the host's memory instead of NVLink, 5 to "
+        '10 times as slow, or fails with "invalid device ordinal". Show each rank all GPUs of the '
+        "node: in Slurm --gpus-per-node without --gpus-per-task and --gpu-bind; one container for "
+        "all ranks of a node, with all of its GPUs"
+    )
 
 
 @dataclass(frozen=True)
@@ -326,3 +376,76 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return True
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
     return flags is None or bool(flags & {"avx512_bf16", "amx_bf16"})
+
+
+# -- How torch's CUDA allocator is set up: by the environment, before torch is imported.
+#
+# It reads that at its first use, or parts of it when it is loaded, by its version and for AMD.
+
+
+# In the order in which torch reads them: one alone counts.
+ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+_MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
+
+
+def can_map_memory() -> bool:
+    """Return whether there are NVIDIA GPUs, and each can map memory."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    num, found = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(num)):
+        return False
+    for index in range(num.value):
+        device = ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(device), index):
+            return False
+        if (
+            cuda.cuDeviceGetAttribute(ctypes.byref(found), _MAPPING_ATTRIBUTE, device)
+            or not found.value
+        ):
+            return False
+    return num.value > 0
+
+
+def expand_segments(
+    environ: MutableMapping[str, str],
+    wanted: Literal["auto", "cpu", "cuda"],
+    can_map: Callable[[], bool] = can_map_memory,
+) -> None:
+    """Let the allocator grow its segments, unless ``environ`` has a configuration already.
+
+    Blocks of changing sizes then leave no gaps that none of them fits into. Segments grow by
+    mapping memory, which some virtual GPUs cannot: there the first allocation would fail.
+    """
+    if wanted == "cpu" or any(name in environ for name in ALLOC_CONF_VARIABLES):
+        return
+    if can_map():
+        environ["PYTORCH_ALLOC_CONF"] = _EXPANDABLE
+
+
+def read_settings() -> Mapping[str, Any]:
+    """Return what the allocator of this rank's GPU has read; nothing where torch does not tell."""
+    import torch
+
+    try:
+        found = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    except (AttributeError, RuntimeError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
+    """Return a warning where segments shall grow and torch's ``settings`` say otherwise (pure)."""
+    wanted = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
+    told = settings.get("expandable_segments")
+    if _EXPANDABLE not in wanted or told is None or str(told).lower() in ("true", "1"):
+        return None
+    return (
+        f"torch has not read {_EXPANDABLE} from the environment, so GPU memory fragments: "
+        "torch was imported before the ranks set it. Export "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "in the job"
+    )

@@ -6,21 +6,71 @@ The launcher's variables decide whether MPI is imported at all; where it is, MPI
 and the variables only check it. torch is never imported here, so that MPI can be loaded first.
 """
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster import hydra, openmpi
+from hpc_tune.cluster import launchers
 from hpc_tune.cluster.launchers import LAUNCHERS, find_launcher
-from hpc_tune.cluster.plain import UNKNOWN
-from hpc_tune.cluster.protocol import Claim, Launcher
+from hpc_tune.cluster.protocol import UNKNOWN, Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
 from hpc_tune.log import log
-from hpc_tune.world.nodes import host_key, node_fields, number_nodes
+
+# -- Which ranks share a node.
+
+
+def host_key() -> str:
+    """Return what is equal for the ranks of one host: its name, which several may share, the boot
+    of its kernel, and the network that loopback belongs to, which containers may have of their own.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def number_nodes(
+    by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
+) -> list[int]:
+    """Return each rank's node, numbered by its lowest rank (pure).
+
+    ``by_mpi`` and ``by_name`` hold one key per rank, equal on one node: MPI's own split, and the
+    host name for where MPI is blind (Open MPI 5 over Slurm's PMIx 4 sees every rank alone, and all
+    ranks of a node would take the same GPU). ``claimed_sizes`` are the launcher's ranks per node.
+
+    Raises:
+        WorldError: if the launcher's sizes fit neither.
+    """
+    for keys in (by_mpi, by_name):
+        counts = Counter(keys)
+        if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
+            order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+            return [order[key] for key in keys]
+    sizes = [sorted(Counter(keys).values()) for keys in (by_mpi, by_name)]
+    raise WorldError(
+        f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
+        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
+        "mpi4py uses the launcher's MPI and that every node has a host name of its own"
+    )
+
+
+def node_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
+    """Return the fields of ``World`` that follow from each rank's node."""
+    node = nodes[rank]
+    return {
+        "local_rank": nodes[:rank].count(node),
+        "local_size": nodes.count(node),
+        "node": node,
+        "num_nodes": len(set(nodes)),
+    }
 
 
 @dataclass(frozen=True)
@@ -57,11 +107,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     if claim.launcher == UNKNOWN:
         rank, size = claim.rank or 0, claim.size or 1
         return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN), None
-    if (changed := hydra.disable_gpu_aware_mpi(os.environ)) is not None:
+    if (changed := launchers.disable_gpu_aware_mpi(os.environ)) is not None:
         log.info("%s", changed)
     if not claim.uses_mpi:
         return _world_from_claim(launcher, claim, environ), None
-    os.environ.setdefault(*openmpi.OPENMPI_YIELD_WHEN_IDLE)
+    os.environ.setdefault(*launchers.OPENMPI_YIELD_WHEN_IDLE)
     try:
         import mpi4py
 

@@ -1,22 +1,22 @@
 """Who watches what in a run, by which sign, for how long, and what it then does.
 
-HostWatch in world/keepalive.py, on each rank of several nodes or of GPUs: the others, their hosts
+HostWatch in world/watch.py, on each rank of several nodes or of GPUs: the others, their hosts
     sign    kernels answer TCP probes on the rank's one connection with rank 0; a rank closes it
     late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s;
     then    rank 0 tells the ranks of all hosts, and each ends the world
-HangWatch in world/hang.py, on each rank: its own main thread, in work that it does alone
+HangWatch in world/liveness.py, on each rank: its own main thread, in work that it does alone
     sign    CPU time and bytes read, its own and its children's; looked at every second
     late    none for run.timeout; twice that where a library holds the interpreter's lock
     then    ends the world; with the lock held, ends the process with a traceback
-StepLimit in world/step_limit.py, on each rank: its own main thread, from step to step
+StepLimit in world/watch.py, on each rank: its own main thread, from step to step
     sign    the line of code and the CPU time change; looked at every 5 s
     late    neither for run.timeout; torch's own limit is 60 s later
     then    asks all ranks where they are, and ends the world with the name of who has not come
-NcclWatch in world/nccl_errors.py, on each rank of GPUs: the errors of NCCL
+NcclWatch in world/nccl.py, on each rank of GPUs: the errors of NCCL
     sign    what torch keeps of each group; looked at every 1 s
     late    an error, or a collective that is 60 s later than run.timeout, for 12 s
     then    ends the world, unless HostWatch has with the name of who is gone
-RollCall in world/roll_call.py, on rank 0: all ranks; on the others: rank 0, which has the store
+RollCall in world/watch.py, on rank 0: all ranks; on the others: rank 0, which has the store
     sign    a thread of the rank answers a number in the store, or the store answers at all
     late    no answer for twice run.timeout
     then    ends the world and names who is silent
@@ -36,7 +36,7 @@ RunLock in rundir/owner.py, on rank 0: live.json of its own run directory, and o
     sign    it touches the file every 10 s; the file names it; the folder has its name
     late    another's file is not touched for 120 s, or its process is known to be gone
     then    takes the directory over; a job that has lost its own ends
-HeartbeatFile in rundir/heartbeat.py, on each node's first rank: for whoever looks at the directory
+HeartbeatFile in rundir/outcome.py, on each node's first rank: for whoever looks at the directory
     sign    memory/monitor.py writes it every 5 s, while the process lives
     late    12 s are worth a word, after 30 s the run counts as dead
     then    `report`, `inspect` and the next start say how it was last seen
@@ -44,13 +44,20 @@ HeartbeatFile in rundir/heartbeat.py, on each node's first rank: for whoever loo
 What is full is watched by memory/monitor.py, and what is left of a job by supervise.py.
 """
 
+import contextlib
+import faulthandler
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
-from hpc_tune.errors import EXIT_FAILED
+import psutil
+
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
 
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
@@ -210,3 +217,85 @@ def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
 def exit_soon() -> None:
     """End this process after ``LEAVE_LIMIT_S``, whatever reporting its error waits for."""
     run_after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))
+
+
+# -- Ends the world when a rank hangs in work that it does alone, such as reading from a dead disk.
+#
+# The other ranks may have to wait for hours, since one rank may work that long.
+#
+# A library that hangs while it holds the interpreter's lock (HDF5, safetensors) stops every other
+# Python thread. So the watch sets a timer of faulthandler, which ends the process with a traceback
+# when it is not reset in time.
+
+
+class HangWatch:
+    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread."""
+
+    def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
+        """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
+        self._limit_s, self._end_world = limit_s, lost
+
+    @contextlib.contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        """Watch the block, which does ``what``."""
+        every_s = min(HANG_LOOK_EVERY_S, self._limit_s / HANG_NUM_LOOKS)
+        ends_if_still = make_stall_check(
+            read_progress, self._limit_s, every_s, partial(self._end, what)
+        )
+
+        def look() -> bool:
+            watcher.run_unless_over(self._reset_timer)
+            return ends_if_still()
+
+        watcher = Watcher("hang", every_s, look)
+        self._reset_timer()
+        try:
+            with watcher.over():
+                yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, what: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        exit_soon()  # reporting it may wait for the same disk
+        self._end_world(
+            WorldError(
+                f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
+                "(run.timeout): check for a file system that hangs"
+            )
+        )
+
+    def _reset_timer(self) -> None:
+        limit_s = GIL_FACTOR * self._limit_s
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
+
+
+def read_progress() -> tuple[float, ...]:
+    """Return counters that grow while the main thread, or a child, computes or reads."""
+    main = threading.main_thread().ident or 0  # None before a thread starts
+    spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
+    return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _child_pids()))
+
+
+def _read_bytes() -> int:
+    """Return the bytes that this process has read from disks, mapped pages included."""
+    # Where a kernel does not count it, psutil has no such method.
+    with contextlib.suppress(psutil.Error, OSError, ValueError, AttributeError):
+        return psutil.Process().io_counters().read_bytes
+    return 0
+
+
+def _child_pids() -> list[int]:
+    # Once a second: psutil's children() would look at every process of the node.
+    try:
+        return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
+    except (OSError, ValueError):
+        return []
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and of the children that it has waited for."""
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:4])  # without waiting for disks
+    except (psutil.Error, OSError):
+        return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_tune.cluster.schedulers import find_job_end
 from hpc_tune.errors import WorldError
-from hpc_tune.first_signals import STOP_SIGNALS, is_hup_ignored, write_stderr
+from hpc_tune.startup_signals import STOP_SIGNALS, is_hup_ignored, write_stderr
 from hpc_tune.world.processes import seconds_from_boot
 
 STOP_FILE = "STOP"

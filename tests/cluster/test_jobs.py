@@ -7,8 +7,8 @@ import sys
 import h5py
 import pytest
 
-from hpc_tune.data.content import HASHED_DATASETS, combine_hashes, new_hash
-from hpc_tune.data.seal import append_checksum
+from hpc_tune.data.hdf5_format import append_checksum
+from hpc_tune.data.writer import HASHED_DATASETS, combine_hashes, new_hash
 from tests.support.jobs import SETTINGS, STEPS, Job, clone, starts, wait_for_step
 from tests.support.ranks import HANG_S
 from tests.support.training import losses, outcome, train

@@ -22,11 +22,7 @@ from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.varlen_attention import (
-    MAX_EPS,
-    compare_with_mask,
-    make_starts,
-)
+from hpc_tune.model.varlen_attention import MAX_EPS, compare_with_mask, make_starts
 from hpc_tune.world.architecture import find_architecture
 
 architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.stock_reference import write_small_model
 from tests.support.ranks import HANG_S, ROOT, python, rank_environment, run_ranks
 from tests.support.training import SMALL, launch_runs, losses
 

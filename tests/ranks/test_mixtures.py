@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpc_tune.checkpoint.store import Store, read_state
-from hpc_tune.data.mixture import phases_from_json, rows_before
+from hpc_tune.data.order import phases_from_json, rows_before
 from tests.support.training import SMALL, events, launch_runs, losses, rows, worst_gap
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}</s>\n{% endfor %}"

@@ -272,7 +272,7 @@ def test_tokens_are_sent_to_experts_and_back_on_four_ranks(
 
 # What is counted: the bytes of each kind of collective by group, as NCCL's would be.
 LARGE = """
-from hpc_tune.engine.first_messages import send_large_messages
+from hpc_tune.engine.mesh import send_large_messages
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.pipeline_parallel import connect_stages
 from hpc_tune.step.layout import Layout

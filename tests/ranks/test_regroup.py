@@ -15,7 +15,7 @@ import json, os, sys, time
 from hpc_tune import log
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.regroup import release_idle_ranks, regroup, wait_as_idle_rank
+from hpc_tune.world.bootstrap import release_idle_ranks, regroup, wait_as_idle_rank
 import torch
 import torch.distributed as dist
 

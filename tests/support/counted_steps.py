@@ -22,7 +22,7 @@ from hpc_tune.faults import FaultPoint, Faults
 from tests.support import many_runs
 from tests.support.nccl_rules import _COLLECTIVES, _callers
 
-CONTROL = ("world/comm.py", "world/step_limit.py")
+CONTROL = ("world/comm.py", "world/watch.py")
 
 
 class Steps:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hpc_tune.autotune.candidates import legal_layouts, predict_candidates
-from hpc_tune.autotune.choose import choose_on_rank_0, measure_world
+from hpc_tune.autotune.search import choose_on_rank_0, measure_world
 from hpc_tune.batch import Batch
 from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.load import load_config, write_resolved
@@ -28,13 +28,11 @@ from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.experts import num_shardable_experts
 from hpc_tune.plan.hardware import detect_machine
-from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import choose_reshard, with_layout
-from hpc_tune.plan.step_time import StepWork, step_time
+from hpc_tune.plan.step_time import Network, StepWork, step_time
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
-from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.regroup import regroup
+from hpc_tune.world.bootstrap import bootstrap, regroup, shutdown
 
 WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
 

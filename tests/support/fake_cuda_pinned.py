@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.batch import Batch
-from hpc_tune.checkpoint.staging import CudaStagingDevice, PinnedBlockPool
+from hpc_tune.checkpoint.writer import CudaStagingDevice, PinnedBlockPool
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
@@ -30,7 +30,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.plan.memory_model import _pinned_extra_bytes
-from hpc_tune.plan.shape import ModelShape
+from hpc_tune.plan.resolve import ModelShape
 from hpc_tune.plan.trace import _count_shards, _fake_world
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan

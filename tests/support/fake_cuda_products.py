@@ -19,7 +19,7 @@ import torch
 import torch._dynamo  # not while torch.cuda is replaced
 
 from hpc_tune.probe.gpu_state import GpuState
-from hpc_tune.probe.products import MatmulWork, time_matmuls
+from hpc_tune.probe.matmuls import MatmulWork, time_matmuls
 from tests.support.fake_cuda import fake_cuda
 
 

@@ -26,21 +26,20 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine import native
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
-from hpc_tune.engine.first_messages import send_large_messages
+from hpc_tune.engine.mesh import send_large_messages
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.plan.trace import _fake_world
-from hpc_tune.step.groups import num_groups
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.reference import sum_kl_terms
 from tests.support.data import write_jsonl

@@ -121,7 +121,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hpc_tune.checkpoint.reports import SaveReport, SaveReports
+    from hpc_tune.checkpoint.writer import SaveReport, SaveReports
     from hpc_tune.model import config_json
     from hpc_tune.train.run import run
     from hpc_tune.world.bootstrap import Peer

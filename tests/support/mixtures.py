@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.stock_reference import write_small_model
+from hpc_tune.packages import fast_imports
 
 _SHAPE = {
     "hidden_size": 64,

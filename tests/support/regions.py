@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hpc_tune.model.box import Box
 from hpc_tune.model.regions import Region, local_region
+from hpc_tune.model.tensor_sources import Box
 
 
 def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:

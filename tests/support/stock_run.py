@@ -9,11 +9,11 @@ import torch
 from hpc_tune.checkpoint import store
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.sampler import PackedSampler, SampleOrder
+from hpc_tune.data.order import PackedSampler, SampleOrder
 from hpc_tune.engine.adamw import learning_rate
-from hpc_tune.lazy_imports import fast_imports
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.packages import fast_imports
 
 with fast_imports():
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict

@@ -249,7 +249,7 @@ def become(request: Request) -> types.CodeType:
 
 def import_all() -> None:
     """Import what a rank of a training run imports before its first step."""
-    from hpc_tune.lazy_imports import fast_imports
+    from hpc_tune.packages import fast_imports
 
     with fast_imports():
         for name in _IMPORTED:

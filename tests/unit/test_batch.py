@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpc_tune.batch import empty_batch
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, micro_batches
-from hpc_tune.data.sampler import SampleOrder
 from tests.unit.data.test_pair_store import LABELLED, PAIRS, prepared
 
 ROWS = {"pairs": PAIRS, "labels": LABELLED, "answers": PAIRS}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune import log as log_module
-from hpc_tune.atomic_file import write_file
+from hpc_tune.files import write_file
 from hpc_tune.log import ON_ALL_RANKS, Progress, configure, log, log_to_file
 from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after

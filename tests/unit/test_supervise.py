@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpc_tune.rundir import unended
+from hpc_tune.rundir import owner
 from hpc_tune.rundir.owner import make_owner
 from hpc_tune.supervise import StartRecord, decide_next
 
@@ -249,7 +249,7 @@ def test_how_a_start_ended_that_took_its_supervisor_with_it_is_told_and_kept(tmp
 def test_a_start_that_is_killed_as_a_whole_is_told_of_by_what_it_did_last(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    unended.note_start(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
+    owner.note_start(run_dir, from_step=0, job="7", nodes=["n1"], left_out={}, missing=0)
     job = Job(tmp_path, says("done", "all steps done", 0, 9))
     assert job.end() == 0
     assert "the last start ended: step 0: its job was killed, or lost its first node" in job.stderr

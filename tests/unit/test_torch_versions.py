@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune import torch_versions
-from hpc_tune.model import grouped_products
-from hpc_tune.model.sorted_rows import SortedRows
+from hpc_tune.model import grouped_matmul
+from hpc_tune.model.grouped_matmul import SortedRows
 from hpc_tune.packages import parse_release
 
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
@@ -82,8 +82,8 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     weight = torch.randn(2, 8, 8)
     plain, gradient = rows.times(x, weight), rows.gradient(x, x, weight)
     monkeypatch.setattr(torch_versions, "GROUPED_MM_ANY_ADDRESS", False)
-    assert not grouped_products.has_grouped_matmul(x, weight)
-    assert grouped_products.has_grouped_matmul(x.clone(), weight)
+    assert not grouped_matmul.has_grouped_matmul(x, weight)
+    assert grouped_matmul.has_grouped_matmul(x.clone(), weight)
     assert torch.allclose(rows.times(x, weight), plain, atol=1e-6)
     assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
 

@@ -23,33 +23,90 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENT_NAMES, make_stateless_adamw, parameter_groups, set_lr
-from hpc_tune.engine.async_io import load_async_io
-from hpc_tune.engine.base import EngineSettings, StepResult
+from hpc_tune.engine.base import EngineSettings, StepResult, autocast, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
-from hpc_tune.engine.zero.comm import CountedBackend
+from hpc_tune.engine.zero.settings import load_async_io
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.dropout import use_row_dropout
+from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.grouped_experts import has_grouped_form
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.packed_attention import indexers_of
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
+from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.size import SAVED_COPIES
+
+# -- DeepSpeed's collectives, counted as the native engine's are.
+
+
+_COLLECTIVE_KINDS: dict[str, CollectiveKind] = {
+    "all_reduce": "all_reduce",
+    "reduce": "reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+class CountedBackend:
+    """The backend of ``deepspeed.comm``, with its collectives counted."""
+
+    def __init__(self, backend: Any, collectives: CountedCollectives) -> None:
+        self._backend, self._collectives = backend, collectives
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._backend, name)
+        if name not in _COLLECTIVE_KINDS:
+            return call
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._collectives.counted(
+                _COLLECTIVE_KINDS[name], _ring_bytes(_COLLECTIVE_KINDS[name], (args, kwargs))
+            ):
+                work = call(*args, **kwargs)
+            return work if work is None else _CountedWork(work, self._collectives)
+
+        return counted
+
+
+class _CountedWork:
+    """A collective in flight; waiting for it counts as communication too."""
+
+    def __init__(self, work: Any, collectives: CountedCollectives) -> None:
+        self._work, self._collectives = work, collectives
+
+    def wait(self) -> None:
+        with self._collectives.counted("", 0):
+            self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
+    """Return what this rank sends by the ring algorithms.
+
+    A whole tensor, or a list of its parts, comes together with this rank's part of it.
+    """
+    sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    size = dist.get_world_size()
+    whole = max(sizes) if len(sizes) <= 2 else max(sizes) * size
+    return sent_bytes(kind, size, whole)
 
 
 class ZeroEngine:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_tune.cluster import openmpi
+from hpc_tune.cluster import launchers
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.mesh import world_group
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.log import log
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.vectors import is_vector
+from hpc_tune.model.special_layers import is_vector
 from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import all_gather
+from hpc_tune.world.failure import time_limit
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
@@ -137,9 +140,73 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
     need not be the index, to be equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop(openmpi.OPENMPI_LOCAL_RANK, None)
+    from_mpi = os.environ.pop(launchers.OPENMPI_LOCAL_RANK, None)
     try:
         yield
     finally:
         if from_mpi is not None:
-            os.environ[openmpi.OPENMPI_LOCAL_RANK] = from_mpi
+            os.environ[launchers.OPENMPI_LOCAL_RANK] = from_mpi
+
+
+# -- DeepSpeed's library for NVMe: compiled at its first use, behind a lock file of torch's.
+#
+# torch's extension loader waits for that file without a timeout, and a compiler that is killed (a
+# cancelled job, a node that fails) leaves it behind: every later run would wait for ever.
+
+
+LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
+DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
+
+
+def load_async_io(who: str) -> None:
+    """Load DeepSpeed's async_io, compiling it if need be; ends the world after 20 minutes.
+
+    ``who`` is named in messages.
+
+    Raises:
+        ConfigError: if it cannot be compiled.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = AsyncIOBuilder()
+    folder = Path(_get_build_directory(builder.name, False))
+    log.info(
+        "loading DeepSpeed's async_io; at its first use it is compiled for minutes, %s", folder
+    )
+    hint = f"if no other job compiles it, remove {folder}"
+    try:
+        with time_limit("DeepSpeed's async_io", LIMIT_S, hint, who):
+            wait_for_compiler(folder / "lock")
+            builder.load(verbose=False)
+    except (RuntimeError, OSError, ImportError) as error:
+        raise ConfigError(
+            "offload to nvme: DeepSpeed's async_io cannot be built "
+            f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
+            "of libaio (Debian: libaio-dev, Red Hat: libaio-devel), else use cpu"
+        ) from None
+
+
+def wait_for_compiler(lock: Path, dead_after_s: float = DEAD_AFTER_S, every_s: float = 0.5) -> None:
+    """Return once ``lock`` is gone; remove it if its compiler was killed.
+
+    It counts as killed when nothing in its folder was written for ``dead_after_s``. Several ranks
+    may remove the lock: DeepSpeed checks its compiler before it makes the next one.
+    """
+    while lock.exists():
+        if _idle_s(lock.parent) > dead_after_s:
+            log.warning("a killed compiler left %s: it is removed", lock)
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(every_s)
+
+
+def _idle_s(folder: Path) -> float:
+    """Return the seconds since a file in ``folder`` was written."""
+    written = 0.0
+    for path in folder.iterdir():
+        try:
+            written = max(written, path.stat().st_mtime)
+        except FileNotFoundError:  # the compiler's own, gone meanwhile
+            continue
+    return time.time() - written

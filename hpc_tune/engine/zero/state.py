@@ -22,11 +22,11 @@ from torch import nn
 
 from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.adamw import initial_state
-from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.load import make_first_values
 from hpc_tune.model.regions import Region
-from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 
 

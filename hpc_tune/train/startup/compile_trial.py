@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.config.constraints import why_not_compiled
 from hpc_tune.config.schema import TrainConfig
@@ -33,7 +32,7 @@ from hpc_tune.engine.compile import (
     require_compiler,
 )
 from hpc_tune.errors import HpcTuneError, first_line
-from hpc_tune.lazy_imports import fast_imports
+from hpc_tune.files import write_file
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.memory.device import empty_caches
 from hpc_tune.model.blocks import find_blocks, use_own_layers
@@ -41,9 +40,10 @@ from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.language import read_config
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.stock import NoTrial, write_small_model
+from hpc_tune.model.stock_reference import NoTrial, write_small_model
+from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
-from hpc_tune.train.startup.proof import trial_cache_file
+from hpc_tune.train.startup.architecture_check import trial_cache_file
 
 # Tokens of the documents of each batch's rows: two rows of other lengths, then one.
 BATCHES = (((24, 40), (17, 31)), ((33, 14, 48),))

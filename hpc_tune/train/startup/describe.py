@@ -14,18 +14,18 @@ import torch
 
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.schedulers import find_job
+from hpc_tune.config.load import mask_secrets
 from hpc_tune.config.optim import auto_lr
 from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
-from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import join_paths
-from hpc_tune.data.mixture import compute_progress
-from hpc_tune.data.subset import count_tokens
+from hpc_tune.data.order import compute_progress
+from hpc_tune.data.packed_rows import count_tokens
 from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_expert_share, num_chosen_experts
 from hpc_tune.model.float8_base import no_float8_products
-from hpc_tune.model.tf32 import multiplies_in_tf32
+from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
 from hpc_tune.probe.facts import find_nccl
@@ -39,11 +39,15 @@ from hpc_tune.train.model import Model
 from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
-from hpc_tune.world.allocator import ALLOC_CONF_VARIABLES, read_settings, unread_settings_warning
+from hpc_tune.world.affinity import SYS
 from hpc_tune.world.architecture import Architecture, find_architecture
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import cpu_has_bf16
-from hpc_tune.world.numa import SYS
+from hpc_tune.world.device import (
+    ALLOC_CONF_VARIABLES,
+    cpu_has_bf16,
+    read_settings,
+    unread_settings_warning,
+)
 
 _FEW_STEPS = 5  # updates in an epoch
 _QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)

@@ -9,24 +9,25 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_tune.cluster.own_command import why_command_failed
-from hpc_tune.errors import MemoryBudgetError, ResumableStop
+from hpc_tune.cluster.launchers import why_command_failed
+from hpc_tune.config.section import flatten
+from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, spare_bytes
+from hpc_tune.memory.host import PLAN_BYTES, find_limit, spare_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
-from hpc_tune.memory.process_bytes import PLAN_BYTES
-from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.hardware import Machine, run_plan
 from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
-from hpc_tune.plan.process import run_plan
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
-from hpc_tune.rundir import nearby
+from hpc_tune.rundir import owner
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes
+from hpc_tune.world.comm import Comm
 
 _PLAN_LIMIT_S = 300.0
 _SIGNAL_SHOWS_WITHIN_S = 0.5
@@ -144,7 +145,7 @@ def _run_plan_command(
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(job.dir / nearby.STARTING_CONFIG, machine, arguments, limit_s)
+        done = run_plan(job.dir / owner.STARTING_CONFIG, machine, arguments, limit_s)
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()
@@ -160,3 +161,48 @@ def _run_plan_command(
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
     return plan
+
+
+# -- All ranks train with the same settings, or none does.
+
+
+# A node's local disk may have another path on each node.
+_NODE_LOCAL_SETTINGS = {"parallel.offload_path"}
+_MAX_NAMED = 5
+
+
+def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare every rank's settings, a dumped configuration, with rank 0's. Collective.
+
+    Ranks get different ones from another environment, another working directory, or another copy
+    of the file on their node.
+
+    Raises:
+        ConfigError: on every rank, naming the fields that differ, their values and their ranks.
+    """
+    own = {
+        name: value for name, value in flatten(settings).items() if name not in _NODE_LOCAL_SETTINGS
+    }
+    first = comm.broadcast(own)
+    others = {name: value for name, value in own.items() if value != first[name]}
+    if not comm.sum([bool(others)])[0]:
+        return
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, differing in enumerate(comm.gather(others)):
+        for name, value in differing.items():
+            ranks_of[name, str(value)].append(rank)
+    lines = [
+        f"{name}={value} on {_ranks(ranks)}, {first[name]} on rank 0"
+        for (name, value), ranks in ranks_of.items()
+    ]
+    error = ConfigError(
+        f"the ranks have different settings: {'; '.join(lines[:_MAX_NAMED])}. Give all nodes the "
+        "same file, arguments and environment"
+    )
+    comm.agree_on_error(error if comm.is_rank_0 else None, "comparing the settings")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -10,12 +10,16 @@ import torch
 from transformers import LlamaConfig
 
 from hpc_tune.autotune.candidates import legal_layouts, predict_candidates, rank_orders, ring_order
-from hpc_tune.autotune.measured import (
+from hpc_tune.autotune.search import (
     Measurements,
+    as_json,
+    as_lines,
+    choose_for_command,
     compute_from_data_sheet,
+    from_json,
     measurements_from_data_sheet,
+    search_layout,
 )
-from hpc_tune.autotune.search import as_json, as_lines, choose_for_command, from_json, search_layout
 from hpc_tune.config.constraints import allows_expert, allows_tensor, check
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
@@ -24,9 +28,8 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.experts import num_shardable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Machine
-from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import max_micro_rows
-from hpc_tune.plan.step_time import Compute, StepWork
+from hpc_tune.plan.step_time import Compute, Network, StepWork
 from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, WeightGroup, measure

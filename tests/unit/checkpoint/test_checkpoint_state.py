@@ -5,8 +5,7 @@ import pytest
 
 from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, check_resume
 from hpc_tune.config.load import field_names
-from hpc_tune.config.pbs import PbsConfig
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.scheduler import PbsConfig, SlurmConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 

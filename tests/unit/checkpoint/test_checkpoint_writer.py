@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from hpc_tune.checkpoint import staging as writer_module
-from hpc_tune.checkpoint.staging import (
+from hpc_tune.checkpoint import writer as writer_module
+from hpc_tune.checkpoint.writer import (
     CudaStagingDevice,
     PinnedBlockPool,
+    Writer,
     block_bytes,
     choose_staging_bytes,
     cut_pieces,
 )
-from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
 from tests.support.regions import regions_of

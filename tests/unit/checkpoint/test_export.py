@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export, merge
-from hpc_tune.checkpoint.card import _read_license
 from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.checkpoint.export_metadata import _read_license
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
-from hpc_tune.model.box import Box
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region, write_regions
+from hpc_tune.model.tensor_sources import Box
 from tests.support.ranks import HANG_S
 from tests.support.training import give_manifest
 

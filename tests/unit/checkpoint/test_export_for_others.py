@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hpc_tune.checkpoint.base_name import BaseName, find_base_name
 from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.checkpoint.export_metadata import BaseName, find_base_name
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, DataError

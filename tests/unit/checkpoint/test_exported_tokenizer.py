@@ -6,8 +6,8 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from hpc_tune.checkpoint.chat_template import write_template
 from hpc_tune.checkpoint.export import copy_tokenizer, replacing_folder
+from hpc_tune.checkpoint.export_metadata import write_template
 from tests.support.data import CHATML, byte_tokenizer
 from tests.unit.model.test_tokenizer_file import TEXT, write
 

@@ -13,10 +13,10 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.init_adapter import use_init_adapter
 from hpc_tune.model.language import stock_class
+from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since, skip_without

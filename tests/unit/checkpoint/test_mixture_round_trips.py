@@ -14,7 +14,7 @@ from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.language import read_config, stock_class
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.stock_reference import write_small_model
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import close, trained
 from tests.unit.checkpoint.test_mixture_export import logits

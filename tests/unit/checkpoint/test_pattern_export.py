@@ -12,7 +12,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import stock_class
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.stock_reference import write_small_model
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
 
 

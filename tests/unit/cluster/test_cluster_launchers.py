@@ -4,14 +4,15 @@ import sys
 import pytest
 
 from hpc_tune.cluster.launchers import (
+    check_torchrun_master,
     environ_without_launcher,
     find_claim,
     find_launcher,
     rank_hint,
+    run_command,
+    why_command_failed,
 )
-from hpc_tune.cluster.own_command import run_command, why_command_failed
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
-from hpc_tune.cluster.torchrun import check_torchrun_master
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
     BATCH_SHELL,

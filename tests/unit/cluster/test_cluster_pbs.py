@@ -13,8 +13,7 @@ from hpc_tune import cli
 from hpc_tune.cluster.pbs import PBS, render
 from hpc_tune.cluster.schedulers import choose_section, leave_before_s
 from hpc_tune.config.load import load_config
-from hpc_tune.config.pbs import PbsConfig
-from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.scheduler import PbsConfig, SlurmConfig
 from hpc_tune.errors import ConfigError
 
 WHOLE = PbsConfig(

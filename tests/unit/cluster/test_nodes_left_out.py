@@ -9,12 +9,10 @@ import time
 
 import pytest
 
-from hpc_tune.cluster import slurm_guard
-from hpc_tune.cluster.blame import LauncherLines, find_lost_hosts
-from hpc_tune.cluster.launch_words import read_hosts, restrict_to_nodes
-from hpc_tune.cluster.nodes import Nodes
-from hpc_tune.config.fewer_ranks import fit_layout
-from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.cluster import slurm
+from hpc_tune.cluster.launchers import read_hosts, restrict_to_nodes
+from hpc_tune.cluster.nodes import LauncherLines, Nodes, find_lost_hosts
+from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import SlurmConfig
 
 KILLED = """\
@@ -361,7 +359,7 @@ esac
     )
     scontrol.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    argv = ["sh", "-c", slurm_guard._GUARD_SCRIPT, "guard", "n1", "7", "0.05"]
+    argv = ["sh", "-c", slurm._GUARD_SCRIPT, "guard", "n1", "7", "0.05"]
     process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
     try:
         process.wait(timeout=20 if requeues else 0.5)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpc_tune.cluster import slurm_energy
+from hpc_tune.cluster import slurm
 from hpc_tune.cluster.protocol import JobEnergy
 from hpc_tune.cluster.schedulers import ask_energy, counts_energy
-from hpc_tune.cluster.slurm_energy import parse_energies
+from hpc_tune.cluster.slurm import parse_energies
 
 BEGAN = 1_700_000_000
 NO_ENERGY = "Slurm has counted no energy there (AcctGatherEnergyType)"
@@ -102,7 +102,7 @@ def test_a_sacct_that_does_not_tell_says_why(sacct, monkeypatch, script, why):
     else:
         sacct(script)
     if "sleep" in (script or ""):
-        monkeypatch.setattr(slurm_energy, "_SACCT_LIMIT_S", 0.3)
+        monkeypatch.setattr(slurm, "_SACCT_LIMIT_S", 0.3)
     assert asked("7") == [JobEnergy("7", why=why)]
 
 

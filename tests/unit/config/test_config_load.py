@@ -5,8 +5,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.config.foreign_names import OWN_NAMES
 from hpc_tune.config.load import (
+    OWN_NAMES,
     check,
     describe_fields,
     field_names,

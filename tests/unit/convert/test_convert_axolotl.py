@@ -7,7 +7,7 @@ from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.convert import convert as command
 from hpc_tune.convert.axolotl import AXOLOTL
-from hpc_tune.convert.outcomes import ForeignConfig
+from hpc_tune.convert.rules import ForeignConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from tests.support.converting import line_of, on_four_ranks, settings, theirs
 

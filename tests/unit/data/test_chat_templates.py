@@ -14,14 +14,13 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from hpc_tune.checkpoint.chat_template import write_template
+from hpc_tune.checkpoint.export_metadata import write_template
 from hpc_tune.config.chat_templates import NAMED_TEMPLATES, TEMPLATE_FOLDER, is_path, template_file
 from hpc_tune.config.load import load_config
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model.template_syntax import refuse_syntax_errors
-from hpc_tune.model.tokenizer import load_tokenizer
+from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors
 from tests.support.data import byte_tokenizer
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_chats.json").read_text("utf-8"))

@@ -5,7 +5,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.data.controls import ESCAPE, SpecialTokenEscapes
+from hpc_tune.data.answers import ESCAPE, SpecialTokenEscapes
 from hpc_tune.data.counts import Counters
 
 WORDS = st.text("ab|<", max_size=5)

@@ -3,7 +3,7 @@ import pytest
 from tokenizers import models, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hpc_tune.data import encode, pydocs
+from hpc_tune.data import chunks, encode
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import Chat, Completion, Text
 from hpc_tune.errors import DataError
@@ -252,7 +252,7 @@ def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_sa
 ):
     """Byte pairs learned from real text, whose words are cut anywhere; the limit is made small."""
     text = "".join(
-        f"{question} {answer}\n" for question, answer in pydocs.read_pydocs_module("json")
+        f"{question} {answer}\n" for question, answer in chunks.read_pydocs_module("json")
     )
     tokenizer = byte_tokenizer()
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|im_start|>", "<|im_end|>"])

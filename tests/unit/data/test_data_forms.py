@@ -10,13 +10,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_tune.data import sources, tables
+from hpc_tune.data import chunks, raw_files
+from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import Findings
+from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import DEFAULT_READING, read_example
 from hpc_tune.data.records import to_example
-from hpc_tune.data.sources import list_chunks, read_chunk
-from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 
@@ -95,7 +95,7 @@ def test_pairs_in_each_form_are_what_they_are_as_lines_of_json(tmp_path, name):
 @pytest.mark.parametrize("block_bytes", [200, 1001, 5000])
 def test_a_csv_is_the_same_rows_however_it_is_read_in_blocks(tmp_path, monkeypatch, block_bytes):
     """Line ends within quotes are at the ends of blocks, too."""
-    monkeypatch.setattr(tables, "CSV_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(raw_files, "CSV_BLOCK_BYTES", block_bytes)
     write_jsonl(tmp_path / "reference.jsonl", PAIRS)
     _csv(tmp_path / "d.csv", PAIRS)
     assert _read(tmp_path / "d.csv") == _read(tmp_path / "reference.jsonl")
@@ -121,7 +121,7 @@ def test_chats_as_json_text_in_a_column_are_what_they_are_as_lists(tmp_path, nam
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", _zstd)])
 def test_a_packed_text_is_one_document_in_pieces(tmp_path, monkeypatch, suffix, pack):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     text = "".join(f"line {n} é\n" for n in range(200)) + "the end"
     (tmp_path / f"b.txt{suffix}").write_bytes(pack(text.encode()))
     parts = _read(tmp_path / f"b.txt{suffix}")
@@ -166,7 +166,7 @@ def test_odd_bytes_and_rows_too_long_in_a_csv_are_named(tmp_path, monkeypatch):
     (tmp_path / "d.csv").write_bytes(b"prompt,completion\nq,a\nq,\xff\n")
     with pytest.raises(DataError, match=r"d\.csv, row 2: not UTF-8 text"):
         _read(tmp_path / "d.csv")
-    monkeypatch.setattr(tables, "CSV_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(raw_files, "CSV_BLOCK_BYTES", 1000)
     (tmp_path / "d.csv").write_text('prompt,completion\nq,"never closed' + "\nq,a" * 1000)
     with pytest.raises(DataError, match=r"d\.csv.*cannot be read"):
         _read(tmp_path / "d.csv")

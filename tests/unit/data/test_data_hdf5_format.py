@@ -6,11 +6,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_tune.data.content import verify_content, verify_content_once
-from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.seal import append_checksum, is_intact
+from hpc_tune.data.hdf5_format import TokenStore, append_checksum, is_intact
 from hpc_tune.data.tokenizer import fingerprint
-from hpc_tune.data.writer import Block, write_store
+from hpc_tune.data.writer import Block, verify_content, verify_content_once, write_store
 from hpc_tune.errors import DataError
 from tests.support.data import attributes, byte_tokenizer, store_of_lengths, zero_tokens
 
@@ -216,7 +214,7 @@ def test_bytes_that_were_zeroed_since_are_found_by_reading_all(tmp_path, dataset
 def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
     lengths = np.random.default_rng(1).integers(1, 6, 100).tolist()
     store = store_of_lengths(tmp_path / "s.h5", lengths)
-    monkeypatch.setattr("hpc_tune.data.content._DOCUMENTS", 7)
+    monkeypatch.setattr("hpc_tune.data.writer._DOCUMENTS", 7)
     verify_content(store)
     for a, b in ((0, 1), (6, 7), (98, 99)):
         changed = store.by_length[:].copy()
@@ -229,7 +227,7 @@ def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
 
 def test_a_run_verifies_a_file_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
     store, times = store_of_lengths(tmp_path / "s.h5", LENGTHS), []
-    monkeypatch.setattr("hpc_tune.data.content.verify_content", times.append)
+    monkeypatch.setattr("hpc_tune.data.writer.verify_content", times.append)
     for _ in range(2):
         verify_content_once(store, tmp_path / "known.json")
     assert len(times) == 1

@@ -8,12 +8,12 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.data import loader as loader_module
-from hpc_tune.data import sampler
+from hpc_tune.data import order
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader, warn_of_cut_documents
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_batch
-from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.packed_attention import lengths_in
@@ -254,13 +254,13 @@ def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(
     store, caplog, monkeypatch
 ):
     packed = []
-    pack = sampler.pack_documents
+    pack = order.pack_documents
 
     def counted(*given):
         packed.append(given)
         return pack(*given)
 
-    monkeypatch.setattr(sampler, "pack_documents", counted)
+    monkeypatch.setattr(order, "pack_documents", counted)
     held_out = HeldOut(store, SampleOrder(32, packing=True, seed=0), num_rows=7)
     first, second = (_rows(held_out.batches(micro_size)) for micro_size in (1, 3))
     assert first == second

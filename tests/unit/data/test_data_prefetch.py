@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hpc_tune.batch import Batch
-from hpc_tune.data.prefetch import Prefetcher
+from hpc_tune.data.loader import Prefetcher
 
 STEP, END, STEP_BYTES = 3, 100, 3 * 8
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from hpc_tune.data import chunks
 from hpc_tune.data import prepare as module
-from hpc_tune.data import sources
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import (
     PreparePlan,
@@ -56,7 +56,7 @@ print(max(samples) - samples[0])
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2000)
     return str(write_jsonl(tmp_path / "raw.jsonl", RECORDS))
 
 
@@ -172,7 +172,7 @@ def test_a_part_that_was_damaged_since_is_refused_by_name(source, tmp_path):
 
 
 def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     source = write_jsonl(tmp_path / "raw.jsonl", [*RECORDS[:50], {"wrong": 1}])
     errors = []
 

@@ -5,13 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.csv import write_csv
 
-from hpc_tune.data import sources
+from hpc_tune.data import chunks
+from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import DEFAULT_READING, Reading
 from hpc_tune.data.records import Completion, to_example
-from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 
@@ -216,7 +216,7 @@ def test_bad_rows_of_tables_are_skipped_alone(tmp_path):
 def test_skipped_rows_are_counted_over_all_chunks_and_the_first_reasons_said(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     lines = ['{"text": "good"}' if n % 3 else "{" for n in range(60)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     with caplog.at_level("INFO", logger="hpc_tune"):
@@ -258,7 +258,7 @@ def test_a_fraction_is_held_out_by_content_whatever_the_order_the_form_and_the_c
     assert sorted(train + held_out) == sorted(row["prompt"] for row in ROWS)
     assert 70 < len(held_out) < 130  # 100 expected, 9 the standard deviation
     write_jsonl(tmp_path / "d.jsonl", ROWS[::-1] + ROWS)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     assert set(_parts(tmp_path / "d.jsonl")[1]) == set(held_out)
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
     assert _parts(tmp_path / "d.parquet") == [train, held_out]
@@ -266,7 +266,7 @@ def test_a_fraction_is_held_out_by_content_whatever_the_order_the_form_and_the_c
 
 
 def test_both_parts_are_prepared_apart_on_any_number_of_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     path, tokenizer = write_jsonl(tmp_path / "d.jsonl", ROWS), byte_tokenizer()
     num = {}
     for part in ("train", "held-out"):
@@ -296,7 +296,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path):
 
 
 def test_one_long_text_is_not_split_by_a_fraction(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     (tmp_path / "d.txt").write_text("line\n" * 100)
     with pytest.raises(DataError, match="a text of several MiB is one document"):
         _read(tmp_path / "d.txt", Reading(held_out=0.5, part="train"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.data.sampler import PackedSampler, SampleOrder, Shuffle, one_per_row, pack_documents
+from hpc_tune.data.order import PackedSampler, SampleOrder, Shuffle, one_per_row, pack_documents
 from tests.support.data import histogram_of
 
 

@@ -5,12 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_tune.data import lines, pydocs, sources, tables
+from hpc_tune.data import chunks, raw_files
+from hpc_tune.data.chunks import identity, list_chunks, read_chunk
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import find_files
 from hpc_tune.data.reading import DEFAULT_READING
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
-from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
 from tests.support.data import chat, write_jsonl
 
@@ -25,8 +25,8 @@ def _read(path):
 def test_every_line_is_read_once_however_the_file_is_cut(
     tmp_path, monkeypatch, chunk_bytes, line_end, last_end
 ):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(lines, "READ_BYTES", 5)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(raw_files, "READ_BYTES", 5)
     texts = ["a", "b" * 200, "é😀", "", "c"]
     rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     rows.insert(2, "  ")
@@ -203,7 +203,7 @@ def test_wrong_records_say_what_was_found_and_expected(record, message):
     ],
 )
 def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, monkeypatch, line, message):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
     good = b'{"text": "abc"}\n'
     (tmp_path / "d.jsonl").write_bytes(good * 300 + line + b"\n" + good)
     with pytest.raises(DataError, match=rf"d\.jsonl, {message}"):
@@ -212,7 +212,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, monkeypatch, li
 
 @pytest.mark.parametrize("read_bytes", [4, 30, 1 << 20])
 def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch, read_bytes):
-    monkeypatch.setattr(lines, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(raw_files, "READ_BYTES", read_bytes)
     records = [{"text": "é" * n, "more": [1, {"a": "]"}]} for n in range(30)]
     for indent in (None, 2):
         (tmp_path / "d.json").write_text(json.dumps(records, indent=indent), "utf-8")
@@ -263,7 +263,7 @@ def test_bad_parquet_is_named(tmp_path):
 def test_plain_text_comes_whole_and_says_where_it_begins_and_ends(
     tmp_path, monkeypatch, chunk_bytes
 ):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     text = "first\n\nsecond line é\nlast without an end, longer than a chunk"
     (tmp_path / "b.txt").write_bytes(text.replace("\n", "\r\n").encode())
     parts = _read(tmp_path / "b.txt")
@@ -330,18 +330,18 @@ def test_data_edited_in_place_with_the_same_size_and_time_are_other_data(tmp_pat
 
 
 def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():
-    train, heldout = pydocs.list_pydocs_modules(False), pydocs.list_pydocs_modules(True)
+    train, heldout = chunks.list_pydocs_modules(False), chunks.list_pydocs_modules(True)
     assert not set(train) & set(heldout)
     assert 0.04 < len(heldout) / len(train + heldout) < 0.2
-    pairs = [pair for name in train for pair in pydocs.read_pydocs_module(name)]
+    pairs = [pair for name in train for pair in chunks.read_pydocs_module(name)]
     assert len(pairs) > 2000
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
     assert all(30 <= len(answer) <= 1000 for _, answer in pairs)
-    assert len([pair for name in heldout for pair in pydocs.read_pydocs_module(name)]) > 100
+    assert len([pair for name in heldout for pair in chunks.read_pydocs_module(name)]) > 100
 
 
 def test_pydocs_knows_what_json_dumps_does():
-    answers = dict(pydocs.read_pydocs_module("json"))
+    answers = dict(chunks.read_pydocs_module("json"))
     question = next(q for q in answers if q.startswith("What does json.dumps do?"))
     assert "dumps(obj, *, skipkeys=False" in question
     assert answers[question].startswith("Serialize ``obj`` to a JSON formatted ``str``.")
@@ -358,7 +358,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     saved.save_to_disk(tmp_path / "one", num_shards=2)
     expected = [saved[n]["id"] for n in range(25)]
     for chunk_bytes, num_chunks in ((1 << 20, 2), (1, 2)):
-        monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
         found = _read(tmp_path / "one")
         assert [int(example.messages[0]["content"][1:]) for example in found] == expected
         assert len(list_chunks(str(tmp_path / "one"))) == num_chunks
@@ -380,7 +380,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     table, file = pa.table({"text": [f"t{n}" for n in range(1000)]}), tmp_path / "d.arrow"
     with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=30)
-    marks = tables.cut_batches(file, 1000)
+    marks = raw_files.cut_batches(file, 1000)
     assert marks[0] == 0
     assert marks[-1] == 34
     assert len(marks) > 5
@@ -388,7 +388,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     rows = [
         row
         for a, b in parts
-        for _, row in tables.read_arrow(file, a, b, DEFAULT_READING, Findings())
+        for _, row in raw_files.read_arrow(file, a, b, DEFAULT_READING, Findings())
     ]
     assert [row["text"] for row in rows] == [f"t{n}" for n in range(1000)]
     whole = file.read_bytes()

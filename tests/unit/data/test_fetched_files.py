@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import LlamaConfig
 
+from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.files import find_files
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
 from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import load_tokenizer

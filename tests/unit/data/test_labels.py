@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpc_tune.data.labels import describe_label_imbalance, require_both_labels
+from hpc_tune.data.preferences import describe_label_imbalance, require_both_labels
 from hpc_tune.errors import DataError
 
 

@@ -8,17 +8,22 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_tune.data.content import verify_content
 from hpc_tune.data.encode import Encoder
+from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.packed_rows import PackedRows, make_batch, micro_batches
+from hpc_tune.data.order import SampleOrder
+from hpc_tune.data.packed_rows import (
+    PackedRows,
+    count_learned_tokens,
+    draw_documents,
+    make_batch,
+    micro_batches,
+)
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
-from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_prepared
-from hpc_tune.data.subset import count_learned_tokens, draw_documents
-from hpc_tune.data.values import WrongRecord
+from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
 

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from hpc_tune import cli
+from hpc_tune.data.chunks import (
+    cut_megatron_documents,
+    list_chunks,
+    read_chunk,
+    read_megatron_documents,
+)
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.megatron import cut_megatron_documents, read_megatron_documents
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
 

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.mixture import MixturePhase, MixtureSource
-from hpc_tune.data.packed_rows import PackedRows
-from hpc_tune.data.sampler import SampleOrder, source_seed
+from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder, source_seed
+from hpc_tune.data.packed_rows import MixedRows, PackedRows
 from hpc_tune.errors import ConfigError
 from tests.support.data import store_of_lengths
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from hpc_tune.data.mixture import (
+from hpc_tune.data.order import (
     Interleaving,
     MixturePhase,
     MixtureSource,

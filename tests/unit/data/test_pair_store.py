@@ -10,14 +10,12 @@ from tokenizers import models
 
 from hpc_tune.batch import IGNORED_LABEL, empty_batch
 from hpc_tune.config.data import DataConfig
-from hpc_tune.data import sources
-from hpc_tune.data.content import verify_content
-from hpc_tune.data.encode_preferences import PreferenceEncoder
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data import chunks
+from hpc_tune.data.encode import PreferenceEncoder
+from hpc_tune.data.hdf5_format import TokenStore, append_checksum
 from hpc_tune.data.loader import HeldOut, Loader
-from hpc_tune.data.mixed_rows import MixedRows
-from hpc_tune.data.mixture import MixturePhase, MixtureSource
-from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder
+from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_tokens, draw_documents
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
@@ -29,10 +27,8 @@ from hpc_tune.data.prepare import (
     tokenize_chunks,
 )
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.seal import append_checksum
 from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show, show_prepared
-from hpc_tune.data.subset import count_learned_tokens, draw_documents
+from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import prepare_settings
 from tests.support.data import byte_tokenizer, chat, write_jsonl
@@ -302,7 +298,7 @@ def test_the_two_answers_of_a_pair_take_those_of_the_next_pair():
 def test_blocks_do_not_change_the_documents(monkeypatch):
     rows = [to_pair(row) for row in PAIRS]
     whole, _ = sides_of(byte_tokenizer(), rows)
-    monkeypatch.setattr("hpc_tune.data.encode_preferences.BATCH_CHARS", 100)
+    monkeypatch.setattr("hpc_tune.data.encode.BATCH_CHARS", 100)
     assert sides_of(byte_tokenizer(), rows)[0] == whole
 
 
@@ -313,7 +309,7 @@ def test_loss_on_prompts_is_refused():
 
 @pytest.mark.parametrize(("rows", "form"), [(PAIRS, "pairs"), (LABELLED, "labels")])
 def test_the_same_bytes_for_any_number_of_ranks(tmp_path, monkeypatch, rows, form):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     source, tokenizer = str(write_jsonl(tmp_path / "raw.jsonl", rows)), byte_tokenizer()
     files = []
     for size in (1, 3):
@@ -327,7 +323,7 @@ def test_the_same_bytes_for_any_number_of_ranks(tmp_path, monkeypatch, rows, for
 
 
 def test_a_chunk_is_rotated_on_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     store = prepared(tmp_path, LABELLED[:55], "labels", tokenizer=byte_tokenizer(None))
     decode = byte_tokenizer(None).decode
     second = [decode(store.sides(n)[1][0]) for n in range(55)]

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from hpc_tune.data.dataset_card import glob_files
 from hpc_tune.data.files import find_files
-from hpc_tune.data.patterns import glob_files
 from hpc_tune.errors import DataError
 
 PATTERNS = ("**/*.jsonl", "a/**/*.jsonl", "a/**", "**", "**/b/**/*.jsonl", "?/**/b/*", "*.jsonl")

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import Findings
+from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.preferences import (
     LabelledAnswers,
     PreferencePair,
@@ -14,8 +16,6 @@ from hpc_tune.data.preferences import (
 )
 from hpc_tune.data.reading import Reading, read_example
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text
-from hpc_tune.data.sources import list_chunks, read_chunk
-from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 from tests.support.data import write_jsonl
 

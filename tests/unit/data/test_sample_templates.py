@@ -9,7 +9,7 @@ from hpc_tune.config.chat_templates import template_file
 from hpc_tune.data.counts import _REMARKS, _ROLE_REMARKS
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
-from hpc_tune.model.template_syntax import refuse_syntax_errors
+from hpc_tune.model.tokenizer import refuse_syntax_errors
 from tests.support.data import byte_tokenizer
 
 SAMPLES = Path(__file__).parents[3] / "docs" / "samples"

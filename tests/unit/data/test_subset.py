@@ -3,11 +3,16 @@
 import numpy as np
 import pytest
 
-from hpc_tune.data import subset
+from hpc_tune.data import packed_rows
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.packed_rows import PackedRows
-from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.data.subset import count_learned_tokens, count_tokens, draw_documents, sort_by_length
+from hpc_tune.data.order import SampleOrder
+from hpc_tune.data.packed_rows import (
+    PackedRows,
+    count_learned_tokens,
+    count_tokens,
+    draw_documents,
+    sort_by_length,
+)
 from hpc_tune.data.writer import Block, write_store
 from tests.support.data import attributes, histogram_of
 
@@ -28,7 +33,7 @@ def store(tmp_path):
 @pytest.mark.parametrize("limit", [None, 1, 7, 150, 200, 999])
 @pytest.mark.parametrize("seq_len", [8, 40, 64])
 def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch):
-    monkeypatch.setattr(subset, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(packed_rows, "_TOKENS_AT_ONCE", 100)
     rows = PackedRows(store, SampleOrder(seq_len, True, 3), limit)
     numbers = [n for row in range(rows.num_rows) for n in rows.sampler.documents_of(row)]
     assert len(numbers) == len(set(numbers)) == min(limit or 200, 200)

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
+from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.files import find_files
-from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
 from hpc_tune.packages import parse_release
 

@@ -9,10 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.encode import Encoder
+from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.records import to_example
-from hpc_tune.data.templates import fix_date
-from hpc_tune.data.tokenizer import fingerprint
-from hpc_tune.data.values import WrongRecord
+from hpc_tune.data.tokenizer import fingerprint, fix_date
 from tests.support.data import CHATML, byte_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": {"city": "Oslo"}}}

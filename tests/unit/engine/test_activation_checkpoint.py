@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausa
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from hpc_tune.engine.async_io import wait_for_compiler
+from hpc_tune.engine.zero.settings import wait_for_compiler
 
 LIMIT_S = 60.0
 

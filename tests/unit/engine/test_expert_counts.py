@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.expert_parallel import _TokenExchange
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 
 NUM_EXPERTS = 4
 

@@ -14,12 +14,17 @@ from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import find_roles
-from hpc_tune.train.startup.proof import _batch, _random_documents
-from hpc_tune.train.startup.two_threads import ThreadAxis, find_unlike_gradient, merge_gradients
+from hpc_tune.train.startup.architecture_check import (
+    ThreadAxis,
+    _batch,
+    _random_documents,
+    find_unlike_gradient,
+    merge_gradients,
+)
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])
 

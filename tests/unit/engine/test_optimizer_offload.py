@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import make_adamw
-from hpc_tune.engine.optimizer_offload import OffloadedState
+from hpc_tune.engine.adamw import OffloadedState, make_adamw
 
 
 def trained(seed):

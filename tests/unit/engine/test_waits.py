@@ -10,8 +10,10 @@ from hpc_tune.engine.counted_collectives import (
     CountedCollectives,
     FsdpAllGather,
     FsdpReduceScatter,
+    ReduceScatterWaits,
+    time_fsdp_waits,
+    time_group,
 )
-from hpc_tune.engine.waits import ReduceScatterWaits, time_fsdp_waits, time_group
 
 
 class Gpu:

@@ -31,8 +31,8 @@ from hpc_tune.memory.policy import (
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import GPU_SLACK, PhaseMemory
 from hpc_tune.plan.report import fits
-from hpc_tune.rundir import outcome, previous
-from hpc_tune.rundir.previous import PreviousRun
+from hpc_tune.rundir import outcome
+from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.train.governor import Governor, outcome_facts
 from hpc_tune.train.startup.micro_size import largest_micro_size
 from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
@@ -276,7 +276,7 @@ def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
         outcome.write_outcome(
             outcome.stopped("why", 4, outcome_facts(need, governor.taken)), tmp_path
         )
-        assert previous.read_previous_run(tmp_path).short_of == memory
+        assert outcome.read_previous_run(tmp_path).short_of == memory
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from hpc_tune.memory import garbage
+from hpc_tune.memory import host
 from hpc_tune.train.control import StepStatus
 from hpc_tune.train.metrics import Extremes, PerRank
 from tests.support.training import PREPARED
@@ -29,28 +29,28 @@ def collected():
 
 
 def test_what_a_rank_has_made_and_freed_is_not_due():
-    with garbage.defer_collection():
-        for _ in range(3 * garbage._MAX_OBJECTS):
+    with host.defer_collection():
+        for _ in range(3 * host._MAX_OBJECTS):
             _ = [[]]
-        assert not garbage.is_collection_due()
+        assert not host.is_collection_due()
 
 
 def test_garbage_in_circles_is_due_and_waits_for_the_boundary():
-    with garbage.defer_collection():
+    with host.defer_collection():
         first = weakref.ref(Node())
-        for _ in range(garbage._MAX_OBJECTS):
+        for _ in range(host._MAX_OBJECTS):
             Node()
-        assert garbage.is_collection_due()
+        assert host.is_collection_due()
         assert first() is not None
         gc.collect()
         assert first() is None
-        assert not garbage.is_collection_due()
+        assert not host.is_collection_due()
 
 
 def test_a_rank_that_comes_to_no_boundary_collects_at_last():
-    with garbage.defer_collection():
+    with host.defer_collection():
         first = weakref.ref(Node())
-        for _ in range(garbage._FORCED_OBJECTS):
+        for _ in range(host._FORCED_OBJECTS):
             Node()
         assert first() is None
 
@@ -58,7 +58,7 @@ def test_a_rank_that_comes_to_no_boundary_collects_at_last():
 def test_after_training_all_is_collected_as_before():
     before, held = gc.get_threshold(), Node()
     was = weakref.ref(held)
-    with garbage.defer_collection():
+    with host.defer_collection():
         del held
     gc.collect()
     assert was() is None
@@ -83,7 +83,7 @@ import gc, sys
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
-import hpc_tune.memory.garbage as garbage
+import hpc_tune.memory.host as garbage
 
 garbage._MAX_OBJECTS = 2000
 within, found, due = [False], [], []

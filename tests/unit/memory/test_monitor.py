@@ -13,11 +13,10 @@ import torch
 from hpc_tune.errors import ResumableStop
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
-from hpc_tune.memory.host import HostLimit, Usage
+from hpc_tune.memory.host import HostLimit, PrivateMemoryLimit, Usage
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
-from hpc_tune.memory.rlimit import PrivateMemoryLimit
-from hpc_tune.rundir import heartbeat, outcome, previous
+from hpc_tune.rundir import outcome
 
 MIB = 1 << 20
 
@@ -202,23 +201,21 @@ def test_switched_off_it_does_nothing(host):
 
 
 def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
-    file = heartbeat.heartbeat_path(tmp_path, 3)
+    file = outcome.heartbeat_path(tmp_path, 3)
     file.parent.mkdir()
-    beat = heartbeat.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
+    beat = outcome.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
     watching = Monitor(None, mode="observe", heartbeat=beat)
     watching.start()
     watching.enter("load", "loading the model", tell=True)
-    wait_for(
-        lambda: [w.phase for w in heartbeat.read_heartbeats(tmp_path)] == ["loading the model"]
-    )
-    [word] = heartbeat.read_heartbeats(tmp_path)
+    wait_for(lambda: [w.phase for w in outcome.read_heartbeats(tmp_path)] == ["loading the model"])
+    [word] = outcome.read_heartbeats(tmp_path)
     assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)
     watching.close()
-    assert heartbeat.read_heartbeats(tmp_path) == []
+    assert outcome.read_heartbeats(tmp_path) == []
 
 
 def leave_words(run_dir, **changed):
-    file = heartbeat.heartbeat_path(run_dir, 0)
+    file = outcome.heartbeat_path(run_dir, 0)
     file.parent.mkdir(exist_ok=True)
     said = {
         "time": 1.0,
@@ -234,9 +231,9 @@ def leave_words(run_dir, **changed):
 
 
 def test_a_run_without_an_outcome_was_killed(tmp_path):
-    assert previous.read_previous_run(tmp_path).death is None
+    assert outcome.read_previous_run(tmp_path).death is None
     leave_words(tmp_path)
-    last = previous.read_previous_run(tmp_path)
+    last = outcome.read_previous_run(tmp_path)
     assert last.short_of is None
     assert "Last seen on n1 at 1970-01-01" in last.death
     assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in last.death
@@ -245,7 +242,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
 
 def test_near_the_limit_it_was_probably_memory(tmp_path):
     leave_words(tmp_path, used=900)
-    last = previous.read_previous_run(tmp_path)
+    last = outcome.read_previous_run(tmp_path)
     assert last.short_of == "host"
     assert last.death.endswith("; probably by the kernel, for memory")
 
@@ -255,18 +252,18 @@ def test_the_kernels_counter_is_proof(tmp_path):
     group.mkdir()
     (group / "memory.events").write_text("oom_kill 6\n")
     leave_words(tmp_path, cgroup=str(group))
-    last = previous.read_previous_run(tmp_path)
+    last = outcome.read_previous_run(tmp_path)
     assert last.short_of == "host"
     assert "the kernel killed 2 of that group's processes for memory" in last.death
 
 
 def test_words_that_cannot_be_read_are_none(tmp_path):
     leave_words(tmp_path)
-    heartbeat.heartbeat_path(tmp_path, 1).write_text("{")
-    heartbeat.heartbeat_path(tmp_path, 2).write_text('{"time": 1}')
-    assert len(heartbeat.read_heartbeats(tmp_path)) == 1
-    heartbeat.clear_heartbeats(tmp_path)
-    assert previous.read_previous_run(tmp_path).death is None
+    outcome.heartbeat_path(tmp_path, 1).write_text("{")
+    outcome.heartbeat_path(tmp_path, 2).write_text('{"time": 1}')
+    assert len(outcome.read_heartbeats(tmp_path)) == 1
+    outcome.clear_heartbeats(tmp_path)
+    assert outcome.read_previous_run(tmp_path).death is None
 
 
 def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
@@ -282,10 +279,10 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
         "had": 1,
         "governor": ["shrink_buffers"],
     }
-    last = previous.read_previous_run(tmp_path)
+    last = outcome.read_previous_run(tmp_path)
     assert (last.actions, last.short_of, last.death) == (("shrink_buffers",), "host", None)
     outcome.write_outcome(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
-    assert previous.read_previous_run(tmp_path).short_of is None
+    assert outcome.read_previous_run(tmp_path).short_of is None
 
 
 def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():

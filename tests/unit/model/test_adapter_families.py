@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.blocks import find_blocks
-from hpc_tune.model.four_bit import FourBitLinear
-from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
+from hpc_tune.model.quantized_base import FourBitLinear
 
 SHAPE = {
     "vocab_size": 64,
@@ -85,7 +84,7 @@ def quantised(model):
     """Return a copy whose base layers in the blocks are in 4 bits."""
     from bitsandbytes.functional import quantize_4bit
 
-    from hpc_tune.model.four_bit import _SCALE_NAMES, _quantise_scales
+    from hpc_tune.model.quantized_base import _SCALE_NAMES, _quantise_scales
 
     model = in_bf16(model)
     for block in blocks_of(model):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.model.dropout import RowDropout, use_row_dropout
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 
 P = 0.25
 

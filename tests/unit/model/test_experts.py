@@ -8,7 +8,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.experts import find_routers, find_stacks, group_parameters
-from hpc_tune.model.shrink import shrink_config
+from hpc_tune.model.stock_reference import shrink_config
 from tests.support.mixtures import write_mixture
 
 

@@ -14,10 +14,8 @@ from hpc_tune.engine.zero.state import fill_parameter
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.finite import find_non_finite
-from hpc_tune.model.init_adapter import use_init_adapter
-from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.weights import reserve_nothing
+from hpc_tune.model.load import allocate, load_weights, use_init_adapter
+from hpc_tune.model.weights import find_non_finite, reserve_nothing
 
 NAME = "model.layers.2.self_attn.k_proj.weight"
 

@@ -12,14 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model import float8_base
-from hpc_tune.model.adapter_copies import AdapterCopies
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.float8_base import Float8Linear, Float8Stack, float8_rows
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.packed_base import find_packed_weights
+from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
+from hpc_tune.model.quantized_base import find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout

@@ -12,7 +12,7 @@ from transformers.integrations.moe import use_experts_implementation
 from hpc_tune import torch_versions
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.grouped_experts import use_grouped_experts
-from hpc_tune.model.sorted_rows import pad_rows
+from hpc_tune.model.grouped_matmul import pad_rows
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 24, 5, 2
 

@@ -11,8 +11,8 @@ import transformers.integrations.moe  # noqa: F401 - it makes torch.ops.transfor
 
 from hpc_tune import torch_versions
 from hpc_tune.log import log
-from hpc_tune.model import grouped_products
-from hpc_tune.model.grouped_products import CHECKED_ROWS, compare_with_loop, kernel_fault
+from hpc_tune.model import grouped_matmul
+from hpc_tune.model.grouped_matmul import CHECKED_ROWS, compare_with_loop, kernel_fault
 from hpc_tune.train.model import Model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,11 +49,11 @@ def sorted_rows(*counts):
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 3.0])
 def test_an_expert_without_rows_has_a_gradient_of_zero_whatever_memory_had(garbage, monkeypatch):
     low, wide, weight, ends = sorted_rows(0, 3, 0, 0, 5, 0)
-    wanted = grouped_products.grouped_weight_gradient(low, wide, weight, ends)
+    wanted = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     kernel = leaves_memory(torch_versions.grouped_mm, garbage)
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    monkeypatch.setattr(grouped_products, "_may_leave_memory", lambda x: True)
-    found = grouped_products.grouped_weight_gradient(low, wide, weight, ends)
+    monkeypatch.setattr(grouped_matmul, "_may_leave_memory", lambda x: True)
+    found = grouped_matmul.grouped_weight_gradient(low, wide, weight, ends)
     assert torch.equal(found, wanted)
     assert [bool(grad.any()) for grad in found] == [False, True, False, False, True, False]
 
@@ -74,7 +74,7 @@ def test_memory_that_is_filled_afterwards_is_no_fault(monkeypatch):
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
     assert "the gradient of weights by nan" in kernel_fault(CPU, torch.bfloat16)
     kernel_fault.cache_clear()
-    monkeypatch.setattr(grouped_products, "_may_leave_memory", lambda x: True)
+    monkeypatch.setattr(grouped_matmul, "_may_leave_memory", lambda x: True)
     assert kernel_fault(CPU, torch.bfloat16) == ""
 
 
@@ -116,16 +116,16 @@ def test_a_wrong_kernel_is_told_of_once_and_experts_are_multiplied_one_by_one(
 ):
     low, wide, weight, ends = sorted_rows(0, 40, 5, 0)
     by_kernel = [
-        grouped_products.grouped_matmul(low, weight.normal_(), ends),
-        grouped_products.grouped_weight_gradient(low, wide, weight, ends),
+        grouped_matmul.grouped_matmul(low, weight.normal_(), ends),
+        grouped_matmul.grouped_weight_gradient(low, wide, weight, ends),
     ]
     monkeypatch.setattr(torch_versions, "grouped_mm", wrong(torch_versions.grouped_mm))
     monkeypatch.setattr(
-        grouped_products, "_is_kernel_refused", lambda x: bool(kernel_fault(CPU, torch.float32))
+        grouped_matmul, "_is_kernel_refused", lambda x: bool(kernel_fault(CPU, torch.float32))
     )
     by_loop = [
-        grouped_products.grouped_matmul(low, weight, ends),
-        grouped_products.grouped_weight_gradient(low, wide, weight, ends),
+        grouped_matmul.grouped_matmul(low, weight, ends),
+        grouped_matmul.grouped_weight_gradient(low, wide, weight, ends),
     ]
     for one, other in zip(by_loop, by_kernel, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -149,7 +149,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     monkeypatch.setattr("hpc_tune.train.model.kernels_of", lambda *_: _kernels("varlen"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(
-        grouped_products, "kernel_fault", lambda *of: tried.append(of) or "it is wrong"
+        grouped_matmul, "kernel_fault", lambda *of: tried.append(of) or "it is wrong"
     )
     module = SimpleNamespace(within_documents=True, needs_mask=False)
     config = SimpleNamespace(model_type="mixtral")
@@ -177,8 +177,8 @@ def test_a_product_with_too_many_values_for_the_kernel_is_cut_between_rows(
     low, wide, weight, ends = sorted_rows(*counts)
     weight.normal_()
     wanted = [
-        grouped_products.grouped_matmul(wide, weight.transpose(1, 2), ends),
-        grouped_products.grouped_weight_gradient(low, wide, weight, ends),
+        grouped_matmul.grouped_matmul(wide, weight.transpose(1, 2), ends),
+        grouped_matmul.grouped_weight_gradient(low, wide, weight, ends),
     ]
     most, product, seen = rows * 16 + 15, torch_versions.grouped_mm, []
 
@@ -192,10 +192,10 @@ def test_a_product_with_too_many_values_for_the_kernel_is_cut_between_rows(
         return out
 
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    monkeypatch.setattr(grouped_products, "_max_values", lambda x: most)
+    monkeypatch.setattr(grouped_matmul, "_max_values", lambda x: most)
     found = [
-        grouped_products.grouped_matmul(wide, weight.transpose(1, 2), ends),
-        grouped_products.grouped_weight_gradient(low, wide, weight, ends),
+        grouped_matmul.grouped_matmul(wide, weight.transpose(1, 2), ends),
+        grouped_matmul.grouped_weight_gradient(low, wide, weight, ends),
     ]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -208,8 +208,8 @@ def test_what_the_kernel_of_a_gpu_counts_has_32_bits():
     with FakeTensorMode():
         for rows, pieces in ((524_287, 1), (524_288, 2), (8 * 65_536 * 2, 3)):
             x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda")
-            found = grouped_products._split_rows(x, 4096)
+            found = grouped_matmul._split_rows(x, 4096)
             assert len(found) == pieces
             assert max(end - begin for begin, end in found) * 4096 < 2**31
         on_cpu = torch.empty(524_288, 4096, dtype=torch.bfloat16)
-        assert grouped_products._split_rows(on_cpu, 4096) == [(0, 524_288)]
+        assert grouped_matmul._split_rows(on_cpu, 4096) == [(0, 524_288)]

@@ -18,8 +18,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import SHAPE, write_tiny
-from hpc_tune.model.init_adapter import use_init_adapter
-from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.load import allocate, load_weights, use_init_adapter
 from tests.support.mixtures import write_mixture
 
 TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])

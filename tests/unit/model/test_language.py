@@ -16,10 +16,15 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import use_init_adapter, use_whole_model_names
 from hpc_tune.model.language import read_config, read_language_config, stock_class
-from hpc_tune.model.load import allocate, load_trained, load_weights
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.load import (
+    allocate,
+    load_trained,
+    load_weights,
+    use_init_adapter,
+    use_whole_model_names,
+)
+from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.model.weights import index_checkpoint
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since, skip_without

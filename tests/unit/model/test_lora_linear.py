@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.adapter_copies import AdapterCopies
-from hpc_tune.model.lora_linear import adapter_weight, use_lora_linear
+from hpc_tune.model.lora_linear import AdapterCopies, adapter_weight, use_lora_linear
 
 
 class Block(nn.Module):

@@ -3,8 +3,7 @@
 import torch
 from safetensors.torch import save_file
 
-from hpc_tune.model.identity import fingerprint_weights
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import TensorIndex, fingerprint_weights
 
 
 def sampled(folder, *files):

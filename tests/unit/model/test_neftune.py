@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from hpc_tune.model.neftune import EmbeddingNoise, document_lengths
-from hpc_tune.model.scoped import MicroBatch, batch_context
+from hpc_tune.model.dropout import EmbeddingNoise, document_lengths
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 
 ALPHA, WIDTH = 5.0, 48
 

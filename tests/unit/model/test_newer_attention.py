@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from hpc_tune.model import newer_attention, varlen_attention
+from hpc_tune.model import varlen_attention
 
 GPU = torch.device("cuda", 0)
 TRIED = (GPU, torch.bfloat16, 128, 4)
@@ -18,14 +18,14 @@ TRIED = (GPU, torch.bfloat16, 128, 4)
 def asked(monkeypatch):
     """What torch was told, with both packages installed on a Hopper."""
     calls = []
-    newer_attention.use_flash_attention.cache_clear()
+    varlen_attention.use_flash_attention.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(newer_attention, "is_installed", lambda module: True)
+    monkeypatch.setattr(varlen_attention, "is_installed", lambda module: True)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", calls.append, raising=False)
     restore = lambda **_: calls.append("torch's own")  # noqa: E731
     monkeypatch.setattr(attention, "restore_flash_attention_impl", restore, raising=False)
     yield calls
-    newer_attention.use_flash_attention.cache_clear()
+    varlen_attention.use_flash_attention.cache_clear()
 
 
 def gaps(monkeypatch, *answers):
@@ -42,9 +42,9 @@ def gaps(monkeypatch, *answers):
 
 def test_the_best_is_used_where_it_is_right(asked, monkeypatch):
     gaps(monkeypatch, 1e-3)
-    assert newer_attention.use_flash_attention(*TRIED) == "FlashAttention 3"
+    assert varlen_attention.use_flash_attention(*TRIED) == "FlashAttention 3"
     assert asked == ["FA3"]
-    assert newer_attention.use_flash_attention(*TRIED) == "FlashAttention 3"
+    assert varlen_attention.use_flash_attention(*TRIED) == "FlashAttention 3"
     assert asked == ["FA3"], "it is tried once"
 
 
@@ -59,29 +59,29 @@ def test_the_best_is_used_where_it_is_right(asked, monkeypatch):
 )
 def test_one_that_is_wrong_is_taken_back_and_said(asked, monkeypatch, caplog, answer, why):
     gaps(monkeypatch, answer, 1e-3)
-    assert newer_attention.use_flash_attention(*TRIED) == "FlashAttention 4"
+    assert varlen_attention.use_flash_attention(*TRIED) == "FlashAttention 4"
     assert asked == ["FA3", "torch's own", "FA4"]
     assert f"FlashAttention 3 is installed and not used: {why}" in caplog.text
 
 
 def test_a_window_is_tried_too(asked, monkeypatch):
     gaps(monkeypatch, 1e-3, 0.5, 0.5)
-    assert newer_attention.use_flash_attention(*TRIED, 70) == ""
+    assert varlen_attention.use_flash_attention(*TRIED, 70) == ""
     assert asked == ["FA3", "torch's own", "FA4", "torch's own"]
 
 
 @pytest.mark.parametrize(("capability", "found"), [((8, 0), []), ((10, 0), ["FA4"])])
 def test_each_is_for_some_gpus(asked, monkeypatch, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert newer_attention.list_installed(GPU) == found
+    assert varlen_attention.list_installed(GPU) == found
 
 
 def test_an_older_torch_has_none(asked, monkeypatch):
     monkeypatch.delattr(attention, "activate_flash_attention_impl")
-    assert newer_attention.use_flash_attention(*TRIED) == ""
+    assert varlen_attention.use_flash_attention(*TRIED) == ""
 
 
 def test_what_is_not_installed_is_not_asked_for(monkeypatch):
-    newer_attention.use_flash_attention.cache_clear()
+    varlen_attention.use_flash_attention.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert newer_attention.use_flash_attention(*TRIED) == ""
+    assert varlen_attention.use_flash_attention(*TRIED) == ""

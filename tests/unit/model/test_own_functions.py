@@ -6,7 +6,7 @@ import sys
 import torch
 from torch._subclasses import FakeTensorMode
 
-from hpc_tune.model.own_functions import _is_on_gpu
+from hpc_tune.model.transformers_compat import _is_on_gpu
 from tests.support.ranks import HANG_S, rank_environment
 
 # What the real one does for a tensor that is not on a GPU.
@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from transformers.models.lfm2 import modeling_lfm2
 import causal_conv1d
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.train.startup.proof import check_architecture_cached
+from hpc_tune.train.startup.architecture_check import check_architecture_cached
 
 def closure(function):
     return [cell.cell_contents for cell in function.__closure__]

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model import four_bit
+from hpc_tune.model import quantized_base
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.four_bit import FourBitLinear
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.quantized_base import FourBitLinear
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.layout import Layout
@@ -136,7 +136,7 @@ def test_pieces_and_shards_give_the_bytes_of_the_whole(
     packed, state = bitsandbytes.functional.quantize_4bit(
         values, blocksize=64, quant_type="nf4", compress_statistics=True
     )
-    monkeypatch.setattr(four_bit, "PIECE_BYTES", 4 * 700)
+    monkeypatch.setattr(quantized_base, "PIECE_BYTES", 4 * 700)
     layer = FourBitLinear(nn.Linear(width, rows, bias=False), torch.float32)
     assert layer.weight.shape == packed.shape
     for start, local in zip(

@@ -5,9 +5,8 @@ import torch
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
-from hpc_tune.model.four_bit import FourBitStack
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.packed_base import find_packed_weights
+from hpc_tune.model.quantized_base import FourBitStack, find_packed_weights
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.step.size import flops_per_token, measure

@@ -5,7 +5,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.shapes import refuse_shape, shape_directory, shape_names
+from hpc_tune.model.config_json import refuse_shape, shape_directory, shape_names
 from hpc_tune.step.size import measure
 
 # (hidden, wide, layers, width of queries, width of keys and of values, vocabulary)

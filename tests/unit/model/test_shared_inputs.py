@@ -20,9 +20,9 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import blocks as own_layers
 from hpc_tune.model.blocks import find_blocks, use_own_layers
+from hpc_tune.model.faster_layers import share_casts
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.shared_inputs import share_casts
 
 ROWS, TOKENS, HIDDEN = 2, 11, 32
 NUM = ROWS * TOKENS * HIDDEN  # of no weight, and of no other activation

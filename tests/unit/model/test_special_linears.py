@@ -11,8 +11,8 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.four_bit import FourBitLinear
-from hpc_tune.model.stock import write_small_model
+from hpc_tune.model.quantized_base import FourBitLinear
+from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.train.model import _log_ignored_parts
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}

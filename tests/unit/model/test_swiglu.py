@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.model.swiglu import use_swiglu
+from hpc_tune.model.faster_layers import use_swiglu
 
 
 def block_of(family, **more):

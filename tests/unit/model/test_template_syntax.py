@@ -9,7 +9,7 @@ from hpc_tune import cli
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
 from hpc_tune.errors import DataError
-from hpc_tune.model.template_syntax import refuse_syntax_errors
+from hpc_tune.model.tokenizer import refuse_syntax_errors
 from tests.support.data import byte_tokenizer, chat, write_jsonl
 
 BROKEN = "{% for m in messages %}\n{{ m.role | upper }}: {{ m.content || 1 }}\n{% endfor %}"

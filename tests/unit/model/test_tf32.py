@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.load import load_config
-from hpc_tune.model.tf32 import multiplies_in_tf32, use_tf32
+from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.train.startup.describe import describe_arithmetic
 from hpc_tune.world.architecture import Architecture
 

@@ -8,8 +8,7 @@ from tokenizers import processors as post
 from transformers import AutoTokenizer
 
 from hpc_tune.data.tokenizer import fingerprint, num_ids
-from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.model.tokenizer_file import name_whole_file_class
+from hpc_tune.model.tokenizer import load_tokenizer, name_whole_file_class
 
 TEXT = (
     "were021720250650anci In  2023 there were  650841823 people.\n  17 nodes, cafe\u0301 <|user|> "

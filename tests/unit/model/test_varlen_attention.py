@@ -18,8 +18,8 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _mask, use_document_attention
-from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import (
     DocumentStarts,
     decode_window,

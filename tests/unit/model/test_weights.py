@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model import regions, weights
-from hpc_tune.model.box import Box
 from hpc_tune.model.regions import Region, local_region, write_regions
+from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 from tests.support.ranks import HANG_S
 from tests.support.regions import regions_of

@@ -9,8 +9,7 @@ from hpc_tune.plan.memory_model import (
     NVLS_BYTES,
     context_bytes,
 )
-from hpc_tune.step.groups import num_groups
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import Layout, num_groups
 
 GIB = 1 << 30
 

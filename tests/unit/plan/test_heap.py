@@ -2,7 +2,7 @@
 
 import itertools
 
-from hpc_tune.plan.heap import Heap
+from hpc_tune.plan.traced_memory import Heap
 
 
 def test_the_order_of_blocks_that_are_freed_together_makes_no_difference():

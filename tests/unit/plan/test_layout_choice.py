@@ -7,13 +7,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.resolve import (
-    check_layout,
-    choose_layout,
-    choose_reshard,
-    resolve,
-    with_layout,
-)
+from hpc_tune.plan.resolve import check_layout, choose_layout, choose_reshard, resolve, with_layout
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, static_bytes
 

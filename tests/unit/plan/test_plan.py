@@ -24,7 +24,7 @@ from hpc_tune.plan.memory_model import (
     PhaseMemory,
     memory_by_phase,
 )
-from hpc_tune.plan.shape import ModelShape, planned_dtype
+from hpc_tune.plan.resolve import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
 from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks

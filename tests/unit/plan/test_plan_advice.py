@@ -7,10 +7,10 @@ from hpc_tune.config.constraints import check_job
 from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.shapes import find_nearest_shape
-from hpc_tune.plan import advice
-from hpc_tune.plan.advice import Remedy, check_remedies
+from hpc_tune.model.config_json import find_nearest_shape
+from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine, requested_machine
+from hpc_tune.plan.report import Remedy, check_remedies
 from hpc_tune.train.startup.preflight import _describe_shortage
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def test_a_configuration_is_changed_by_whole_names():
 
 @pytest.mark.full
 def test_what_a_plan_of_several_rows_advises_does_fit(capsys, monkeypatch):
-    monkeypatch.setattr(advice, "_CHECK_LIMIT_S", 900.0)  # on a busy machine, too
+    monkeypatch.setattr(report, "_CHECK_LIMIT_S", 900.0)  # on a busy machine, too
     words = ["plan", "--cpu", "--gpus-per-node", "1", "--host-memory", "24GiB"]
     words += ["model.path=shape:llama3-8b", "batch.micro_size=8", "data.seq_len=8192"]
     assert cli.main(words) == 1

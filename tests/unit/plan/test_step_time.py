@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.plan.network import Network
-from hpc_tune.plan.step_time import Compute, StepWork, step_time
+from hpc_tune.plan.step_time import Compute, Network, StepWork, step_time
 from hpc_tune.probe.links import CollectiveTime, Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, WeightGroup

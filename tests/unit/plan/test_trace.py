@@ -22,10 +22,8 @@ import hpc_tune.plan.trace
 from hpc_tune import torch_versions
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
-from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.attention_scratch import scratch_bytes
-from hpc_tune.plan.heap import OBJECTS, Heap
-from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
+from hpc_tune.model.config_json import shape_directory
+from hpc_tune.plan.traced_memory import KERNEL_BYTES, OBJECTS, Heap, TracedMemory, scratch_bytes
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import measure, static_bytes
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
@@ -47,7 +45,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
 def trace(name: str, world: int, *arguments: str) -> dict:
     """The report on configs/NAME_lora.yaml with the shape of that name."""
     done = run_python(
-        *("-m", "hpc_tune.plan.quick_trace", f"configs/{name}_lora.yaml", "--world", str(world)),
+        *("-m", "hpc_tune.plan.trace", f"configs/{name}_lora.yaml", "--world", str(world)),
         *(f"model.path=shape:{name.replace('_', '-')}", *arguments),
     )
     assert done.returncode == 0, done.stderr
@@ -289,7 +287,7 @@ def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
 def test_zero_is_refused():
     arguments = ("--world", "8", "parallel.replicate=null", "parallel.zero_stage=3")
     words = ("configs/llama3_8b_lora.yaml", "model.path=shape:llama3-8b")
-    done = run_python("-m", "hpc_tune.plan.quick_trace", *words, *arguments)
+    done = run_python("-m", "hpc_tune.plan.trace", *words, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("parallel.zero_stage cannot be traced")
 
@@ -491,7 +489,7 @@ def test_a_mixture_whose_weights_are_all_trained_is_traced(tmp_path, dtype):
     model = write_mixture("qwen3_moe", tmp_path / "base")
     words = [f"model.path={model}", "tune.method=full", f"model.dtype={dtype}", "data.seq_len=64"]
     done = run_python(
-        "-m", "hpc_tune.plan.quick_trace", "configs/smollm2_135m_lora.yaml", "--world", "1", *words
+        "-m", "hpc_tune.plan.trace", "configs/smollm2_135m_lora.yaml", "--world", "1", *words
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

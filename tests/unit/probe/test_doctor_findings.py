@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.cluster.unused_gpus import UnusedGpus
+from hpc_tune.probe.doctor import report_dict, report_lines
+from hpc_tune.probe.fabric import NcclLibrary
 from hpc_tune.probe.facts import FolderFacts, RankFacts, measure_folder
 from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.gpu_state import GpuState
@@ -19,10 +21,8 @@ from hpc_tune.probe.links import (
     format_rate,
     pair_rounds,
 )
-from hpc_tune.probe.nccl import NcclLibrary
-from hpc_tune.probe.products import MatmulResult
+from hpc_tune.probe.matmuls import MatmulResult
 from hpc_tune.probe.software import CompiledOps
-from hpc_tune.probe.table import report_dict, report_lines
 from hpc_tune.probe.topology import NO_NVML, NetworkCard, NodeGpu, Topology
 
 GIB = 1 << 30

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.probe import energy
-from hpc_tune.probe.energy import EnergyCounter, EnergyMeter, find_counters, joules_between
+from hpc_tune.probe import gpu_state
+from hpc_tune.probe.gpu_state import EnergyCounter, EnergyMeter, find_counters, joules_between
 
 WRAP = 262_143_328_850  # microjoules, as Intel's packages have it
 
@@ -92,7 +92,7 @@ def test_a_counter_that_begins_again_goes_on(tmp_path, no_driver):
 def test_a_thread_reads_counters_that_begin_again_between_begin_and_end(
     tmp_path, no_driver, monkeypatch
 ):
-    monkeypatch.setattr(energy, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(gpu_state, "READ_EVERY_S", 0.01)
     used = iter([90.0, 30.0, 60.0, 0.0])  # twice beyond 100
     all_read = threading.Event()
     clock = Clock()

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from hpc_tune.probe.kfd import amd_gpus
-from hpc_tune.probe.topology import read_topology
+from hpc_tune.probe.topology import amd_gpus, read_topology
 
 # A node of LUMI or Frontier: 8 dies of MI250X, linked within a card and to some neighbours.
 MI250X = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_tune.probe.nccl import format_version, read_nccl, read_version
+from hpc_tune.probe.fabric import format_version, read_nccl, read_version
 from tests.support.ranks import ROOT
 
 MAPS = """\
@@ -107,7 +107,7 @@ def test_the_number_of_a_version_in_words(number, version):
 
 LOADED = """
 import ctypes, sys
-from hpc_tune.probe.nccl import read_nccl
+from hpc_tune.probe.fabric import read_nccl
 
 ctypes.CDLL(sys.argv[1])
 found = read_nccl("2.27.5", False, {})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_tune.packages import parse_release
-from hpc_tune.probe.products import (
+from hpc_tune.probe.matmuls import (
     MatmulResult,
     MatmulWork,
     exact_matrices,
@@ -114,11 +114,11 @@ def test_a_gpu_is_waited_for_between_batches_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["in_batch"] == told["races"] == []
-    assert told["warming"] == ["an event is waited for in probe/products.py wait"]
+    assert told["warming"] == ["an event is waited for in probe/matmuls.py wait"]
     found = MatmulResult(**told["found"])
     assert told["waits"] == {
-        "an event is waited for in probe/products.py wait": found.num_checked,
-        "values are read in probe/products.py count_wrong": 1,
+        "an event is waited for in probe/matmuls.py wait": found.num_checked,
+        "values are read in probe/matmuls.py count_wrong": 1,
     }
     assert (found.dtype, found.size) == ("bf16", 8192)
     assert found.flops_per_s == 2 * 8192**3 / 2e-3

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.report.job_energy import JobsEnergy, find_jobs_energy
+from hpc_tune.report.read import JobsEnergy, find_jobs_energy
 
 
 def events(*jobs):

@@ -16,21 +16,19 @@ from rich.console import Console
 
 from hpc_tune import cli
 from hpc_tune.report import watch as watching
-from hpc_tune.report.checkpoints import list_checkpoints
 from hpc_tune.report.facts import (
     compare_predictions,
     describe_straggler,
+    list_starts,
     main_figures,
     time_by_kind,
 )
 from hpc_tune.report.figures import FIGURES, draw_figures
+from hpc_tune.report.page import list_checkpoints, source_rows, write_report
 from hpc_tune.report.read import JsonLines, find_differences, read_run
-from hpc_tune.report.sources import source_rows
-from hpc_tune.report.starts import list_starts
-from hpc_tune.report.write import write_report
-from hpc_tune.rundir import heartbeat, owner
+from hpc_tune.rundir import outcome, owner
+from hpc_tune.rundir.facts import STRAGGLER_ADVICE
 from hpc_tune.rundir.owner import make_owner
-from hpc_tune.rundir.stragglers import STRAGGLER_ADVICE
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
@@ -448,8 +446,8 @@ def test_every_axis_says_what_it_shows_in_which_unit(make):
 
 def test_a_run_that_was_killed_is_told_of_with_its_last_words(make):
     run = make(events=EVENTS)
-    word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(run, 0))
+    word = outcome.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
+    outcome.write_heartbeat(word, outcome.heartbeat_path(run, 0))
     text = checked(write_report([run]))
     assert read_run(run).state == "died"
     assert "it was killed: no outcome.json. Last seen on n1" in text
@@ -671,8 +669,8 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     assert read_run(run).state == "unknown"
     os.utime(run / "metrics.jsonl")
     assert read_run(run).state == "running"
-    word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(run, 0))
+    word = outcome.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
+    outcome.write_heartbeat(word, outcome.heartbeat_path(run, 0))
     assert read_run(run).reason == "it is training step 3"
     text = checked(write_report([run]))
     assert re.search(r"Now +it is training step 3 +So far +Training loss", text)
@@ -681,8 +679,8 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
 
 def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys):
     run = make()
-    word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(run, 0))
+    word = outcome.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
+    outcome.write_heartbeat(word, outcome.heartbeat_path(run, 0))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         mark = replace(make_owner("abc", run), pid=process.pid)
         mark = replace(mark, start=owner._process_start(process.pid))
@@ -698,8 +696,8 @@ def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys
 
 def test_a_run_that_is_silent_for_seconds_says_so(make, capsys):
     run = make()
-    word = heartbeat.Heartbeat(time.time() - 20, "training step 3", "n1", 1, 2, "x", None, 0)
-    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(run, 0))
+    word = outcome.Heartbeat(time.time() - 20, "training step 3", "n1", 1, 2, "x", None, 0)
+    outcome.write_heartbeat(word, outcome.heartbeat_path(run, 0))
     assert read_run(run).reason == "it is training step 3, no sign of life for 20 s"
     assert cli.main(["inspect", str(run)]) == 0
     assert "training step 3, no sign of life for 20 s" in capsys.readouterr().out

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from hpc_tune.report.figures import draw_figures
+from hpc_tune.report.page import write_report
 from hpc_tune.report.read import read_run
-from hpc_tune.report.write import write_report
-from hpc_tune.rundir import heartbeat
+from hpc_tune.rundir import outcome
 from tests.unit.report.test_report import BEGAN_S, DONE, EVENTS, LIMIT, event, make, step
 
 __all__ = ["make"]  # a fixture
@@ -69,8 +69,8 @@ def many_kinds(make):
         "killed": make("killed", events=EVENTS, settings="lr: 0.2"),
         "early": make("early", steps=[], evals=False, outcome=DONE | {"status": "failed"}),
     }
-    word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    heartbeat.write_heartbeat(word, heartbeat.heartbeat_path(kinds["killed"], 0))
+    word = outcome.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
+    outcome.write_heartbeat(word, outcome.heartbeat_path(kinds["killed"], 0))
     return {**{name: [run] for name, run in kinds.items()}, "overlaid": list(kinds.values())}
 
 

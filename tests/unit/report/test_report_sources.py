@@ -7,10 +7,10 @@ from dataclasses import asdict
 from rich.console import Console
 
 from hpc_tune.checkpoint.locate import list_checkpoints
-from hpc_tune.data.mixture import MixturePhase, MixtureSource
+from hpc_tune.data.order import MixturePhase, MixtureSource
 from hpc_tune.report import watch as watching
+from hpc_tune.report.page import source_rows
 from hpc_tune.report.read import read_run
-from hpc_tune.report.sources import source_rows
 from tests.support.training import give_manifest
 
 MIXTURE = [

@@ -11,10 +11,9 @@ import torch
 
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.model.config_json import shape_directory
 from hpc_tune.model.language import read_language_config
-from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.resolve import check_layout, choose_layout
-from hpc_tune.plan.shape import open_shape
+from hpc_tune.plan.resolve import check_layout, choose_layout, open_shape
 from hpc_tune.step.size import ModelSize, measure
 
 FOLDER = Path(__file__).parents[3] / "configs"

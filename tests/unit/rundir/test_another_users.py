@@ -16,8 +16,7 @@ from hpc_tune.errors import EXIT_USER, DataError, DiskError, NoRightError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.rundir.owner import RunLock, make_owner
-from hpc_tune.rundir.right_to import AnothersError, require_permissions
+from hpc_tune.rundir.owner import AnothersError, RunLock, make_owner, require_permissions
 from hpc_tune.train.job import _make_run_dir
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become two users")

@@ -5,12 +5,7 @@ import math
 import pytest
 
 from hpc_tune.checkpoint.state import Evals
-from hpc_tune.rundir.displacement import (
-    MIN_FALLS,
-    displacement_warning,
-    extend_streak,
-    longest_streak,
-)
+from hpc_tune.rundir.facts import MIN_FALLS, displacement_warning, extend_streak, longest_streak
 
 
 def streak_of(values):

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from hpc_tune.rundir.refused import list_run_files, remove_new_files
+from hpc_tune.rundir.owner import list_run_files, remove_new_files
 
 
 def made_by_a_start(run_dir):

@@ -10,9 +10,8 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.model.build import build
-from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.network import Network
-from hpc_tune.plan.step_time import tensor_time
+from hpc_tune.model.config_json import shape_directory
+from hpc_tune.plan.step_time import Network, tensor_time
 from hpc_tune.probe.links import Link, Links
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import expected_bytes

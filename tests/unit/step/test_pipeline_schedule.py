@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from hpc_tune.step.stages import balance_stages, schedule
+from hpc_tune.step.layout import balance_stages, schedule
 
 
 def simulate(ranks, chunks, num_micro):

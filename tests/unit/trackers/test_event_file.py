@@ -5,7 +5,7 @@ import resource
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_tune.trackers.event_file import EventFile
+from hpc_tune.trackers.trackers import EventFile
 
 
 def scalars(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import _require_loss, _require_source

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_tune.model.balance import Router, RouterSums
 from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, Events
-from hpc_tune.train.expert_load import ExpertLoad, describe_starving, find_starving
+from hpc_tune.train.metrics import ExpertLoad, describe_starving, find_starving
 
 ROUTERS = (Router("layers.1.gate", 1, 3), Router("layers.4.gate", 4, 2))
 

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from hpc_tune.train.finish import next_command
+from hpc_tune.train.run import next_command
 
 
 def test_the_command_that_a_run_proposes_works_where_its_folder_has_spaces_and_brackets():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.memory.policy import Action, ActionHandle
-from hpc_tune.rundir.previous import PreviousRun
+from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.train.governor import Governor, loader_levers
 
 SPLIT = Action.SPLIT_MICRO_BATCHES

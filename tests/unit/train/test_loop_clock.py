@@ -7,10 +7,10 @@ import pytest
 
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
-from hpc_tune.rundir.failures import StartHistory, is_failure, read_start_history
-from hpc_tune.train import save_clock
+from hpc_tune.rundir.facts import StartHistory, is_failure, read_start_history
+from hpc_tune.train import saver
 from hpc_tune.train.run import run
-from hpc_tune.train.save_clock import SaveClock, best_interval_s, choose_interval
+from hpc_tune.train.saver import SaveClock, best_interval_s, choose_interval
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -83,7 +83,7 @@ def test_limits_and_what_is_not_measured_yet_are_said(history, minutes, text):
 
 
 def test_auto_follows_what_each_save_costs(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_clock, "NODE_DAYS_PER_FAILURE", 1.0)
+    monkeypatch.setattr(saver, "NODE_DAYS_PER_FAILURE", 1.0)
     clock = SaveClock("auto", tmp_path, 1)
     assert clock.due_in_s == pytest.approx(300, abs=5)
     clock.begin_save()
@@ -152,9 +152,9 @@ def test_a_run_with_auto_says_how_far_apart_its_saves_are(tmp_path, monkeypatch,
     """The first save is due at once; the boundary after it learns what it cost, and the next save
     is due at the one after that.
     """
-    monkeypatch.setattr(save_clock, "MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(save_clock, "FIRST_SAVE_S", 0.0)
-    monkeypatch.setattr(save_clock, "NODE_DAYS_PER_FAILURE", 0.0)
+    monkeypatch.setattr(saver, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(saver, "FIRST_SAVE_S", 0.0)
+    monkeypatch.setattr(saver, "NODE_DAYS_PER_FAILURE", 0.0)
     words = [*SMALL, "data.path=builtin:pydocs:heldout", f"run.dir={tmp_path}"]
     words += ["train.max_steps=4", "checkpoint.every_minutes=auto", "checkpoint.background=false"]
     assert run(load_config(None, words), StopAfter(None)) == 0

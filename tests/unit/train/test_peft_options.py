@@ -16,8 +16,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import use_init_adapter
-from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.model.load import allocate, load_trained, load_weights, use_init_adapter
 from hpc_tune.train.model import _refuse_split_tied_embedding
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter

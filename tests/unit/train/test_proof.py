@@ -13,13 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
-from hpc_tune.model import load, stock
+from hpc_tune.model import load, stock_reference
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.load import load_weights
-from hpc_tune.model.shrink import VOCABULARY, list_shrink_factors, shrink_config
-from hpc_tune.model.stock import TopKChoices, write_small_model
-from hpc_tune.train.startup import proof
-from hpc_tune.train.startup.proof import (
+from hpc_tune.model.stock_reference import (
+    VOCABULARY,
+    TopKChoices,
+    list_shrink_factors,
+    shrink_config,
+    write_small_model,
+)
+from hpc_tune.train.startup import architecture_check
+from hpc_tune.train.startup.architecture_check import (
     ArchitectureCheck,
     check_architecture,
     check_architecture_cached,
@@ -233,7 +238,7 @@ def test_biases_of_a_routers_choice_that_are_not_loaded_are_found(monkeypatch):
                 assert buffer.any()
                 buffer.zero_()
 
-    monkeypatch.setattr(proof, "load_weights", loaded)
+    monkeypatch.setattr(architecture_check, "load_weights", loaded)
     assert "loss" in check_architecture(config_of("deepseek_v3", **FEW_HEADS)).loss
 
 
@@ -268,7 +273,7 @@ def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypa
         drawn.append(seed)
         write_small_model(config, directory, seed)
 
-    monkeypatch.setattr("hpc_tune.model.stock.write_small_model", written)
+    monkeypatch.setattr("hpc_tune.model.stock_reference.write_small_model", written)
     assert check_architecture(config_of("gemma4_text", **GEMMA)) == ArchitectureCheck()
     assert drawn == [0, 1]
 
@@ -317,7 +322,7 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
     assert check_architecture_cached(config).packing == "as it was remembered"
     assert check_architecture_cached(config_of("llama", rope_theta=5e5)) == ArchitectureCheck()
     assert len(list(tmp_path.rglob("llama-*.json"))) == 2
-    monkeypatch.setattr(proof, "software", lambda: "transformers 99")
+    monkeypatch.setattr(architecture_check, "software", lambda: "transformers 99")
     assert check_architecture_cached(config) == ArchitectureCheck()
     file.write_text("{")  # a node that went down while it wrote
     monkeypatch.undo()
@@ -327,30 +332,36 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
 
 @pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
 def test_a_trial_with_another_package_of_adapters_does_not_count(monkeypatch, package):
-    names = [proof.trial_cache_file(config_of("llama"), QLORA).name]
+    names = [architecture_check.trial_cache_file(config_of("llama"), QLORA).name]
     installed = importlib.metadata.version
 
     def version(name):
         return "99" if name == package else installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    names.append(proof.trial_cache_file(config_of("llama"), QLORA).name)
+    names.append(architecture_check.trial_cache_file(config_of("llama"), QLORA).name)
     assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize("changed", ["step/slices.py", "data/packed_rows.py", "batch.py"])
 def test_a_trial_by_other_code_does_not_count(tmp_path, monkeypatch, changed):
     package = tmp_path / "hpc_tune"
-    shutil.copytree(Path(proof.__file__).parents[2], package)
-    monkeypatch.setattr(proof, "__file__", str(package / "train/startup/proof.py"))
+    shutil.copytree(Path(architecture_check.__file__).parents[2], package)
+    monkeypatch.setattr(
+        architecture_check, "__file__", str(package / "train/startup/architecture_check.py")
+    )
     names = []
     for _ in range(2):
-        proof._hash_package.cache_clear()
-        names.append(proof.trial_cache_file(config_of("llama"), proof.FULL_TUNING).name)
+        architecture_check._hash_package.cache_clear()
+        names.append(
+            architecture_check.trial_cache_file(
+                config_of("llama"), architecture_check.FULL_TUNING
+            ).name
+        )
         with (package / changed).open("a") as file:
             file.write("\n")
     monkeypatch.undo()
-    proof._hash_package.cache_clear()
+    architecture_check._hash_package.cache_clear()
     assert len(set(names)) == 2
 
 
@@ -362,7 +373,7 @@ def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch)
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as unlucky:
-        unlucky.setattr(proof._Trial, "check_packing", fail)
+        unlucky.setattr(architecture_check._Trial, "check_packing", fail)
         assert (
             "fails with RuntimeError: out of luck"
             in check_architecture_cached(config_of("llama")).packing
@@ -374,8 +385,8 @@ def test_a_trial_that_ended_by_an_exception_is_made_again(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        (stock, "_save", OSError("No space left on device")),
-        (proof, "load_weights", DataError("model.safetensors: Input/output error")),
+        (stock_reference, "_save", OSError("No space left on device")),
+        (architecture_check, "load_weights", DataError("model.safetensors: Input/output error")),
     ],
 )
 def test_a_trial_without_a_small_model_is_made_again(tmp_path, monkeypatch, owner, name, error):
@@ -444,7 +455,7 @@ def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     config = config_of("glm5_next")
     assert not check_architecture(config, QLORA).adapters
     assert not check_architecture(config, TuneConfig(base_dtype="fp8")).adapters
-    monkeypatch.setattr("hpc_tune.model.special_linears.indexers_of", lambda _: [])
+    monkeypatch.setattr("hpc_tune.model.special_layers.indexers_of", lambda _: [])
     for tune in (QLORA, TuneConfig(base_dtype="fp8")):
         assert "with packed weights the loss is" in check_architecture(config, tune).adapters
 

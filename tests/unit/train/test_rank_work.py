@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpc_tune.rundir.json_lines import RANKS
-from hpc_tune.train.rank_work import RankWork
+from hpc_tune.train.metrics import RankWork
 
 
 def lines_of(folder):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hpc_tune.config.load import load_config
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.sampler import PackedSampler, SampleOrder
+from hpc_tune.data.order import PackedSampler, SampleOrder
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.train.run import run

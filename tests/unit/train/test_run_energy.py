@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpc_tune.config.load import load_config
-from hpc_tune.probe.energy import EnergyCounter, PartEnergy
-from hpc_tune.rundir.energy import read_energy, sum_energy
+from hpc_tune.probe.gpu_state import EnergyCounter, PartEnergy
+from hpc_tune.rundir.facts import read_energy, sum_energy
 from hpc_tune.train import energy as train_energy
 from hpc_tune.train import run as train_run
 from hpc_tune.train.energy import RunEnergy, sum_nodes

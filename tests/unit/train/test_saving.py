@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_tune.checkpoint.reports import SaveReport, SaveReports
-from hpc_tune.checkpoint.staging import PinnedBlockPool
 from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.checkpoint.writer import PinnedBlockPool, SaveReport, SaveReports
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.errors import CheckpointError

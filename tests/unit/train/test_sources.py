@@ -6,12 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpc_tune.config.data import DataConfig
+from hpc_tune.config.data import DataConfig, HeldOutSource, TrainedSource
 from hpc_tune.config.schema import TrainConfig
-from hpc_tune.config.sources import HeldOutSource, TrainedSource
-from hpc_tune.data.mixture import MixturePhase, MixtureSource, compute_progress
+from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder, compute_progress
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.train.data import LazyTokenizer, open_sources, require_data
 from hpc_tune.train.sources import (

@@ -9,7 +9,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.train.model import _require_supported, _require_trained
-from hpc_tune.train.startup.proof import ArchitectureCheck
+from hpc_tune.train.startup.architecture_check import ArchitectureCheck
 
 PART = "model.layers.*.self_attn.k_proj"
 

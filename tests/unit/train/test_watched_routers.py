@@ -9,7 +9,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.language import read_config
 from hpc_tune.train.model import _log_ignored_parts, _with_router_watch
-from hpc_tune.train.startup.proof import ArchitectureCheck, check_architecture
+from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture
 from tests.support.mixtures import write_mixture
 from tests.support.older_transformers import since
 

@@ -29,9 +29,9 @@ from hpc_tune.config.load import field_names, load_config
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
+from hpc_tune.report.page import write_report
 from hpc_tune.report.watch import watch
-from hpc_tune.report.write import write_report
-from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.rundir import outcome
 from hpc_tune.train.metrics import drop_after
 from hpc_tune.units import parse_bytes, parse_seconds
 from hpc_tune.world.discover import World, discover
@@ -294,7 +294,7 @@ def test_what_lies_in_run_directories(folder, drawn):
     (folder / "outcome.json").write_text(json.dumps(told))
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
     outcome.read_outcome(folder)
-    heartbeat.read_heartbeats(folder)
+    outcome.read_heartbeats(folder)
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
         watch(folder, 1.0, once=True)

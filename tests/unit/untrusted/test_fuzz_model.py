@@ -13,7 +13,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.init_adapter import use_init_adapter
+from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import index_model_directory
 from tests.support.fuzz import JSON, damaged, flips, fuzz, said

@@ -26,16 +26,15 @@ from hpc_tune import cli
 from hpc_tune.checkpoint import store
 from hpc_tune.checkpoint.locate import locate
 from hpc_tune.cluster.slurm import render
-from hpc_tune.config.load import load_config
+from hpc_tune.config.load import load_config, mask_secrets
 from hpc_tune.config.scheduler import SlurmConfig
-from hpc_tune.config.secrets import mask_secrets
 from hpc_tune.data.prepare import PrepareSettings, Ranks, prepare
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.report.write import write_report
+from hpc_tune.report.page import write_report
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.world import json_channel
 from hpc_tune.world.json_channel import StarChannel

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
-from hpc_tune.data import lines
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data import raw_files
+from hpc_tune.data.hdf5_format import TokenStore, append_checksum
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.seal import append_checksum
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, store_of_lengths, write_jsonl
 
@@ -124,8 +123,8 @@ def test_a_line_of_a_gigabyte_is_named_and_not_held_in_memory(tmp_path):
         file.write(b'\n{"text": "short"}\n')
     tracemalloc.start()
     try:
-        rows = list(lines.read_lines(tmp_path / "d.jsonl", 0, 4 << 20))
-        rows += list(lines.read_lines(tmp_path / "d.jsonl", 1 << 30, (1 << 30) + 99))
+        rows = list(raw_files.read_lines(tmp_path / "d.jsonl", 0, 4 << 20))
+        rows += list(raw_files.read_lines(tmp_path / "d.jsonl", 1 << 30, (1 << 30) + 99))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -139,7 +138,7 @@ def test_a_line_of_a_gigabyte_is_named_and_not_held_in_memory(tmp_path):
 )
 def test_a_bomb_that_unpacks_to_one_line_is_refused_with_a_message(tmp_path, name, monkeypatch):
     """By a lower limit than the real one, which takes seconds to reach."""
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 8 << 20)
+    monkeypatch.setattr(raw_files, "MAX_LINE_BYTES", 8 << 20)
     begin = {"d.json.gz": b'[{"text": "', "d.json": b'[{"text": "', "d.csv.gz": b'text\n"'}
     text = begin.get(name, b'{"text": "') + b"x" * (40 << 20)
     pack = gzip.compress if name.endswith(".gz") else bytes

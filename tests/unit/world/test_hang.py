@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.liveness import HangWatch
 
 
 def heard(limit_s, work):
@@ -53,7 +53,7 @@ def test_a_block_that_is_over_is_watched_no_more():
 LOCKED = """
 import sys
 import h5py
-from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.liveness import HangWatch
 
 with HangWatch(0.5, print).over("opening the data"):
     h5py.File(sys.argv[1], "r")
@@ -71,7 +71,7 @@ def test_a_library_that_hangs_with_the_interpreters_lock_ends_the_process_with_t
 
 
 def test_nothing_is_wound_up_when_the_block_is_over():
-    program = "from hpc_tune.world.hang import HangWatch\nimport time\n"
+    program = "from hpc_tune.world.liveness import HangWatch\nimport time\n"
     program += "for _ in range(50):\n    with HangWatch(0.1, print).over('x'): time.sleep(0.01)\n"
     program += "time.sleep(0.5)\nprint('alive')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,9 +8,15 @@ import torch
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world import bootstrap, device
-from hpc_tune.world.device import DeviceReport, VisibleGpus, check_devices, pick_device
+from hpc_tune.world.device import (
+    DeviceReport,
+    VisibleGpus,
+    check_devices,
+    count_openable_gpus,
+    hidden_gpus_warning,
+    pick_device,
+)
 from hpc_tune.world.discover import World
-from hpc_tune.world.hidden_gpus import count_openable_gpus, hidden_gpus_warning
 
 
 def test_what_may_be_opened_is_counted_whatever_variables_show(tmp_path, monkeypatch):

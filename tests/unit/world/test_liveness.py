@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3] / "hpc_tune"
 # Besides the table, a thread may sample again and again: what memory is used.
 SAMPLERS = {
     "memory/monitor.py",
-    "probe/energy.py",
+    "probe/gpu_state.py",
     "train/startup/micro_size.py",
     "world/liveness.py",
 }

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from hpc_tune.world import bootstrap, liveness, nccl_errors
-from hpc_tune.world.nccl_errors import NcclWatch, disable_torch_handling, find_group_errors
+from hpc_tune.world import bootstrap, liveness, nccl
+from hpc_tune.world.nccl import NcclWatch, disable_torch_handling, find_group_errors
 
 
 class NcclGroup:
@@ -83,7 +83,7 @@ def test_a_late_collective_ends_the_world_unless_the_job_was_suspended(ended, mo
     _, error = (watched(ended, lambda: ["TIMEOUT"]), ended.get(timeout=60))[1]
     assert "was not over 60 s after run.timeout (100 s)" in str(error)
     now_s = [0.0]
-    monkeypatch.setattr(nccl_errors.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(nccl.time, "monotonic", lambda: now_s[0])
     shown, looks = ["SUCCESS"], []
     watch = NcclWatch(comm(), 100.0, lambda *told: ended.put(told), lambda: [], 3600.0)
     watch._errors = lambda: looks.append(None) or [name for name in shown if name != "SUCCESS"]

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hpc_tune.world.comm import Peer
-from hpc_tune.world.roll_call import RollCall
+from hpc_tune.world.watch import RollCall
 
 ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2}", 2**22 + rank) for rank in range(3))
 

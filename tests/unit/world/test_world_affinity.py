@@ -10,9 +10,11 @@ from hpc_tune.world.affinity import (
     NumaNode,
     assign_cores,
     from_cpu_ranges,
+    pci_path,
+    read_node_cpus,
+    read_numa_node,
     to_cpu_ranges,
 )
-from hpc_tune.world.numa import pci_path, read_node_cpus, read_numa_node
 
 
 def one_thread_per_core(cpu):

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from hpc_tune.world.allocator import (
+from hpc_tune.world.device import (
     can_map_memory,
     expand_segments,
     read_settings,
@@ -92,7 +92,7 @@ def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr("hpc_tune.world.allocator.ctypes.CDLL", missing)
+    monkeypatch.setattr("hpc_tune.world.device.ctypes.CDLL", missing)
     assert not can_map_memory()
 
 
@@ -100,7 +100,7 @@ READS = """
 import os
 import hpc_tune.train.run
 import torch
-from hpc_tune.world.allocator import expand_segments
+from hpc_tune.world.device import expand_segments
 
 expand_segments(os.environ, "cuda", lambda: True)
 print(torch._C._accelerator_getAllocatorSettings())

@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.discover import World, discover
-from hpc_tune.world.nodes import host_key, number_nodes
+from hpc_tune.world.discover import World, discover, host_key, number_nodes
 from tests.support.launcher_variables import HYDRA, OPENMPI, SRUN, TORCHRUN
 
 
@@ -107,7 +106,7 @@ def test_importing_the_world_imports_neither_torch_nor_mpi():
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_networks():
-    program = "from hpc_tune.world.nodes import host_key; print(host_key())"
+    program = "from hpc_tune.world.discover import host_key; print(host_key())"
     argv = [sys.executable, "-c", program]
     here = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert here.strip() == host_key()

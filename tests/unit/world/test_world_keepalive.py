@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.errors import GoneError, RemoteError
-from hpc_tune.world import keepalive, liveness
+from hpc_tune.world import liveness, watch
 from hpc_tune.world.comm import Peer
-from hpc_tune.world.keepalive import HostWatch
+from hpc_tune.world.watch import HostWatch
 
 NUM_RANKS = 3
 
@@ -44,8 +44,8 @@ class World:
         return peer
 
     def end(self):
-        for watch in self.watches:
-            watch.close()
+        for one in self.watches:
+            one.close()
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def world(monkeypatch):
 
 def test_a_clean_end_is_heard_by_nobody(world):
     world.end()
-    assert [watch._thread.is_alive() for watch in world.watches] == [False] * NUM_RANKS
+    assert [one._thread.is_alive() for one in world.watches] == [False] * NUM_RANKS
     time.sleep(0.5)
     assert world.heard.empty()
 
@@ -172,11 +172,11 @@ def test_a_stranger_is_sent_away_and_changes_nothing(world):
 
 
 def test_it_listens_on_one_interface_unless_the_address_is_no_own_one():
-    with keepalive._listen("127.0.0.1", 1, is_one_node=True) as listener:
+    with watch._listen("127.0.0.1", 1, is_one_node=True) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-    with keepalive._listen("127.0.0.1", 1) as listener:
+    with watch._listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
-    own = [a.ip for a in keepalive.local_addresses() if not a.ip.startswith("127.") and "." in a.ip]
+    own = [a.ip for a in watch.local_addresses() if not a.ip.startswith("127.") and "." in a.ip]
     assert own, "this machine has no network but its loopback"
-    with keepalive._listen(own[0], 1) as listener:
+    with watch._listen(own[0], 1) as listener:
         assert listener.getsockname()[0] == own[0]

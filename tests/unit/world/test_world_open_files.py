@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.world.open_files import (
+from hpc_tune.world.processes import (
     MIN_FILES,
     SPARE_FILES,
+    file_shortage_warning,
     files_needed,
     require_min_files,
-    file_shortage_warning,
 )
 
 LIMITED = """
 import resource, sys
-from hpc_tune.world.open_files import raise_file_limit, read_file_limit
+from hpc_tune.world.processes import raise_file_limit, read_file_limit
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(raise_file_limit(), read_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -1,0 +1,232 @@
+"""What adapter_config.json says of adapters on a mixture of experts, so that stock peft loads them.
+
+Stacks of experts are no linear layers: peft adapts their tensors (target_parameters). For families
+whose experts were linear layers in transformers 4 it takes the names of those for the stacks, and
+so passes over a shared expert's gate_proj: such layers are named by their tensor, too.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpc_tune.model.experts import AdaptedTensor, find_adapted_tensors, has_experts
+from hpc_tune.model.language import (
+    make_language_model,
+    make_whole_model,
+    read_config,
+    read_language_config,
+)
+from hpc_tune.model.tensor_sources import find_names_renamed_again
+from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex
+
+if TYPE_CHECKING:
+    from hpc_tune.model.adapters import Targets
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hpc_tune.checkpoint.merge import read_tensor
+from hpc_tune.model.language import find_storage
+from hpc_tune.model.regions import Region, write_regions
+from hpc_tune.model.weights import ADAPTER_FILE, index_model_directory
+
+_BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
+
+
+def find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+    """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
+
+    Empty for a dense model. The layers are named as in the whole model.
+    """
+    return _find_expert_stacks(base) if has_experts(read_language_config(base)) else {}
+
+
+@functools.cache
+def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+    language = make_language_model(read_config(base), base, torch.float32, None)
+    of_whole = language.names.name_in_whole
+    return {of_whole(layer): one for layer, one in find_adapted_tensors(language.model).items()}
+
+
+def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
+    """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
+    adapters = (n for n in index.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" in n)
+    named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
+    lost = find_names_renamed_again(make_whole_model(read_config(base)), named)
+    return sorted({name.partition(".lora_")[0] for name in lost})
+
+
+def mixture_targets(
+    index: TensorIndex,
+    layers: Sequence[str],
+    stacks: Mapping[str, AdaptedTensor],
+    taken: Collection[str],
+) -> "Targets":
+    """Return what has adapters, by names that mean just these ``layers`` to peft.
+
+    ``taken``: the names that it may take for stacks.
+    """
+    from hpc_tune.model.adapters import Targets
+
+    modules, parameters, adapted, rank = set(), set(), set(), 0
+    by_weight = []
+    for layer in layers:
+        own = _BLOCK.sub("", layer)
+        if (stack := stacks.get(layer)) is not None:
+            tensor = _BLOCK.sub("", stack.tensor)
+            parameters.add(tensor)
+            adapted.add(tensor.rpartition(".")[0])
+            rank = index.shapes[f"{ADAPTER_PREFIX}{layer}.lora_A.weight"][0] // stack.num_experts
+        elif own.rpartition(".")[2] in taken:
+            parameters.add(f"{own}.weight")
+            by_weight.append(layer)
+        else:
+            modules.add(own.rpartition(".")[2])
+    return Targets(
+        sorted(modules), tuple(sorted(parameters)), tuple(adapted), rank, tuple(by_weight)
+    )
+
+
+# -- An adapter on a mixture with the experts one by one, as vLLM reads it for most families.
+#
+#     peft's file: A [E R, inputs], expert-major; B [outputs, R E], an expert has every E-th column
+#     here: of each expert A_e [R, inputs] and B_e [outputs, R] for each of its matrices; gate and
+#     up, one stack in memory, have the same A_e and each its own rows of B_e
+#
+# Layers are named as the base's files name their tensors. Where those hold stacks, experts have the
+# names that vLLM gives them.
+
+
+# What vLLM calls the matrices of an expert in a stack of this name.
+_STACK_MATRICES = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.down_proj": ("down_proj",),
+    "experts.up_proj": ("up_proj",),
+    "input_linear.weight": ("w1", "w3"),
+    "output_linear.weight": ("w2",),
+}
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of one expert: its layer's name, and which outputs of its stack it has."""
+
+    layer: str
+    expert: int
+    outputs: slice
+
+
+@dataclass(frozen=True)
+class PerExpertAdapter:
+    """An adapter to write: its tensors, and the last names of layers and of experts' matrices."""
+
+    regions: list[Region]
+    layers: set[str]
+    of_experts: set[str]
+
+    def write(self, peft: Path, out: Path) -> None:
+        """Write it into ``out``; ``peft`` has the same in peft's form, whose settings it shares."""
+        write_regions(out / ADAPTER_FILE, self.regions)
+        _write_config(peft, out, self.layers, self.of_experts)
+
+
+def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
+    """Return the adapter of a checkpoint's ``index`` with its experts one by one.
+
+    None if it has none on experts, or no names are known for them.
+    """
+    stored = index_model_directory(base)
+    storage = find_storage(base, stored)
+    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, index))
+    found = PerExpertAdapter([], set(), set())
+    for name in (name for name in index.pieces if name.startswith(ADAPTER_PREFIX)):
+        layer, lora, end = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+        if (stack := storage.stacks.get(layer)) is not None:
+            if not (matrices := list(_matrices(stack, stored))):
+                return None
+            found.regions.extend(_region(index, name, stack, one, read) for one in matrices)
+            found.of_experts.update(one.layer.rpartition(".")[2] for one in matrices)
+            continue
+        if lora:
+            layer = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
+            found.layers.add(layer.rpartition(".")[2])
+        called = f"{ADAPTER_PREFIX}{layer}{lora}{end}"
+        shape, values = index.shapes[name], functools.partial(read, name)
+        found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
+    return found if found.of_experts else None
+
+
+def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_Matrix]:
+    """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
+    joined = stored.joined.get(stack.tensor)
+    if joined is not None and all(part.axes[0] is None for part in joined.parts):
+        for part in joined.parts:
+            layer = part.stored.removesuffix(".weight")
+            yield _Matrix(layer, part.box.offset[0], part.box.slices()[1])
+        return
+    _, first, second = stored.shapes[stack.tensor]
+    outputs = second if stack.is_transposed else first
+    for ending, names in _STACK_MATRICES.items():
+        if stack.form == "unknown" or not stack.tensor.endswith(f".{ending}"):
+            continue
+        path = f"{stack.tensor.removesuffix(f'.{ending}')}.experts"
+        share = outputs // len(names)
+        for place, name in enumerate(names):
+            interleaved = slice(place, outputs, len(names))
+            half = slice(place * share, (place + 1) * share)
+            of_stack = interleaved if stack.form == "interleaved" else half
+            for expert in range(stack.num_experts):
+                yield _Matrix(f"{path}.{expert}.{name}", expert, of_stack)
+
+
+def _region(
+    index: TensorIndex,
+    name: str,
+    stack: AdaptedTensor,
+    matrix: _Matrix,
+    read: Callable[[str], torch.Tensor],
+) -> Region:
+    """Return lora_A or lora_B of one matrix, from the tensor ``name`` of all experts."""
+    is_a, (rows, columns) = name.endswith("lora_A.weight"), index.shapes[name]
+    ranks = (rows if is_a else columns) // stack.num_experts
+    num_outputs = len(range(*matrix.outputs.indices(rows)))
+    shape = (ranks, columns) if is_a else (num_outputs, ranks)
+
+    def values() -> torch.Tensor:
+        whole = read(name)
+        if is_a:
+            return whole.view(stack.num_experts, ranks, columns)[matrix.expert]
+        by_expert = whole.view(rows, ranks, stack.num_experts)[..., matrix.expert]
+        return by_expert[matrix.outputs].contiguous()
+
+    called = f"{ADAPTER_PREFIX}{matrix.layer}.lora_{'A' if is_a else 'B'}.weight"
+    return Region.whole(called, index.dtypes[name], shape, values)
+
+
+def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str]) -> None:
+    """Write adapter_config.json: that of ``peft``, with layers in the place of stacks.
+
+    The rank of experts is in patterns for who reads them; their scale is that of the others. It is
+    alpha / rank in rsLoRA too, whose root of the rank some versions of vLLM forget for experts.
+    """
+    config = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
+    if ranks.keys() == alphas.keys() and config.pop("use_rslora", False):
+        config["lora_alpha"] *= math.sqrt(config["r"])
+        config["alpha_pattern"] = {k: alphas[k] * math.sqrt(rank) for k, rank in ranks.items()}
+    config["target_modules"] = sorted(layers | of_experts)
+    stacks = config.pop("target_parameters", None) or []
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = dict(config.get(key, {}))
+        own = {patterns.pop(stack) for stack in stacks if stack in patterns}
+        if own:
+            (value,) = own
+            names = "|".join(sorted(of_experts))
+            # First: peft takes the first that matches, and gate_proj may be a pattern of others.
+            config[key] = {rf"experts\.\d+\.({names})": value} | patterns
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

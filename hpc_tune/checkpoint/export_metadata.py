@@ -1,0 +1,282 @@
+"""The model card (README.md) of an export, and the configuration of its training."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_tune import __version__
+from hpc_tune.checkpoint.state import Evals, RunState
+from hpc_tune.checkpoint.store import read_state
+from hpc_tune.config.data import DataConfig
+from hpc_tune.data.files import as_list
+from hpc_tune.errors import DataError
+from hpc_tune.model.tokenizer import (
+    load_tokenizer,
+    may_have_own_class,
+    name_whole_file_class,
+    read_processor_template,
+)
+from hpc_tune.rundir.facts import read_energy as read_energy
+from hpc_tune.safe_yaml import load_yaml
+
+# -- What a base model is called, for those who read an export elsewhere.
+#
+# a folder of the hub's cache (models--OWNER--NAME/snapshots/REVISION) -> OWNER/NAME, REVISION
+# any other folder                                                     -> its own name
+
+
+_CACHE_PREFIX = "models--"
+_NAMELESS_FOLDER = re.compile(r"snapshots|blobs|refs|[0-9a-f]{40}|[0-9a-f]{64}")
+_REVISION = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class BaseName:
+    """``name``: as people name the model; ``place``: what loads it, a path or the hub's name.
+
+    ``revision``: the hub's, where ``place`` is a name of the hub.
+    """
+
+    name: str
+    place: str
+    revision: str | None = None
+
+
+def find_base_name(base: Path) -> BaseName:
+    """Return the name of the base model in the folder ``base``, through links as people know it."""
+    path = Path(os.path.abspath(base))
+    for parts in (path.parts, path.resolve().parts):
+        cached = next((part for part in reversed(parts) if part.startswith(_CACHE_PREFIX)), None)
+        if cached is not None:
+            name = cached.removeprefix(_CACHE_PREFIX).replace("--", "/")
+            known = _REVISION.fullmatch(parts[-1])
+            return BaseName(name, name, parts[-1] if known else None)
+    named = (part for part in reversed(path.parts) if not _NAMELESS_FOLDER.fullmatch(part))
+    return BaseName(next(named), str(path))
+
+
+CARD, CONFIG = "README.md", "training_config.yaml"
+_CAUSAL_CLASS = "AutoModelForCausalLM"
+
+_USAGE = {
+    "adapter": """from peft import PeftModel
+from transformers import {auto}
+
+model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "this folder")""",
+    "per-expert": """from vllm import LLM
+from vllm.lora.request import LoRARequest
+
+model = LLM("the base model", enable_lora=True)
+model.generate("a prompt", lora_request=LoRARequest("tuned", 1, "this folder"))""",
+    "merged": """from transformers import {auto}
+
+model = {auto}.from_pretrained("this folder")""",
+    "gguf": """from transformers import {auto}
+
+# or: llama-cli -m model.gguf
+model = {auto}.from_pretrained("this folder", gguf_file="model.gguf")""",
+}
+_LIBRARY = {"adapter": "peft", "per-expert": "vllm", "merged": "transformers", "gguf": "gguf"}
+_UNKNOWN_LICENSE = {"license": "unknown"}
+
+
+def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
+    """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
+
+    ``kind`` is ``"adapter"``, ``"per-expert"``, ``"merged"`` or ``"gguf"``; ``base`` is the
+    directory of the base model. ``whole``: it is loaded with all parts of the base, not with its
+    language model alone.
+
+    Raises:
+        CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
+        refuses.
+    """
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
+    tune, optim, run = config.tune, config.optim, config.run
+    warmup = optim.num_warmup_steps(state.total_steps)
+    rows = {"base model": find_base_name(base).name, "method": str(tune.method)}
+    if tune.method != "full":
+        targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
+        patterns = "".join(
+            f", {name} {value}"
+            for name in ("rank_pattern", "alpha_pattern")
+            if (value := getattr(tune, name))
+        )
+        scaled = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
+        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}{patterns}"
+    if state.experts:
+        rows["experts"] = state.experts
+    rows |= {
+        "data": ", ".join(_describe_data(config.data)),
+        "optimizer steps": f"{state.step} of {state.total_steps}",
+        "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
+        "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
+        "seed": str(config.train.seed),
+    }
+    if evals.first is not None and evals.last is not None:
+        (first_step, first), (last_step, last) = evals.first, evals.last
+        rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
+        if evals.best is not None and evals.best[0] != last_step:
+            rows["lowest held-out loss"] = f"{evals.best[1]:.4f} (step {evals.best[0]})"
+    # Of a checkpoint that lies in its run directory.
+    energy = read_energy(checkpoint.absolute().parent.parent)
+    if energy is not None and energy.joules is not None:
+        rows["energy of training"] = f"{energy.words}; up to step {energy.step}"
+    title = f"# {run.name or Path(run.dir).absolute().name}"
+    auto = _auto_class(base / "config.json") if whole else _CAUSAL_CLASS
+    about = f"{title}\n\n{run.notes}" if run.notes else title
+    card = _card(about, base, [tune.method, *run.tags], rows, kind, auto)
+    (out / CARD).write_text(card, encoding="utf-8")
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    (out / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _card(
+    about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
+) -> str:
+    head = {
+        "base_model": find_base_name(base).name,
+        **_read_license(base),
+        "library_name": _LIBRARY[kind],
+        "pipeline_tag": "text-generation",
+        "tags": ["hpc_tune", *tags],
+    }
+    origin = "A LoRA-type adapter of" if kind in ("adapter", "per-expert") else "Tuned from"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
+        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
+        f"licence and card say holds here too.\n\n"
+        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
+        f"```python\n{_USAGE[kind].format(auto=auto)}\n```\n"
+    )
+
+
+def _describe_data(data: DataConfig) -> Iterator[str]:
+    """Yield the names of the files, and in a mixture how much of each is learned."""
+    for source in data.sources or []:
+        share = f"epochs {source.epochs}" if source.epochs else f"weight {source.weight:g}"
+        yield f"{source.label} ({share})"
+    yield from (Path(path).name for path in as_list(data.path or []))
+
+
+def _read_license(base: Path) -> dict[str, str]:
+    card = base / CARD
+    if not card.is_file():
+        return _UNKNOWN_LICENSE
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    try:
+        head = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except ValueError:
+        head = None
+    named = head.items() if isinstance(head, dict) else ()
+    found = {key: str(value) for key, value in named if "license" in str(key) and value is not None}
+    return found or _UNKNOWN_LICENSE
+
+
+def _auto_class(config: Path) -> str:
+    """Return transformers' class for a whole model: its own, where it has parts for images."""
+    if not config.is_file():
+        return _CAUSAL_CLASS
+    named = json.loads(config.read_text(encoding="utf-8")).get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
+    return first if first.endswith("ForConditionalGeneration") else _CAUSAL_CLASS
+
+
+# -- adapter_config.json, for peft of today and of years ago, and for servers that read it.
+
+
+# What peft has written since its first versions. A field of later ones is an error in those before.
+_BASE_FIELDS = (
+    *("peft_type", "task_type", "base_model_name_or_path", "inference_mode", "r", "lora_alpha"),
+    *("lora_dropout", "target_modules", "modules_to_save", "bias", "fan_in_fan_out"),
+    "init_lora_weights",
+)
+
+
+def write_adapter_config(config: Any, base: Path, out: Path) -> None:
+    """Write peft's ``config`` of an adapter of ``base`` into the folder ``out``.
+
+    Newer fields are left out where they have their default, which older versions do as well. Whole
+    numbers are written as such: Ollama cannot read a lora_alpha of 32.0.
+    """
+    found = find_base_name(base)
+    config.base_model_name_or_path, config.revision = found.place, found.revision
+    config.inference_mode = True
+    default = type(config)().to_dict()
+    fields = {
+        key: _to_json_types(value)
+        for key, value in sorted(config.to_dict().items())
+        if key in _BASE_FIELDS or value != default[key]
+    }
+    (out / "adapter_config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _to_json_types(value: Any) -> Any:
+    """Return sets as lists, and numbers without a fraction as whole ones."""
+    if isinstance(value, dict):
+        return {key: _to_json_types(item) for key, item in value.items()}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return sorted(value) if isinstance(value, set) else value
+
+
+# -- Chat templates and the tokenizer's class in an export: what its users get is what was trained.
+#
+# tokenizer_config.json            one template, or several by name, of older transformers
+# chat_template.jinja              the one called default
+# additional_chat_templates/*.jinja    the others
+
+
+TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_CONFIG = "tokenizer_config.json"
+
+
+def write_template(template: str | None, base: Path, out: Path) -> None:
+    """Put the chat templates into an export that has the tokenizer's files of ``base`` otherwise.
+
+    ``template`` is the one that was trained with, where it is not the base's: it replaces all. An
+    export whose tokenizer.json transformers would read in another way names a class that does not.
+    """
+    if template is not None:
+        _write(template, out)
+    else:
+        _copy_missing(base, out)
+    if may_have_own_class(out):
+        try:
+            name_whole_file_class(load_tokenizer(base), out)
+        except DataError:
+            return  # a tokenizer that cannot be loaded has made no tokens
+
+
+def _write(template: str, out: Path) -> None:
+    """Write one template, also where older transformers look for it."""
+    (out / TEMPLATE).write_text(template, encoding="utf-8")
+    file = out / _CONFIG
+    if file.is_file():
+        settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _copy_missing(base: Path, out: Path) -> None:
+    """Write those of the base's templates that are not in the files that were copied."""
+    for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
+        (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)
+    config = json.loads((out / _CONFIG).read_text("utf-8")) if (out / _CONFIG).is_file() else {}
+    if (out / TEMPLATE).exists() or config.get("chat_template"):
+        return
+    if found := read_processor_template(base):
+        named = found[1] if isinstance(found[1], dict) else {"default": found[1]}
+        for name, text in named.items():
+            file = out / TEMPLATE if name == "default" else out / OTHER_TEMPLATES / f"{name}.jinja"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")

@@ -1,0 +1,334 @@
+"""Rules for what tools share that are built on the Trainer of Hugging Face."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hpc_tune.convert.rules import (
+    LAYOUT,
+    NO_ADAPTERS,
+    OFF,
+    ForeignConfig,
+    Ignored,
+    Mapped,
+    Outcome,
+    Rule,
+    Unsupported,
+    is_path,
+    lacking,
+)
+
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
+ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
+_TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
+_KWARGS = "lr_scheduler_kwargs"
+_END_REMARK = "its end is reached in the last step here, and one step after it there"
+# Of balance between experts.
+ROUTER_LOSS = lacking(
+    "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
+    "set it if balance is to be learned",
+    to_do=True,
+)
+NF4 = "NF4 with double quantization, by bitsandbytes"
+_STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
+_BNB_REMARK = "embeddings too, whose state theirs keeps in fp32"
+_OFFLOADS = (
+    "fsdp_config.offload_params",
+    "fsdp_config.fsdp_offload_params",
+    "fsdp_cpu_offload",
+    "fsdp.cpu_offload",
+)
+_PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def only_value(value: str, why: str) -> Rule:
+    """Rule for a key of which hpc_tune has one value."""
+
+    def rule(given: Any, theirs: ForeignConfig) -> Outcome:
+        return Ignored(why) if str(given).lower() == value else Unsupported(why, to_do=True)
+
+    return rule
+
+
+def first_adapter(method: Callable[[ForeignConfig], str]) -> Rule:
+    """Rule for the adapter to begin with."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if method(theirs) == "full":
+            return Unsupported(
+                "merge it into the model first, and name that in model.path", to_do=True
+            )
+        if isinstance(value, str) and "," not in value and is_path(value):
+            remark = "its rank, alpha and targets must be the config's"
+            return Mapped({"tune.init_from": value}, remark)
+        return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
+
+    return rule
+
+
+def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for the share of the data that is held out."""
+    if value == 0:
+        return Ignored("no data is held out")
+    if isinstance(value, int | float) and 0 < value < 1:
+        return Mapped({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
+    return Unsupported("data.eval_fraction is a share of the documents: set it", to_do=True)
+
+
+def eval_steps(
+    share: str, has_files: Callable[[ForeignConfig], bool] = lambda theirs: False
+) -> Rule:
+    """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if isinstance(value, float) and value < 1:
+            return Unsupported("train.eval_every_steps is a number of steps: set it", to_do=True)
+        if has_files(theirs) or 0 < theirs.number(share) < 1:
+            return Mapped({"train.eval_every_steps": value})
+        return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
+
+    return rule
+
+
+def early_stop(share: str) -> Rule:
+    """Rule for the evaluations after which a run that gets no better ends."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if value in OFF:
+            return Ignored("off in their config")
+        if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
+            remark = "the held-out loss counts, also that of the start"
+            ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
+            return Mapped(ours, remark)
+        return Unsupported(
+            f"set train.stop_after_evals={value} with data.eval_path and train.eval_every_steps",
+            to_do=True,
+        )
+
+    return rule
+
+
+def neftune(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for noise on embeddings."""
+    if value in OFF:
+        return Ignored("off in their config")
+    remark = "by the tokens of a document; there by those of a row, with padding"
+    return Mapped({"tune.neftune_alpha": value}, remark)
+
+
+def has_max_steps(theirs: ForeignConfig) -> bool:
+    """Return whether a number of steps ends the run, not one of epochs."""
+    return theirs.number("max_steps") > 0
+
+
+def max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for max_steps, where -1 is none."""
+    if has_max_steps(theirs):
+        return Mapped({"train.max_steps": value})
+    return Ignored("unset in their config: train.epochs decides")
+
+
+def epochs(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for epochs, over which max_steps wins."""
+    if has_max_steps(theirs):
+        return Ignored("train.max_steps decides, as max_steps does there")
+    return Mapped({"train.epochs": value})
+
+
+def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for warmup as steps, or as a share of them."""
+    try:
+        share = float(str(value))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e9:
+        return Unsupported("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
+    if share >= 1 or not share:
+        return Mapped({"optim.warmup_steps": int(share)})
+    if has_max_steps(theirs):
+        return Mapped({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
+    return Mapped({"optim.warmup_ratio": share})
+
+
+def warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for warmup as steps, of which 0 let a share of all steps decide."""
+    if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
+        return Ignored("0 of them: warmup_ratio decides, as it does there")
+    return warmup(value, theirs)
+
+
+def warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for warmup as a share of all steps, over which a number of them wins."""
+    if theirs.number("warmup_steps") > 0:
+        return Ignored("warmup_steps decides, as it does there")
+    return warmup(value, theirs)
+
+
+def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
+    ours = SCHEDULES.get(str(name))
+    match str(name):
+        case "warmup_stable_decay":
+            return _convert_wsd(theirs)
+        case "cosine_with_restarts":
+            if theirs.number(f"{_KWARGS}.num_cycles") > 1:
+                cycles = theirs.whole(f"{_KWARGS}.num_cycles")
+                more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
+                return Mapped({"optim.schedule": str(name), **more}, _END_REMARK)
+            ours = "cosine"
+    if ours is None:
+        return Unsupported(ONE_SCHEDULE, to_do=True)
+    if ours == "constant":
+        return Mapped({"optim.schedule": ours})
+    if min_ratio and ours == "cosine":
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
+    return fall_to_zero(
+        ours,
+        theirs.whole("max_steps") if has_max_steps(theirs) else None,
+        _known_warmup_steps(theirs),
+    )
+
+
+def _convert_wsd(theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of warmup_stable_decay, whose decay is half a cosine by default."""
+    ours: dict[str, Any] = {"optim.schedule": "wsd"}
+    ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
+    missing = []
+    if has_max_steps(theirs) and theirs.get(f"{_KWARGS}.num_decay_steps"):
+        share = theirs.whole(f"{_KWARGS}.num_decay_steps") / theirs.whole("max_steps")
+        ours["optim.decay_ratio"] = float(f"{share:.4g}")
+    else:
+        missing.append("set optim.decay_ratio, the share of all steps that fall")
+    kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
+    if kinds != ("linear", "linear"):  # transformers falls by a cosine if nothing is said
+        missing.append("it rises and falls linearly here, and not there")
+    return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
+
+
+def schedule_arguments(keys: str, why: str) -> dict[str, Rule]:
+    """Rule for arguments of a schedule: told by ``why`` where optim.schedule took them."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
+        if name in _TAKES_ARGUMENTS:
+            return Ignored(why)
+        return Unsupported(ONE_SCHEDULE, to_do=True)
+
+    return {f"{_KWARGS}.{key}": rule for key in keys.split()}
+
+
+def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
+    """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
+
+    Here ``optim.min_lr_ratio`` is the rate of the last step.
+    """
+    if steps is None or steps <= warmup_steps + 1:
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
+    left = 1 / (steps - warmup_steps)
+    ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    remark = "their rate in the last step"
+    return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
+
+
+def _known_warmup_steps(theirs: ForeignConfig) -> int:
+    taken = warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
+    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
+
+
+def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for the optimizer, which is AdamW."""
+    if str(value) in _PLAIN_ADAMW:
+        return Ignored("AdamW is the only optimizer")
+    name = str(value)
+    if "adamw" in name and "8bit" in name:
+        return convert_adamw_8bit(theirs, "" if "torch" in name else _BNB_REMARK, "paged" in name)
+    if "adamw" in name and re.search("bit|fp8|paged", name):
+        return Unsupported(
+            "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
+            "plan says whether it fits"
+        )
+    return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
+
+
+def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
+    """Return AdamW with moments in 8 bits, if that goes together with the rest.
+
+    ``remark``: what is different here.
+    """
+    if any(theirs.is_on(key) for key in _OFFLOADS):
+        return Unsupported("its state is in fp32 on the host, with parallel.offload_params=cpu")
+    remarks = [remark] if remark else []
+    remarks += ["not paged: it stays on the device"] if is_paged else []
+    return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
+
+
+def deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for DeepSpeed's own config, or the name of its file."""
+    name = str(value).lower()
+    stage = _STAGE.search(name)
+    asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
+    asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
+    return Ignored(LAYOUT + asked)
+
+
+def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for when checkpoints are saved."""
+    match value:
+        case "best":
+            return Mapped({"checkpoint.keep_best": True})
+        case "no":
+            return Unsupported(
+                "a run always saves: checkpoint.every_minutes is 30, and one at the end"
+            )
+    return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
+
+
+def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for the steps between checkpoints; below 1 it is a share of the run."""
+    if isinstance(value, float) and value < 1:
+        return Unsupported(
+            "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
+        )
+    return Mapped({"checkpoint.every_steps": value})
+
+
+def modules_to_save(method: Callable[[ForeignConfig], str]) -> Rule:
+    """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if not value:
+            return Ignored("off in their config")
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        names = value.split(",") if isinstance(value, str) else value
+        return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
+
+    return rule
+
+
+def trainable_tokens(method: Callable[[ForeignConfig], str]) -> Rule:
+    """Rule for numbers of tokens whose rows of the embedding are trained."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if not value:
+            return Ignored("off in their config")
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        return Mapped({"tune.trainable_tokens": value})
+
+    return rule
+
+
+def patterns(theirs_key: str, ours: str, method: Callable[[ForeignConfig], str]) -> dict[str, Rule]:
+    """Rules for peft's ranks or scales of some layers, by a pattern each."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if method(theirs) == "full":
+            return NO_ADAPTERS
+        start = f"{theirs_key}."
+        found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
+        return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
+
+    return {theirs_key: Ignored("off in their config"), f"{theirs_key}.*": rule}

@@ -1,0 +1,340 @@
+"""Values of records as messages name them, and what is raised for a wrong one."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class WrongRecord(ValueError):
+    """A record that is no example; the reader adds file and line to the message."""
+
+
+def parse_json_text(value: Any, where: str, blank: Any) -> Any:
+    """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else blank
+    except (ValueError, RecursionError) as error:
+        raise WrongRecord(
+            f"{where} is text that is not JSON ({error}): {format_value(value)}"
+        ) from error
+
+
+def is_unset(value: Any) -> bool:
+    """Return whether a value is null or empty: what tools write under keys that say nothing."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def json_type_name(value: Any) -> str:
+    """Return what kind of JSON value this is."""
+    names = {dict: "object", list: "list", str: "text", bool: "true or false", type(None): "null"}
+    name = names.get(type(value), "number")
+    return f"empty {name}" if value in ([], {}, "") else name
+
+
+def format_value(value: Any) -> str:
+    """Return a value as JSON, cut."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def list_fields(record: dict[str, Any]) -> str:
+    """Return the fields of a row, and which of them have no value."""
+    if not record:
+        return "no fields"
+    empty = [str(name) for name, value in record.items() if value is None]
+    nulls = f" ({', '.join(empty)} without a value)" if empty else ""
+    return f"the fields {', '.join(map(str, record))}{nulls}"
+
+
+# -- What a row, or a turn of it, says of its own learning: whether, and with which weight.
+#
+# OpenAI, Mistral   weight            0 or 1, on turns of the assistant
+# ms-swift          loss, loss_scale  whether, and how much
+# axolotl, verl     train, training; loss_mask
+
+
+_WEIGHT_FIELDS = ("weight", "loss_scale")
+MARK_FIELDS = (*_WEIGHT_FIELDS, "train", "training", "loss", "loss_mask")
+# Advantages of reinforcement learning, which are not read: see docs/data.md.
+ADVANTAGE_FIELDS = ("advantage", "advantages")
+
+
+def read_weight(fields: dict[str, Any], where: str) -> float | None:
+    """Return what a turn, or a row, counts in the loss by its own marks; None without a mark.
+
+    Raises:
+        WrongRecord: if a mark is no such number, or two of them contradict each other.
+    """
+    marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
+    weights = {name: _read_number(name, value, where) for name, value in marks.items()}
+    # A mark that says no more than "learned" leaves the weight to the others.
+    said = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
+    if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
+        raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
+    return said.pop() if said else None
+
+
+def _read_number(name: str, value: Any, where: str) -> float:
+    if name not in _WEIGHT_FIELDS:
+        if value not in (0, 1):
+            raise WrongRecord(
+                f"{where}: {name} is {format_value(value)}, expected 0 or 1, false or true: an "
+                "answer is learned or not; weight says how much it counts"
+            )
+        return float(value)
+    if isinstance(value, int | float):
+        with np.errstate(over="ignore", under="ignore"):
+            stored = float(np.float32(min(value, 1e300)))  # as it is kept in prepared data
+        if value == 0 or 0 < stored < float("inf"):
+            return stored
+    raise WrongRecord(
+        f"{where}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
+        "counts in the loss, 0 for what is not learned, 1 as without it"
+    )
+
+
+def refuse_advantages(record: dict[str, Any]) -> None:
+    """Refuse a row with an advantage of reinforcement learning.
+
+    Raises:
+        WrongRecord: if it has one.
+    """
+    if fields := [name for name in ADVANTAGE_FIELDS if record.get(name) is not None]:
+        raise WrongRecord(
+            f"{fields[0]}: advantages are of reinforcement learning, where each update needs the "
+            "probabilities that the answers were written with; they are not used here. "
+            "Keep the best answers, or give each a weight from 0 on (data.columns="
+            f"{{{fields[0]}: weight}} if none is negative); else take the field out"
+        )
+
+
+# -- Tools and calls of tools in records, in the form that chat templates expect.
+#
+#     tools, functions (OpenAI's older name)           -> a list of {type, function}
+#     tool_calls, function_call (OpenAI's older form)  -> a list of {type, function: {name, ...}}
+#
+# Either may be JSON as text, as files of one type per column hold them. Arguments become an object:
+# templates write them as JSON, but for a few that want a text.
+
+
+_ARGUMENTS = ("arguments", "parameters")  # the latter as Llama 3 writes them
+# Where a null is a value of a JSON schema; elsewhere in one it fills a key that others have.
+_NULLABLE_KEYS = ("default", "const", "example")
+
+
+def read_tools(record: dict[str, Any]) -> list[Any] | None:
+    """Return the tools of a row for the template; None without any.
+
+    Raises:
+        WrongRecord: if they are no list, or two different ones.
+    """
+    tools = [_read_tool(tool) for tool in _read_list(record, "tools")]
+    functions = [
+        {"type": "function", "function": _read_tool(function)}
+        for function in _read_list(record, "functions")
+    ]
+    if tools and functions and _unwrap_functions(tools) != _unwrap_functions(functions):
+        raise WrongRecord("tools and functions are there, and they differ; keep one of them")
+    return tools or functions or None
+
+
+def read_calls(
+    message: dict[str, Any], tools: list[Any] | None, where: str
+) -> list[dict[str, Any]]:
+    """Return the calls of a message.
+
+    Raises:
+        WrongRecord: if one has no name, or tool_calls and function_call differ.
+    """
+    given = parse_json_text(message.get("tool_calls"), f"{where}: tool_calls", [])
+    if not is_unset(given) and not isinstance(given, list):
+        raise WrongRecord(f"{where}: tool_calls is {json_type_name(given)}, expected a list")
+    calls = [_read_call(call, where) for call in given or ()]
+    older = parse_json_text(message.get("function_call"), f"{where}: function_call", None)
+    if not is_unset(older):
+        call = _read_call({"type": "function", "function": older}, where)
+        if calls and _unwrap_functions(calls) != _unwrap_functions([call]):
+            raise WrongRecord(
+                f"{where}: tool_calls and function_call are there, and they differ; keep one"
+            )
+        calls = calls or [call]
+    known = {
+        function["name"]: (function.get("parameters") or {}).get("properties")
+        for function in _unwrap_functions(tools or [])
+        if isinstance(function, dict) and isinstance(function.get("name"), str)
+    }
+    for call in calls:
+        function = call.get("function", call)
+        properties = known.get(function["name"])
+        if isinstance(properties, dict) and isinstance(function.get("arguments"), dict):
+            function["arguments"] = {
+                name: value
+                for name, value in function["arguments"].items()
+                if value is not None or name in properties
+            }
+    return calls
+
+
+def serialise_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as JSON in a text."""
+    return [
+        {**message, "tool_calls": [_serialise_call(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _serialise_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), dict):
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        function = {**function, "arguments": text}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _read_list(record: dict[str, Any], field: str) -> list[Any]:
+    tools = parse_json_text(record.get(field), field, [])
+    if tools and not isinstance(tools, list):
+        raise WrongRecord(f"{field} is {json_type_name(tools)}, expected a list")
+    return tools or []
+
+
+def _read_tool(tool: Any) -> Any:
+    try:
+        return _without_nulls(parse_json_text(tool, "a tool", {}))
+    except RecursionError:
+        raise WrongRecord("nested too deeply") from None
+
+
+def _unwrap_functions(entries: list[Any]) -> list[Any]:
+    return [(e.get("function") or e) if isinstance(e, dict) else e for e in entries]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys of a schema that are null because other tools of the file have them."""
+    if isinstance(value, dict):
+        return {
+            key: item if key in _NULLABLE_KEYS else _without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key in _NULLABLE_KEYS
+        }
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_call(given: Any, where: str) -> dict[str, Any]:
+    """Return a call of a tool as new objects, with its arguments as an object."""
+    entries = given.items() if isinstance(given, dict) else ()
+    call = {k: v for k, v in entries if k in _ARGUMENTS or not is_unset(v)}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise WrongRecord(
+            f"{where}: a tool call is {format_value(given)}, expected a name and arguments"
+        )
+    function = dict(function)
+    for field in _ARGUMENTS:
+        if field in function:
+            arguments = parse_json_text(function.pop(field), f"{where}: {field}", {})
+            function["arguments"] = {} if arguments is None else arguments
+            break
+    return {**call, "function": function} if "function" in call else function
+
+
+# -- Cells of a table that hold a chat in another form than a list of messages.
+#
+# JSON text of messages, as files of one type per column keep them -> the messages
+# an object of messages and tools, or JSON text of one             -> the messages; the row's tools
+
+
+# The roles of ShareGPT's turns, and what they are in a chat.
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+_KNOWN_ROLES = {*ROLES, "developer"}
+_CHAT_FIELDS = ("messages", "conversations")
+
+
+def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return a row whose ``fields`` hold messages where they held a chat in another form.
+
+    Raises:
+        WrongRecord: if the chats have different tools, or others than the row.
+    """
+    found = {name: chat for name in fields if (chat := _find_chat(record.get(name))) is not None}
+    row = {**record, **{name: messages for name, (messages, _) in found.items()}}
+    for name, (_, tools) in found.items():
+        if is_unset(tools):
+            continue
+        given = parse_json_text(row.get("tools"), "tools", [])
+        if not is_unset(given) and given != tools:
+            raise WrongRecord(f"{name} has other tools than the rest of the row; keep one of them")
+        row["tools"] = tools
+    return row
+
+
+def parse_input(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of OpenAI's form whose input is an object, where it is JSON text of one."""
+    given = record.get("input")
+    inner = _parse_json(given) if isinstance(given, str) else None
+    return (
+        {**record, "input": inner} if isinstance(inner, dict) and _find_inner_key(inner) else record
+    )
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a value is messages, of role and content or of from and value."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    role = value.get("role", value.get("from")) if isinstance(value, dict) else None
+    return isinstance(role, str) and role in _KNOWN_ROLES
+
+
+def _find_chat(value: Any) -> tuple[Any, Any] | None:
+    """Return messages and tools of a chat in another form; None of what is none, or a list."""
+    if isinstance(value, str):
+        value = _parse_json(value)
+        if is_chat(value) or (isinstance(value, dict) and _is_list_per_key(value)):
+            return value, None
+        if _is_message(value) and not {"content", "value"}.isdisjoint(value):
+            return [value], None
+    if not isinstance(value, dict) or (name := _find_inner_key(value)) is None:
+        return None
+    return value[name], parse_json_text(value.get("tools"), "tools", [])
+
+
+def _find_inner_key(value: dict[str, Any]) -> str | None:
+    return next((name for name in _CHAT_FIELDS if is_chat(value.get(name))), None)
+
+
+def _is_list_per_key(value: dict[str, Any]) -> bool:
+    """Return whether this is messages as one list per key, as a Sequence of datasets is."""
+    roles = value.get("role", value.get("from"))
+    return isinstance(roles, list) and bool(roles) and all(role in _KNOWN_ROLES for role in roles)
+
+
+def _parse_json(text: str) -> Any:
+    """Return what a text is as JSON; None of prose."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,528 @@
+"""Rows of JSON, as lines or as one array, and plain text; packed by gzip or zstd or not.
+
+Each reader yields (position, row). In place of a row that cannot be read there is a
+``WrongRecord``, and the rows after it are read; where they cannot be found, it is an error.
+"""
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hpc_tune.data.counts import Findings
+from hpc_tune.data.fields import MARK_FIELDS, WrongRecord
+from hpc_tune.data.files import COMPRESSIONS
+from hpc_tune.data.preferences import LABEL_FIELDS
+from hpc_tune.data.reading import Reading, choose_columns
+from hpc_tune.data.records import PREFERENCE_FIELDS, Text
+from hpc_tune.errors import DataError
+
+READ_BYTES = 1 << 20
+MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
+BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
+_TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
+_GAP = re.compile(r"[\s,]*")
+
+
+def is_compressed(file: Path) -> bool:
+    """Return whether a file is one compressed stream, which is read from its beginning only."""
+    return file.suffix.lower() in COMPRESSIONS
+
+
+@contextmanager
+def open_bytes(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, unpacked.
+
+    Raises:
+        DataError: if its content cannot be unpacked.
+    """
+    if not is_compressed(file):
+        with file.open("rb") as opened:
+            yield opened
+        return
+    import pyarrow
+
+    try:
+        packed = pyarrow.input_stream(str(file), COMPRESSIONS[file.suffix.lower()], READ_BYTES)
+        with packed, io.BufferedReader(packed, READ_BYTES) as opened:
+            yield opened
+    except (pyarrow.ArrowException, OSError) as error:
+        long = "too much memory" in str(error)
+        todo = "it was packed with --long: pack it with --long=27 at most" if long else "write it"
+        raise DataError(f"{file} cannot be unpacked ({error}); {todo} again") from error
+
+
+def is_array(file: Path) -> bool:
+    """Return whether a file of JSON is one array instead of one object per line."""
+    with open_bytes(file) as opened:
+        return opened.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+
+
+def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield (position, value) of the lines of JSON that start within a range of the file.
+
+    A position is the byte at which the line starts; in a packed file, which is read whole, the
+    line's number.
+    """
+    lines = _iterate_positions(file) if is_compressed(file) else _iterate_lines(file, start, stop)
+    for position, line in lines:
+        if len(line) > MAX_LINE_BYTES:
+            yield position, WrongRecord(f"{_TOO_LONG}; write it as several")
+        elif not line.isspace() and line:
+            yield position, _parse(line)
+
+
+def line_number(file: Path, position: int) -> int:
+    """Return the number of the line at a position; lines are counted for errors alone."""
+    if is_compressed(file):
+        return position
+    number, left = 1, position
+    with file.open("rb") as opened:
+        while left > 0:
+            part = opened.read(min(left, READ_BYTES))
+            if not part:
+                break
+            number, left = number + part.count(b"\n"), left - len(part)
+    return number
+
+
+def _iterate_positions(file: Path) -> Iterator[tuple[int, bytes]]:
+    with open_bytes(file) as opened:
+        number = 1
+        while line := opened.readline(MAX_LINE_BYTES + 1):
+            yield number, line.removeprefix(BOM) if number == 1 else line
+            _skip_line(opened, line)
+            number += 1
+
+
+def _iterate_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    with file.open("rb") as opened:
+        position = _seek_line_start(opened, start, stop)
+        while position < stop:
+            line = opened.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            yield position, line.removeprefix(BOM) if position == 0 else line
+            position += len(line) + _skip_line(opened, line)
+
+
+def _skip_line(file: BinaryIO, begun: bytes) -> int:
+    """Read what is left of a line of which ``begun`` was read; return how many bytes that is."""
+    num_bytes, part = 0, begun
+    while part and not part.endswith(b"\n"):
+        part = file.readline(READ_BYTES)
+        num_bytes += len(part)
+    return num_bytes
+
+
+def _seek_line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
+    """Seek the first line that starts at ``position`` or later; return where it starts.
+
+    If none starts before ``enough``, any place from there on may be returned.
+    """
+    file.seek(max(position - 1, 0))
+    while position and file.tell() < enough:
+        part = file.readline(READ_BYTES)
+        if not part or part.endswith(b"\n"):
+            break
+    return file.tell()
+
+
+def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
+    """Return ``_seek_line_start`` of a file of text.
+
+    Raises:
+        DataError: if the line before it is too long.
+    """
+    start = _seek_line_start(opened, position, position + MAX_LINE_BYTES)
+    if start >= position + MAX_LINE_BYTES:
+        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+    return start
+
+
+class _ObjectHook:
+    """Makes JSON's objects and notes keys that one has twice: a dict would keep the last alone."""
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.twice.append(next(name for name in names if names.count(name) > 1))
+        return made
+
+    def checked(self, value: Any) -> Any:
+        """Return a value, or in its place what is wrong if objects in it had a key twice."""
+        if not self.twice:
+            return value
+        name, self.twice = self.twice[0], []
+        return WrongRecord(f"the key {name!r} is there twice in one object; keep one of them")
+
+
+def _parse(line: bytes) -> Any:
+    objects = _ObjectHook()
+    try:
+        return objects.checked(json.loads(line.decode("utf-8"), object_pairs_hook=objects))
+    except UnicodeDecodeError as error:
+        if line.startswith(_GZIP):
+            return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
+        return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
+    except json.JSONDecodeError as error:
+        shown = line[:60].decode("utf-8", "replace").strip()
+        why = error.msg.removesuffix(" at")  # "Invalid control character at"
+        return WrongRecord(
+            f"not JSON ({why} at column {error.colno}): {shown!r}; expected one JSON object per "
+            "line, or one array of objects"
+        )
+    except ValueError as error:  # a number of thousands of digits
+        return WrongRecord(f"JSON that cannot be read ({error})")
+    except RecursionError:
+        return WrongRecord("JSON that is nested too deeply")
+
+
+def read_array(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of a JSON array's elements, holding one element and one read at a time.
+
+    Raises:
+        DataError: for what is no JSON: where the next element begins is not known then.
+    """
+    objects, number, position, is_end = _ObjectHook(), 1, 1, False
+    decoder = json.JSONDecoder(object_pairs_hook=objects)
+    where = f"{file}, element"
+    with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
+        try:
+            text = text_file.read(READ_BYTES).lstrip()
+            while True:
+                position = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
+                if text.startswith("]", position):
+                    if (text[position + 1 :] + text_file.read(READ_BYTES)).strip():
+                        raise DataError(
+                            f"{file}: there is more after the array that it begins with; expected"
+                            " one array of objects, or one object per line"
+                        )
+                    return
+                try:
+                    value, position = decoder.raw_decode(text, position)
+                except json.JSONDecodeError:
+                    objects.twice.clear()  # it is read again with what follows
+                    if is_end:
+                        raise
+                    if len(text) - position > MAX_LINE_BYTES:
+                        raise DataError(
+                            f"{where} {number}: {_TOO_LONG}; write it as several"
+                        ) from None
+                    more = text_file.read(max(READ_BYTES, len(text) - position))
+                    text, position, is_end = text[position:] + more, 0, not more
+                    continue
+                yield number, objects.checked(value)
+                number += 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} {number} of the array: {error}") from error
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where} {number} of the array: not JSON ({error.msg.removesuffix(' at')}); "
+                "expected an array of objects, or one object per line"
+            ) from error
+        except ValueError as error:
+            raise DataError(f"{where} {number}: cannot be read ({error})") from error
+        except RecursionError:
+            raise DataError(f"{where} {number}: nested too deeply") from None
+
+
+def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, Text]]:
+    """Yield the text between the lines at ``start`` and ``stop``; that of a packed file in pieces.
+
+    Raises:
+        DataError: if it is not UTF-8.
+    """
+    if not is_compressed(file):
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            stop = _text_line_start(file, opened, stop)
+            start = _text_line_start(file, opened, start)
+            data = opened.read(stop - start)
+        if data:
+            yield start, _make_text(file, data, start == 0, stop == size)
+        return
+    with open_bytes(file) as opened:
+        position, data = 0, _read_lines(file, opened, piece_bytes)
+        while data:
+            following = _read_lines(file, opened, piece_bytes)
+            yield position, _make_text(file, data, position == 0, not following)
+            position, data = position + len(data), following
+
+
+def _read_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
+    """Return whole lines of about ``num_bytes``."""
+    data, rest = opened.read(num_bytes), opened.readline(MAX_LINE_BYTES + 1)
+    if len(rest) > MAX_LINE_BYTES:
+        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+    return data + rest
+
+
+def _make_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
+    try:
+        decoded = data.removeprefix(BOM if begins else b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text ({error}); convert it to UTF-8") from error
+    return Text(decoded.replace("\r\n", "\n"), begins=begins, ends=ends)
+
+
+# -- Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time.
+#
+# pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord`` in place of a
+# row that alone is wrong; what is wrong with the file is an error.
+
+
+PARQUET_ROWS = 256
+# The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
+CSV_BLOCK_BYTES = 16 << 20
+_CSV_HEAD = 1  # rows of names
+_MARK_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
+_READ_BYTES = 1 << 20
+_FILE_MAGIC = b"ARROW1"
+
+Rows = Iterator[tuple[int, Any]]
+
+
+def open_parquet(file: Path) -> Any:
+    """Return pyarrow's reader of a Parquet file.
+
+    Raises:
+        DataError: if it is none.
+    """
+    import pyarrow.parquet
+
+    with _as_data_error(f"{file} cannot be read as Parquet"):
+        opened = pyarrow.parquet.ParquetFile(file, buffer_size=_READ_BYTES)
+        opened.schema_arrow.names  # noqa: B018  # of a damaged file they may be no text
+        return opened
+
+
+def read_parquet(file: Path, group: int, reading: Reading, findings: Findings) -> Rows:
+    """Yield the rows of one row group.
+
+    Raises:
+        DataError: for a damaged file, or columns that are not known.
+    """
+    with open_parquet(file) as parquet:
+        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
+        first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
+        batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
+        yield from _read_rows(file, batches, first)
+
+
+def cut_batches(file: Path, num_bytes: int) -> list[int]:
+    """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
+
+    Returns the numbers of the batches at which parts begin, and that of the end. The file is mapped
+    and only the heads of its batches are read.
+
+    Raises:
+        DataError: if it is no such file.
+    """
+    marks, filled, number = [0], 0, 0
+    for number, batch in enumerate(_read_batches(file), 1):
+        filled += _batch_bytes(batch)
+        if filled >= num_bytes:
+            marks.append(number)
+            filled = 0
+    return marks if marks[-1] == number else [*marks, number]
+
+
+def _batch_bytes(batch: Any) -> int:
+    """Return the bytes of a record batch; pyarrow before 24 cannot count views."""
+    import pyarrow
+
+    try:
+        return int(batch.nbytes)
+    except pyarrow.lib.ArrowTypeError:
+        return int(batch.get_total_buffer_size())
+
+
+def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Findings) -> Rows:
+    """Yield the rows of the record batches ``start`` up to ``stop``.
+
+    Raises:
+        DataError: for a damaged file, or columns that are not known.
+    """
+    first, wanted = 0, []
+    for number, batch in enumerate(_read_batches(file)):
+        if number >= stop:
+            break
+        if number >= start:
+            wanted.append(batch)
+        else:
+            first += batch.num_rows
+    if wanted:
+        columns = choose_columns(file, wanted[0].schema.names, reading, findings)
+        yield from _read_rows(file, _cut_batches(wanted, columns), first)
+
+
+def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
+    """Yield the rows of a CSV file, whose first line names the columns.
+
+    Text stays text, also where it looks like a number; an empty cell is empty text.
+
+    Raises:
+        DataError: for a file that is no CSV, or columns that are not known.
+    """
+    import pyarrow
+    from pyarrow import csv
+
+    ragged: list[Any] = []
+
+    def skip(row: Any) -> str:
+        ragged.append(row)
+        return "skip"
+
+    read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    what = f"{file} cannot be read as CSV, whose rows have {CSV_BLOCK_BYTES >> 20} MiB at most"
+    with (
+        open_bytes(file) as opened,
+        _as_data_error(what),
+        csv.open_csv(opened, read, parse) as head,
+    ):
+        names = head.schema.names
+    ragged.clear()
+    if len(names) == 1 and (found := next((mark for mark in ";\t|" if mark in names[0]), "")):
+        raise DataError(
+            f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
+        )
+    columns = choose_columns(file, names, reading, findings)
+    marks = (*_MARK_COLUMNS, *PREFERENCE_FIELDS) if reading.form == "answers" else _MARK_COLUMNS
+    fields = {name: dict(reading.columns).get(name, name) for name in columns}
+    convert = csv.ConvertOptions(
+        include_columns=columns,
+        # As bytes: a row with odd bytes is a wrong row, and no end of the reading.
+        column_types={c: pyarrow.binary() for c, field in fields.items() if field not in marks},
+        strings_can_be_null=False,
+    )
+    with open_bytes(file) as opened:
+        with _as_data_error(what):
+            batches = csv.open_csv(opened, read, parse, convert)
+        shift = 0
+        for number, row in _read_rows(file, _cut_batches(batches, columns), 0):
+            while ragged and ragged[0].number - _CSV_HEAD <= number + shift:
+                yield _make_ragged_error(ragged.pop(0))
+                shift += 1
+            yield number + shift, row
+        yield from map(_make_ragged_error, ragged)
+
+
+def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
+    return row.number - _CSV_HEAD, WrongRecord(
+        f"found {row.actual_columns} cells, expected {row.expected_columns}; put quotes around text"
+        " with commas, line ends or quotes in it"
+    )
+
+
+def _cut_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
+    for batch in batches:
+        for at in range(0, batch.num_rows, PARQUET_ROWS):
+            yield batch.slice(at, PARQUET_ROWS).select(columns)
+
+
+def _read_batches(file: Path) -> Iterator[Any]:
+    import pyarrow
+
+    with (
+        _as_data_error(f"{file} cannot be read as Arrow data"),
+        pyarrow.memory_map(str(file)) as mapped,
+    ):
+        is_stream = mapped.read(len(_FILE_MAGIC)) != _FILE_MAGIC
+        mapped.seek(0)
+        if is_stream:
+            source = pyarrow.ipc.open_stream(mapped)
+            batches = iter(source)
+        else:
+            source = pyarrow.ipc.open_file(mapped)
+            batches = (source.get_batch(n) for n in range(source.num_record_batches))
+        for batch in batches:
+            batch.validate()  # or damaged offsets would be followed anywhere in memory
+            batch.schema.names  # noqa: B018  # of a damaged file they may be no text
+            yield batch
+
+
+@contextmanager
+def _as_data_error(what: str) -> Iterator[None]:
+    """Turn what pyarrow raises for a damaged file into a DataError.
+
+    What goes wrong where pyarrow calls back, as at a ragged row that is no UTF-8, is an error of
+    its own soon after; Python would print it with a traceback as well.
+    """
+    import pyarrow
+
+    known = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    except known as error:
+        raise DataError(f"{what}: {error}; write it again") from error
+    finally:
+        sys.unraisablehook = before
+
+
+def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
+    """Yield the rows of batches; ``first`` rows of the file are before them."""
+    number = first
+    while True:
+        with _as_data_error(f"{file}, after row {number}: cannot be read"):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            rows = _check_rows(batch)
+        for row in rows:
+            number += 1
+            yield number, row
+
+
+def _check_rows(batch: Any) -> list[Any]:
+    """Return a batch's rows as objects, wrong ones as what is wrong with them."""
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+        # pyarrow takes several times as long where it is asked for dicts.
+        maps = {"maps_as_pydicts": "strict"} if "map<" in str(batch.schema) else {}
+        return [_clean_row(row) for row in batch.to_pylist(**maps)]
+    except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
+        if batch.num_rows == 1:
+            return [WrongRecord(f"cannot be read ({error})")]
+    return [row for at in range(batch.num_rows) for row in _check_rows(batch.slice(at, 1))]
+
+
+def _clean_row(row: dict[str, Any]) -> Any:
+    """Return a row without nulls, its bytes as text."""
+    try:
+        plain = _as_json(row)
+    except UnicodeDecodeError as error:
+        return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
+    if all(value is None for value in row.values()):
+        return WrongRecord("all its columns are null")
+    return plain
+
+
+def _as_json(value: Any) -> Any:
+    """Return bytes as text and keys of maps as text; drop the keys that are null.
+
+    A struct column has them because other rows do.
+    """
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, dict):
+        return {
+            str(_as_json(key)): _as_json(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    return [_as_json(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,191 @@
+"""Whose file it is that this user may not read or write, and who gives the right how."""
+
+import errno
+import grp
+import os
+import pwd
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_REFUSALS = (errno.EACCES, errno.EPERM)
+
+
+def is_permission_error(number: int | None) -> bool:
+    """Whether an error of this number says that this user lacks a right."""
+    return number in _REFUSALS
+
+
+def missing_permission(path: Path, of: Path | None = None) -> str:
+    """Return whose ``path`` is and how this user gets the right to it; "" if its mode gives it.
+
+    ``of`` is the folder whose files the right is needed to, ``path`` by default. Of a path that is
+    not there, or cannot be looked at, it is said of the next folder above.
+    """
+    for there in (path, *path.absolute().parents):
+        with suppress(OSError):
+            status = there.stat()
+            break
+    else:
+        return ""
+    wanted = "r" if stat.S_ISREG(status.st_mode) else "rx"
+    if _has_access(there, wanted):
+        wanted = "w"
+        if _has_access(there, wanted):
+            return ""
+    return _describe_refusal(there, status, wanted, of or there)
+
+
+def may_write(path: Path) -> bool:
+    """Whether this user may write a file, or make and remove files in a folder."""
+    return _has_access(path, "rw" if path.is_file() else "rwx")
+
+
+def may_read(path: Path) -> bool:
+    """Whether this user may read a file, or see and open what is in a folder."""
+    return _has_access(path, "r" if path.is_file() else "rx")
+
+
+def _has_access(path: Path, letters: str) -> bool:
+    bits = {"r": os.R_OK, "w": os.W_OK, "x": os.X_OK}
+    return os.access(path, sum(bits[letter] for letter in letters), effective_ids=True)
+
+
+def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
+    mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+    if status.st_uid == os.geteuid():
+        return f"its {mode} does not permit it to its owner: chmod u+{wanted} {there}"
+    owner, group, me = (
+        _user_name(status.st_uid),
+        _group_name(status.st_gid),
+        _user_name(os.geteuid()),
+    )
+    is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
+    regroup = "" if is_mine else f"chgrp -R to a group that {me} is in too, "
+    return (
+        f"{there} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For a "
+        f"folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
+        "and umask 002 before each run; or take a folder of your own"
+    )
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+# -- Files that are there as a whole or not at all, whoever reads them and whenever a process dies.
+
+
+_NO_FSYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+@contextmanager
+def replace_atomically(path: Path, durable: bool = False) -> Iterator[Path]:
+    """Give the path of a temporary file beside ``path`` that takes its place at the block's end.
+
+    If the block fails, what was at ``path`` before is untouched. ``durable``: what is there
+    survives a crash of the machine, too.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        if durable:
+            sync_file(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Write a file as a whole; text becomes UTF-8, and what cannot is written by its number, as in
+    names of files that are of other bytes. Raises as ``replace_atomically`` does.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    with replace_atomically(path, durable) as temporary:
+        temporary.write_bytes(data)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable, where its file system can be asked for it.
+
+    Raises:
+        OSError: if it can be, and fails.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC_ERRORS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# -- Files of a clone whose content was never fetched: pointers of git-lfs and of git-annex.
+#
+# Such a file is a few lines of text under the name of the real one. It would be read as damaged
+# weights, as rows that are no JSON, or as text to be learned.
+
+
+_MAX_BYTES = 1024  # by git-lfs's specification
+_LFS = re.compile(rb"version https?://[\w.-]+/spec/v\d[^\n]*\n(.*\n)*?oid sha256:", re.ASCII)
+_LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
+_ANNEX = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
+
+
+def why_pointer(file: Path) -> str | None:
+    """Return why a file is only a pointer to its content, and what to do; None if it is not one.
+
+    A link of git-annex that leads nowhere is one, too. What cannot be read is none.
+    """
+    try:
+        if file.is_symlink() and not file.exists() and _ANNEX.search(os.readlink(file).encode()):
+            return _message(file, "a link of git-annex", "git annex get or datalad get")
+        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+            return None
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_BYTES)
+    except OSError:
+        return None
+    if _LFS.match(content):
+        size = _LFS_SIZE.search(content)
+        of = f" of {int(size[1]):,} bytes" if size else ""
+        return _message(file, f"a pointer of git-lfs to a file{of}", "git lfs pull")
+    if _ANNEX.match(content.strip()) and b"\n" not in content.strip():
+        return _message(file, "a pointer of git-annex", "git annex get or datalad get")
+    return None
+
+
+def _message(file: Path, what: str, command: str) -> str:
+    return (
+        f"{file} is {what}, not the file itself: the clone was made without its large files. "
+        f"Fetch them there ({command}), or the whole folder: hf download NAME --local-dir DIR"
+    )

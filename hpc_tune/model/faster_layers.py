@@ -1,0 +1,311 @@
+"""Whether a layer of transformers computes what one of ours does: both are tried on a few values.
+
+The name of a class tells nothing for certain, and its source may change with a version. Where the
+two differ, or the layer cannot be tried, transformers' own runs.
+"""
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def make_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
+    """Return a layer of the class of ``module``, with its plain attributes, made of ``parts``."""
+    layer = type(module).__new__(type(module))
+    nn.Module.__init__(layer)
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "forward":
+            layer.__dict__[name] = value
+    for name, part in parts.items():
+        setattr(layer, name, part)
+    return layer
+
+
+def find_equal_layers(
+    blocks: Iterable[nn.Module],
+    may_be: Callable[[nn.Module], bool],
+    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
+    forward: Forward,
+    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> list[nn.Module]:
+    """Return the layers of ``blocks`` that ``may_be`` and whose class computes as ``forward`` does.
+
+    ``make`` returns a layer like one of them (see ``make_like``), and an input; the results of the
+    class's own forward and of ``forward`` must ``agree``. Layers of one class with the same plain
+    attributes are tried once.
+    """
+    tried: dict[tuple[Any, ...], bool] = {}
+    found = []
+    for layer in (part for block in blocks for part in block.modules() if may_be(part)):
+        key = type(layer), layer.training, *_plain_attributes(layer)
+        if key not in tried:
+            tried[key] = _computes_as(layer, make, forward, agree)
+        if tried[key]:
+            found.append(layer)
+    return found
+
+
+def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
+    """Return what tells a layer from others of its class: values, or which object it is."""
+    return [
+        (name, value if isinstance(value, (int, float, str, type(None))) else id(value))
+        for name, value in vars(layer).items()
+        if not name.startswith("_")
+    ]
+
+
+def _computes_as(
+    module: nn.Module,
+    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
+    forward: Forward,
+    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> bool:
+    with _disable_current_modes(), torch.no_grad():
+        layer, x = make(module, torch.Generator().manual_seed(0))
+        layer.train(module.training)
+        try:
+            return agree(type(module).forward(layer, x), forward(layer, x))
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return False
+
+
+# -- RMS norms (arXiv:1910.07467) in fewer passes over the activations than autograd's.
+#
+#     y = x / sqrt(mean(x^2) + eps) * weight
+#
+# Computed in fp32 and rounded where transformers rounds. Only ``x`` is kept for the backward pass,
+# in its own dtype; autograd keeps it in fp32, and the normalised values too. A GPU has one kernel
+# for each pass, ``F.rms_norm``, which keeps as much, and rounds once, behind the weight; on a CPU
+# that is no kernel of its own.
+
+
+# Of results in 16 bits. Rounded in another place, about a third of them would differ.
+_EQUAL_SHARE = 0.95
+
+
+def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
+    """Replace the forward of each RMS norm of Llama's form in ``blocks``; return how many.
+
+    ``torchs``: by ``F.rms_norm``.
+    """
+    forward = _torch_forward if torchs else _rms_norm_forward
+    norms = find_equal_layers(
+        blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _agree
+    )
+    for part in norms:
+        part.forward = types.MethodType(forward, part)
+    return len(norms)
+
+
+def _may_be_rms_norm(module: Any) -> bool:
+    if not type(module).__name__.endswith("RMSNorm") or "forward" in module.__dict__:
+        return False
+    if module._parameters.keys() != {"weight"} or module.weight is None or module._modules:
+        return False
+    return module.weight.dim() == 1 and hasattr(module, "variance_epsilon")
+
+
+def _make_rms_norm_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+    """Return a norm of 64 weights, and rows of large and of small values."""
+    weight = torch.randn(64, generator=chance, device="cpu", dtype=torch.bfloat16)
+    x = torch.randn(16, 64, generator=chance, device="cpu")
+    x *= torch.logspace(-4, 2, len(x), device="cpu")[:, None]
+    return make_like(module, weight=nn.Parameter(weight)), x.bfloat16()
+
+
+def _agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
+    is_near = torch.allclose(stock.float(), ours.float(), rtol=2e-2, atol=1e-6)
+    same = (stock == ours).float().mean().item()
+    return stock.dtype == ours.dtype and is_near and same >= _EQUAL_SHARE
+
+
+def _rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != self.weight.dtype:
+        stock: torch.Tensor = type(self).forward(self, x)
+        return stock
+    out: torch.Tensor = _RmsNorm.apply(x, self.weight, self.variance_epsilon)
+    return out
+
+
+def _torch_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != self.weight.dtype:
+        stock: torch.Tensor = type(self).forward(self, x)
+        return stock
+    # It computes in fp32 inside. Since torch 2.12 a GPU's autocast also has copies of x and of the
+    # result in fp32, even where both are in 16 bits.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x_fp32 = x.float()
+        mean_square = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True).square_()
+        inverse = mean_square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        # Not x_fp32 in place: of an x in fp32 it is x itself.
+        return (x_fp32 * inverse).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        x_fp32, grad_weight = x.float(), None
+        if ctx.needs_input_grad[1]:
+            normalised = (x_fp32 * inverse).to(x.dtype)
+            grad_weight = (grad * normalised).flatten(0, -2).sum(0)
+        # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalised values
+        by_norm = (grad * weight).float()
+        shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)
+        shared *= inverse**3 / x.shape[-1]
+        grad_x = by_norm.mul_(inverse).addcmul_(x_fp32, shared, value=-1)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+# -- SwiGLU MLPs (arXiv:2002.05202) that keep one tensor less per block for the backward pass.
+#
+#     y = down(silu(gate(x)) * up(x))
+#
+# Autograd keeps the gate for silu, and its result and ``up`` for the product. Here the backward
+# pass recomputes silu, which takes less time than reading its result: only gate and ``up`` are
+# kept. The same operations on the same values give the same bits.
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them would show
+
+
+def use_swiglu(blocks: Iterable[nn.Module]) -> int:
+    """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
+    layers = find_equal_layers(
+        blocks, _may_be_swiglu, _make_swiglu_trial, _swiglu_forward, torch.equal
+    )
+    for part in layers:
+        part.forward = types.MethodType(_swiglu_forward, part)
+    return len(layers)
+
+
+def _may_be_swiglu(module: Any) -> bool:
+    activation = getattr(module, "act_fn", None)
+    is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+    has_parts = {*_PROJECTIONS} <= module._modules.keys() <= {*_PROJECTIONS, "act_fn"}
+    has_more = module._parameters or module._buffers or "forward" in module.__dict__
+    return is_silu and has_parts and not has_more
+
+
+def _make_swiglu_trial(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+    parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
+    for part in parts.values():
+        for values in part.parameters():
+            values.normal_(generator=chance)
+    x = _SCALE * torch.randn(4, _WIDTH, generator=chance, device="cpu")
+    return make_like(module, act_fn=module.act_fn, **parts), x
+
+
+def _swiglu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))
+    return out
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+# -- One cast of the input that several linear layers of a module share, under autocast.
+#
+#     norm, in fp32 -> cast once -> queries, keys and values; or gate and up
+#     their gradients, in the dtype of products -> added up in fp32
+#
+# With master weights in fp32 a norm's result is fp32 too. torch's autocast remembers casts of
+# weights alone: each layer would cast its input anew, keep a copy of its own for the backward pass,
+# and cast its gradient to fp32 before these are added up. The values are the same. A compiler finds
+# equal casts by itself.
+
+
+def share_casts(blocks: Iterable[nn.Module]) -> int:
+    """Let linear layers that a module in ``blocks`` calls with one tensor cast it once.
+
+    Returns how many modules have several such layers. Without autocast nothing is cast.
+    """
+    found = 0
+    for module in (part for block in blocks for part in block.modules()):
+        layers = [part for part in module.children() if _may_be_cast(part)]
+        if len(layers) > 1:
+            shared = _SharedInputs(len(layers))
+            for layer in layers:
+                layer.register_forward_pre_hook(shared.cast)
+            module.register_forward_hook(shared.forget, always_call=True)
+            found += 1
+    return found
+
+
+def _may_be_cast(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) and part.weight.dtype == torch.float32
+
+
+class _SharedInputs:
+    """Inputs of a module's linear layers while it runs, and what is left of the casts of each."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        # By the input's id, with the input, so that no other has its id.
+        self._casts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def cast(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Give a layer its input in the dtype of autocast."""
+        if not args:  # a call by name, which torch's own cast is left to
+            return args
+        x, device_type = args[0], args[0].device.type
+        if x.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
+            return args
+        _, left = self._casts.get(id(x), (x, []))
+        if not left:
+            dtype = torch.get_autocast_dtype(device_type)
+            left = list(_Cast.apply(x, dtype, self._num_layers))
+            self._casts[id(x)] = x, left
+        return left.pop(), *args[1:]
+
+    def forget(self, *_: Any) -> None:
+        """Let go of inputs that not all layers have been called with."""
+        self._casts.clear()
+
+
+class _Cast(torch.autograd.Function):
+    """``x`` in another dtype, as ``num`` tensors in the same memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dtype: torch.dtype, num: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        out = x.to(dtype)
+        return tuple(out.view_as(out) for _ in range(num))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        # Those of layers that were called; the first sum is in memory of its own.
+        first, *others = (grad for grad in reversed(grads) if grad is not None)
+        total = first.to(ctx.dtype)
+        for grad in others:
+            total += grad
+        return total, None, None

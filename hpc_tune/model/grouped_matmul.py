@@ -1,0 +1,351 @@
+"""Products grouped by expert: torch's kernel, or expert by expert where it has none or is wrong.
+
+    rows of an expert after one another -> grouped_matmul: each row by its expert's matrix
+                                        -> gradient: each expert's sum of outer products
+
+On a GPU the kernel may leave what was in memory before as the gradient of an expert without rows
+(https://github.com/pytorch/pytorch/issues/172439 on Blackwell, 174314 on MI300), which is not a
+number at times (193633). Such gradients are filled with zeros, without a question to the device.
+A wrong kernel would train a wrong model without an error: it is compared once with a loop. It
+counts values in 32 bits, and reads elsewhere where there are more
+(https://github.com/pytorch/torchtitan/issues/1932): such products are cut between rows.
+
+Shapes: S rows, E experts, I and O features in and out of a product, R and N the two sides of a
+gradient.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hpc_tune import torch_versions
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+
+_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
+_LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
+ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
+MAX_VALUES = (1 << 31) - 1
+# Of a norm: rounding results to the dtype makes 0.3 eps, a single row at another expert 30.
+MAX_EPS = 4
+# The rows of experts: the first, two in the middle and the last have none, others one, less than a
+# tile of the kernel (16 to 128), and more.
+CHECKED_ROWS = (0, 1, 40, 0, 0, 130, 17, 0)
+_WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
+
+
+def grouped_matmul(
+    x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return each row times the matrix of its expert, whose rows end at ``ends_E``."""
+    out_SO: torch.Tensor
+    if has_grouped_matmul(x_SI, weight_EIO) and not _is_kernel_refused(x_SI):
+        out_SO = _matmul_by_kernel(x_SI, weight_EIO, ends_E)
+    else:
+        out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, ends_E)
+    return out_SO
+
+
+def grouped_weight_gradient(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return, for each expert, the sum of its rows' outer products, in the shape of a weight."""
+    out_ERN: torch.Tensor
+    if has_grouped_matmul(low_SR, weight_ERN, wide_SN) and not _is_kernel_refused(low_SR):
+        out_ERN = _gradient_by_kernel(low_SR, wide_SN, ends_E)
+    else:
+        out_ERN = torch.ops.hpc_tune.sums_of_outer_products(low_SR, wide_SN, ends_E)
+    return out_ERN
+
+
+@torch.library.impl(_LIBRARY, "sums_of_outer_products", "CompositeExplicitAutograd")
+def sums_of_outer_products(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Return ``grouped_weight_gradient`` expert by expert; transformers has this since 5.23 alone.
+
+    That also makes the gradient of the rows, which nothing here asks it for.
+    """
+    out_ERN, start = _fake_sums(low_SR, wide_SN, ends_E), 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(low_SR[start:end].t(), wide_SN[start:end], out=out_ERN[expert])
+        start = end
+    return out_ERN
+
+
+@torch.library.register_fake("hpc_tune::sums_of_outer_products", lib=_LIBRARY)
+def _fake_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return low_SR.new_empty(len(ends_E), low_SR.shape[1], wide_SN.shape[1])
+
+
+def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
+    is_traced = isinstance(x, FakeTensor)
+    is_bound = (
+        x.device.type == "cpu" and not torch_versions.GROUPED_MM_ANY_ADDRESS and not is_traced
+    )
+    if is_bound and any(part.data_ptr() % ROW_BYTES for part in (x, weight_EIO, *others)):
+        return False
+    dtypes = {torch.bfloat16} if is_traced else {torch.bfloat16, torch.float32}
+    each = ROW_BYTES // x.dtype.itemsize
+    return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])
+
+
+@functools.cache
+def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the kernel must not be used in ``dtype`` on this device, also as a warning."""
+    most = MAX_EPS * torch.finfo(dtype).eps
+    try:
+        gaps = compare_with_loop(device, dtype)
+    except (RuntimeError, TypeError, ValueError) as error:  # or another interface
+        why = f"torch's grouped product fails here ({first_line(error)})"
+    else:
+        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
+        if not wrong:
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        why = (
+            f"torch's grouped product is wrong here: it differs from a loop over experts in "
+            f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
+        )
+    log.warning("experts are computed in a loop: %s", why)
+    return why
+
+
+def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return how far the kernel is from a loop over experts in fp64, as shares of the norms.
+
+    Memory that it may leave as it was holds no numbers.
+    """
+    generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS
+    ends_E = torch.tensor(counts).cumsum(0).int().to(device)
+    rows, experts = sum(counts), len(counts)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x_SI, grad_SR = drawn(rows, _WIDE), drawn(rows, _NARROW)
+    down_EIR, up_ERI = drawn(experts, _WIDE, _NARROW), drawn(experts, _NARROW, _WIDE)
+
+    def result(out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]) -> torch.Tensor:
+        no_numbers = torch.full(out_shape, torch.nan, dtype=dtype, device=device)
+        del no_numbers  # a result of that size is put where it was
+        return product()
+
+    narrow, up_EIR = (rows, _NARROW), up_ERI.transpose(1, 2)
+    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = [
+            result(narrow, lambda: torch_versions.grouped_mm(x_SI, down_EIR, offs=ends_E)),
+            result(narrow, lambda: torch_versions.grouped_mm(x_SI, up_EIR, offs=ends_E)),
+            result(up_ERI.shape, lambda: _gradient_by_kernel(grad_SR, x_SI, ends_E)),
+        ]
+        x_by_E, grad_by_E = x_SI.double().split(counts), grad_SR.double().split(counts)
+        wanted = [
+            torch.cat([x @ w for x, w in zip(x_by_E, down_EIR.double(), strict=True)]),
+            torch.cat([x @ w for x, w in zip(x_by_E, up_EIR.double(), strict=True)]),
+            torch.stack([grad.t() @ x for grad, x in zip(grad_by_E, x_by_E, strict=True)]),
+        ]
+    names = ("its result", "that by transposed weights", "the gradient of weights")
+    return {
+        name: float((one.double() - true).norm() / true.norm())
+        for name, one, true in zip(names, found, wanted, strict=True)
+    }
+
+
+def _matmul_by_kernel(
+    x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    pieces = _split_rows(x_SI, max(weight_EIO.shape[1:]))
+    if len(pieces) == 1:
+        out_SO: torch.Tensor = torch_versions.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+        return out_SO
+    out_SO = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
+    for begin, end in pieces:
+        within_E = _ends_within(ends_E, begin, end)
+        out_SO[begin:end] = torch_versions.grouped_mm(x_SI[begin:end], weight_EIO, offs=within_E)
+    return out_SO
+
+
+def _gradient_by_kernel(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    pieces = _split_rows(low_SR, max(low_SR.shape[1], wide_SN.shape[1]))
+    if len(pieces) == 1:
+        return _gradient_of_piece(low_SR, wide_SN, ends_E)
+    out_ERN: torch.Tensor | None = None
+    for begin, end in pieces:
+        within_E = _ends_within(ends_E, begin, end)
+        piece_ERN = _gradient_of_piece(low_SR[begin:end], wide_SN[begin:end], within_E)
+        out_ERN = piece_ERN if out_ERN is None else out_ERN.add_(piece_ERN)
+    assert out_ERN is not None
+    return out_ERN
+
+
+def _gradient_of_piece(
+    low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
+    if _may_leave_memory(low_SR):
+        is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+        out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not a product: 0 x nan is nan
+    return out_ERN
+
+
+def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
+    """Return where rows of up to ``width`` values begin and end, of which the kernel takes each."""
+    rows = len(x)
+    most = max(1, _max_values(x) // width)
+    return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
+
+
+def _ends_within(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return where the experts' rows end, counted from ``begin`` on."""
+    return (ends_E - begin).clamp_(0, end - begin)
+
+
+def _max_values(x: torch.Tensor) -> int:
+    return sys.maxsize if x.device.type == "cpu" else MAX_VALUES
+
+
+def _may_leave_memory(x: torch.Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+def _is_kernel_refused(x: torch.Tensor) -> bool:
+    """Whether the kernel was tried on the device of ``x`` and must not be used there."""
+    is_real = x.device.type == "cuda" and not isinstance(x, FakeTensor)
+    return is_real and bool(kernel_fault(x.device, x.dtype))
+
+
+# -- Tokens sorted by the experts that they go to.
+#
+# On a CPU a product in 16 bits has a kernel for each number of rows, which takes as long to make as
+# five products: there an expert's rows are padded to one of few numbers.
+#
+# Shapes: T tokens, K experts of a token, S rows sorted by expert (T K, and padding), E experts, I
+# and O features in and out of a product, R and N the two sides of a gradient.
+
+
+MIN_PADDING_STEP, NUM_PADDING_STEPS = (
+    16,
+    4,
+)  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Behind which row each expert's end, and in which row each token is for its experts."""
+
+    ends_E: torch.Tensor
+    rows_TK: torch.Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype) -> "SortedRows":
+        """Sort tokens by expert; in 16 bits on a CPU, with padding behind those of each."""
+        expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
+        numbers_E = torch.arange(num_experts, device=expert_S.device)
+        ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+        sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
+        if _is_padded(index_TK, dtype):
+            counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+            padded_E = torch.tensor([pad_rows(count) for count in counts_E.tolist()])
+            more_E = (padded_E - counts_E).cumsum(0)
+            sorted_S += (more_E - padded_E + counts_E)[expert_S]
+            ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
+        elif isinstance(index_TK, FakeTensor) and dtype.itemsize == 2:
+            num_rows += traced_padding(num_rows, num_experts)
+        places_S = torch.empty_like(order_S)
+        places_S[order_S] = sorted_S
+        return cls(ends_E, places_S.view_as(index_TK), num_rows)
+
+    def tokens(self) -> torch.Tensor:
+        """Return which token each row is of; of padding, the first one."""
+        token_S = self.rows_TK.new_zeros(self.num_rows)
+        num_tokens, num_chosen = self.rows_TK.shape
+        numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
+        places_S = self.rows_TK.flatten()
+        return token_S.scatter_(0, places_S, numbers_TK.expand(-1, num_chosen).flatten())
+
+    def experts(self) -> torch.Tensor:
+        """Return which expert each row is for."""
+        numbers_S = torch.arange(self.num_rows, device=self.ends_E.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends_E, numbers_S, right=True)
+
+    def row_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each row, S x 1; of padding, 0."""
+        weight_S = weights_TK.new_zeros(self.num_rows)
+        return weight_S.scatter_(0, self.rows_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
+
+    def clear_padding(self, x_SI: torch.Tensor) -> None:
+        """Make rows of padding zero, so that nothing in them can overflow."""
+        is_fake = isinstance(x_SI, FakeTensor)  # whose padding is in no place
+        if self.num_rows > self.rows_TK.numel() and not is_fake:
+            is_padding_S = torch.ones(self.num_rows, dtype=torch.bool)
+            is_padding_S[self.rows_TK.flatten()] = False
+            x_SI.index_fill_(0, is_padding_S.nonzero().squeeze(1), 0.0)
+
+    def sum_by_token(
+        self, y_SO: torch.Tensor, weights_TK: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum of each token's rows, times their weights, in one pass."""
+        return F.embedding_bag(self.rows_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
+
+    def times(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
+        """Return each row times the matrix of its expert."""
+        return grouped_matmul(x_SI, weight_EIO, self.ends_E)
+
+    def gradient(
+        self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
+    ) -> torch.Tensor:
+        """Return, for each expert, the sum of its rows' outer products, in the shape of a weight.
+
+        The narrow side first: the other way round takes up to five times as long on a CPU.
+        """
+        return grouped_weight_gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
+
+    def sums_by_expert(
+        self, y_SO: torch.Tensor, weight_S: torch.Tensor, bias_EO: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of each expert's rows times their weights, in the shape of a bias."""
+        wide = ROW_BYTES // y_SO.dtype.itemsize
+        weight_SR = weight_S.view(-1, 1).repeat(1, wide)
+        return self.gradient(weight_SR, y_SO, bias_EO.unsqueeze(1).expand(-1, wide, -1))[:, 0]
+
+
+def pad_rows(num_rows: int) -> int:
+    """Return as how many rows a CPU computes an expert's in 16 bits: at most a quarter more, or 16.
+
+    Up to 64 a row is nearly free: reading an expert takes as long as computing 36 rows.
+    """
+    step = _padding_step(num_rows)
+    return -(-num_rows // step) * step
+
+
+def traced_padding(num_rows: int, num_experts: int) -> int:
+    """Return the rows of padding in a trace, in which experts have no numbers of tokens: none.
+
+    A trace for CPUs puts ``likely_padding`` in its place.
+    """
+    return 0
+
+
+def likely_padding(num_rows: int, num_experts: int) -> int:
+    """Return about how many rows of padding there are in 16 bits on a CPU: half a step for each."""
+    return num_experts * _padding_step(num_rows // num_experts) // 2
+
+
+def _padding_step(num_rows: int) -> int:
+    return max(MIN_PADDING_STEP, (1 << num_rows.bit_length()) // 2 // NUM_PADDING_STEPS)
+
+
+def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        tensor.device.type == "cpu" and dtype.itemsize == 2 and not isinstance(tensor, FakeTensor)
+    )

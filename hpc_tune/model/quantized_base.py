@@ -1,0 +1,399 @@
+"""A frozen base whose blocks have their weights in packed bytes: 4 bits, or float8.
+
+    nn.Linear on meta -> a packed layer on meta -> (sharded, allocated) -> packed while it is read
+    a stack of experts -> a stack of their bytes, and a module that makes values of them
+
+Each kind of layer or stack has ``num_values``, ``compute_dtype``, ``unpack(packed)``, which makes
+the values, and ``fill``, which reads and packs what a rank holds.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.config_json import ShapeIndex
+from hpc_tune.model.experts import find_expert_modules
+from hpc_tune.model.float8_base import Float8Linear, Float8Stack
+from hpc_tune.model.grouped_experts import (
+    has_grouped_form,
+    packing_name,
+    stack_names,
+    use_grouped_experts,
+)
+from hpc_tune.model.special_layers import find_unquantised_layers
+from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+
+# -- The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantisation, by bitsandbytes.
+#
+#     nn.Linear on meta -> FourBitLinear on meta -> sharded, allocated -> quantised as it is read
+#     a stack of experts -> a stack of their bytes, and a FourBitStack that makes values of them
+#
+# A weight of n values is n / 2 bytes of packed codes, which may be sharded, and the scales of its
+# blocks of 64 values, about n / 63 bytes, which every rank holds whole. Each expert of a stack is
+# quantised by itself, and its scales follow its codes: whoever holds an expert needs no other.
+
+
+BLOCK = 64  # values that share a scale
+SCALES_BLOCK = 256  # scales that share a scale of their own
+_SCALE_NAMES = ("scales", "scales_of_scales", "scales_mean", "scales_code")
+_MAX_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
+
+
+class FourBitLinear(nn.Linear):
+    """A frozen linear layer whose ``weight`` holds two 4-bit codes per byte, of shape (n / 2, 1).
+
+    All of its scales are bytes: the fp32 ones are kept as their bits, so that casting a model to
+    another dtype leaves them whole. bitsandbytes' own layer hides its scales from the module, where
+    the meta device and the count of bytes cannot see them, and on CPUs with AVX512 it evaluates in
+    bf16 whatever its dtype is.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        """Take the shape, the bias and the device of ``linear``; ``dtype`` is computed in."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = dtype
+        num_scales = -(-self.num_values // BLOCK)
+        sizes = {
+            "scales": num_scales,
+            "scales_of_scales": 4 * -(-num_scales // SCALES_BLOCK),
+            "scales_mean": 4,
+            "scales_code": 4 * 256,
+        }
+        device = linear.weight.device
+        packed = torch.empty(-(-self.num_values // 2), 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        for name, size in sizes.items():
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    def num_values(self) -> int:
+        """Values of the weight."""
+        return self.out_features * self.in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias; the backward pass reaches x alone."""
+        from bitsandbytes import matmul_4bit
+
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        given = x.to(self.compute_dtype)
+        if self.weight.device.type == "cpu" and self.in_features % BLOCK:
+            out: torch.Tensor = _PackedMatmul.apply(self, given, self.weight)
+            out = out if bias is None else out + bias
+        else:
+            shape = (self.out_features, self.in_features)
+            # Transposed, as releases before 0.50 want it.
+            packed = self.weight.t()
+            out = matmul_4bit(given, packed, quant_state=self._quant_state(shape), bias=bias)
+        return out.to(x.dtype)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the values of the whole weight.
+
+        As rows of a block each: a kernel of bitsandbytes (AVX512) takes a row's first scale from as
+        many as all rows before it have whole blocks, and wrong ones where a block goes on in the
+        next row.
+        """
+        from bitsandbytes.functional import dequantize_4bit
+
+        rows = 1 if self.num_values % BLOCK else self.num_values // BLOCK
+        state = self._quant_state((rows, self.num_values // rows))
+        return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read, quantise and pack the weight ``stored``.
+
+        ``local`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
+        since the scales depend on all of them.
+
+        Raises:
+            DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
+        """
+        start, scales = offset[0], []
+        matrix = _Matrix(index, stored, self.out_features, self.in_features)
+        for at, packed, absmax in matrix.quantise_pieces(self.compute_dtype, local.device, reserve):
+            scales.append(absmax)
+            begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
+            if begin < end:
+                local[begin - start : end - start].copy_(packed[begin - at : end - at])
+        values = _quantise_scales(torch.cat(scales))
+        for name, value in zip(_SCALE_NAMES, values, strict=True):
+            self.get_buffer(name).copy_(value)
+
+    def _quant_state(self, shape: tuple[int, int]) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        scales: Any = self._buffers
+        return QuantState(
+            absmax=scales["scales"],
+            shape=torch.Size(shape),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=self.compute_dtype,
+            offset=scales["scales_mean"].view(torch.float32)[0],
+            state2=QuantState(
+                absmax=scales["scales_of_scales"].view(torch.float32),
+                blocksize=SCALES_BLOCK,
+                code=scales["scales_code"].view(torch.float32),
+                dtype=torch.float32,
+            ),
+        )
+
+
+class _PackedMatmul(torch.autograd.Function):
+    """x @ weight.T of a packed weight, whose values are made in both passes and not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: FourBitLinear, x: torch.Tensor, packed: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(packed)
+        return F.linear(x, layer.unpack(packed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        [packed] = ctx.saved_tensors
+        return None, grad @ ctx.layer.unpack(packed), None
+
+
+class FourBitStack(nn.Module):
+    """What the bytes of a stack of experts mean; they stay the experts' own parameter.
+
+    A row of them, E x 1 x ``row_bytes``: two codes per byte, up to a whole block; a byte for the
+    scale of each block; then as fp32 the scales of 256 of these each, and their mean.
+    """
+
+    def __init__(self, stack: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the shape and device of ``stack``; ``dtype`` is computed in."""
+        super().__init__()
+        self.shape, self.compute_dtype = stack.shape, dtype
+        self.num_scales = -(-stack[0].numel() // BLOCK)
+        more = -(-self.num_scales // SCALES_BLOCK)
+        self.parts = (self.num_scales * BLOCK // 2, self.num_scales, 4 * more, 4)
+        code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
+        self.register_buffer("scales_code", code, persistent=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an expert, whole multiples of 16."""
+        return -(-sum(self.parts) // 16) * 16
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """Shape of the bytes."""
+        return self.shape[0], 1, self.row_bytes
+
+    @property
+    def num_values(self) -> int:
+        """Values of the stack."""
+        return self.shape.numel()
+
+    def unpack(self, packed_E1N: torch.Tensor) -> torch.Tensor:
+        """Return the values of a stack, or of the experts of it that ``packed`` has."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
+            [*self.parts, self.row_bytes - sum(self.parts)], dim=1
+        )
+        code = self.get_buffer("scales_code").view(torch.float32)
+        scales_EB = code[scales.int()]
+        more_EB = _view_as_fp32(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
+        scales_EB = scales_EB.mul_(more_EB).add_(_view_as_fp32(mean))
+        step = max(1, _MAX_KERNEL_VALUES // (self.num_scales * BLOCK))
+        experts = [
+            dequantize_4bit(
+                some_EN.reshape(-1, 1),
+                QuantState(
+                    scales_EB[first : first + step].flatten(),
+                    shape=torch.Size((len(some_EN), self.num_scales * BLOCK)),
+                    blocksize=BLOCK,
+                    quant_type="nf4",
+                    dtype=self.compute_dtype,
+                ),
+            )
+            for first, some_EN in zip(range(0, len(codes), step), codes.split(step), strict=True)
+        ]
+        out_EN = experts[0] if len(experts) == 1 else torch.cat(experts)
+        return out_EN[:, : self.shape[1] * self.shape[2]].reshape(-1, *self.shape[1:])
+
+    @torch.no_grad()
+    def fill(
+        self,
+        local: torch.Tensor,
+        offset: tuple[int, ...],
+        index: TensorIndex | ShapeIndex,
+        stored: str,
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
+        """Read, quantise and pack the stack ``stored``.
+
+        ``local`` are the packed bytes of this rank's experts, from ``offset`` on.
+
+        Raises:
+            DataError: as ``FourBitLinear.fill`` does.
+        """
+        for i in range(len(local)):
+            matrix = _Matrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
+            row, scales = local[i, 0].zero_(), []
+            for at, packed, absmax in matrix.quantise_pieces(
+                self.compute_dtype, local.device, reserve
+            ):
+                scales.append(absmax)
+                row[at : at + len(packed)].copy_(packed.flatten())
+            codes, more, mean, code = _quantise_scales(torch.cat(scales))
+            at = self.parts[0]
+            for values in (codes, more, mean):
+                row[at : at + len(values)].copy_(values)
+                at += len(values)
+        # The same for all scales that there are.
+        _, _, _, code = _quantise_scales(torch.ones(1, device=local.device))
+        self.get_buffer("scales_code").copy_(code)
+
+
+def _view_as_fp32(bytes_EN: torch.Tensor) -> torch.Tensor:
+    return bytes_EN.clone().view(torch.float32)  # where floats may begin
+
+
+def require_bitsandbytes() -> None:
+    """Import bitsandbytes, which takes seconds.
+
+    Raises:
+        ConfigError: if it is not installed or cannot be imported.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            "tune.method=qlora needs bitsandbytes, which cannot be imported "
+            f"({first_line(error)}); install it with pip install 'hpc_tune[qlora]', or use "
+            "tune.method=lora"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A stored matrix, or one of a stored stack: ``place`` is (its number,) there."""
+
+    index: TensorIndex | ShapeIndex
+    stored: str
+    rows: int
+    width: int
+    place: tuple[int, ...] = ()
+
+    def quantise_pieces(
+        self, dtype: torch.dtype, device: torch.device, reserve: Reserve
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Read ``PIECE_BYTES`` of values at a time; yield the first byte, codes and scales of each.
+
+        Raises:
+            DataError: if values are NaN or inf, or their file is damaged.
+        """
+        from bitsandbytes.functional import quantize_4bit
+
+        # A piece ends where a block of values ends.
+        unit = BLOCK // math.gcd(BLOCK, self.width)
+        step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
+        for first in range(0, self.rows, step):
+            shape = (*(1 for _ in self.place), min(step, self.rows - first), self.width)
+            piece, at = torch.empty(shape, dtype=dtype), (*self.place, first, 0)
+            self.index.fill(piece, self.stored, at, reserve)
+            self.index.require_finite(piece, self.stored, at)
+            packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK, quant_type="nf4")
+            yield first * self.width // 2, packed, state.absmax
+
+
+def _quantise_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Quantise scales; return the bytes of codes, of their scales, of a mean and of the table."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    mean = scales.mean()
+    codes, state = quantize_blockwise(scales - mean, blocksize=SCALES_BLOCK)
+    found = (codes, state.absmax, mean.reshape(1), state.code)
+    return tuple(values.contiguous().view(torch.uint8) for values in found)
+
+
+PackedLinear = FourBitLinear | Float8Linear
+PackedStack = FourBitStack | Float8Stack
+PackedLayer = PackedLinear | PackedStack
+
+
+def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
+    """Pack the frozen weights of the decoder blocks, on the meta device.
+
+    After peft, which goes by the shapes of whole weights. Of the linear layers all but
+    ``find_unquantised_layers``, of the stacks of experts those that ``grouped_experts`` computes.
+
+    Raises:
+        ConfigError: if bitsandbytes is needed, and not installed or cannot be imported.
+    """
+    in_4_bits = tune.method == "qlora"
+    if in_4_bits:
+        require_bitsandbytes()
+    blocks = find_blocks(model)
+    others = find_unquantised_layers(model, blocks)
+    for owner in list(blocks.modules()):
+        for name, child in list(owner.named_children()):
+            if type(child) is nn.Linear and not child.weight.requires_grad and child not in others:
+                kind = FourBitLinear if in_4_bits else Float8Linear
+                setattr(owner, name, kind(child, dtype))
+    # Some families read a layer's weight themselves, unless the config says, as transformers does
+    # of what it has quantised, that it is no matrix (Jamba).
+    model.config._is_quantized = True
+    for experts in filter(has_grouped_form, blocks.modules()):
+        for name in stack_names(experts):
+            values = experts.get_parameter(name)
+            stack = FourBitStack(values, dtype) if in_4_bits else Float8Stack(values, dtype)
+            experts.add_module(packing_name(name), stack)
+            packed = torch.empty(stack.packed_shape, dtype=torch.uint8, device="meta")
+            experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+    use_grouped_experts(blocks)
+
+
+def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
+    """Yield what the packed weights of a model mean, by the weight's name."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, PackedLinear):
+            yield f"{path}.weight", layer
+        elif isinstance(layer, PackedStack):
+            yield path.removesuffix(packing_name("")), layer
+
+
+def unpack_linears(module: nn.Module) -> nn.Module:
+    """Put linear layers of the same values in the place of packed ones; return the module."""
+    packed = [(path, m) for path, m in module.named_modules() if isinstance(m, PackedLinear)]
+    for path, layer in packed:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight = nn.Parameter(layer.unpack(layer.weight), requires_grad=False)
+        plain.bias = layer.bias
+        module.set_submodule(path, plain)
+    return module
+
+
+def unpacked_stack_bytes(module: nn.Module) -> int:
+    """Return the bytes of frozen experts that are not packed: of undecorated ones."""
+    own = (p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False))
+    return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
+
+
+def scale_bytes(layer: PackedLayer) -> int:
+    """Return the bytes of a layer's scales that are not among its packed ones."""
+    return sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)

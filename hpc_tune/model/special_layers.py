@@ -1,0 +1,108 @@
+"""Linear layers that are not called as linear layers are: they have no adapters and stay whole.
+
+What peft or bitsandbytes would put in their place is wrong there, on any device, as a run may go on
+anywhere:
+
+- A fused kernel takes the weight as it is. Where mamba_ssm is installed, Mamba 2's does the output
+  projection too, and Mamba 1's all after the first: an adapter would not be trained, without a word
+  (https://github.com/huggingface/peft/issues/2274 and 2556), and 4-bit codes be taken for weights.
+- The product is of groups of inputs, each with its part of the weight (DeepSeek V4).
+- An indexer of sparse attention (DeepSeek V3.2, GLM-5) chooses keys by scores that no loss reaches;
+  some cast to the dtype of a weight, which of 4-bit codes is that of bytes.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.model.experts import find_routers
+from hpc_tune.model.packed_attention import indexers_of
+
+# -- Tensors that transformers loads in fp32 whatever the dtype of the model, kept so here too.
+
+
+def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
+    """Give a model of ``dtype`` on the meta device fp32 tensors where its family wants them.
+
+    Such as the biases that DeepSeek-V3's routers choose by: rounded to bf16 they are further apart
+    than the scores that they are added to, so that other experts would be chosen. With ``is_full``
+    parameters keep their dtype, which is that of what is trained.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept = [name for name, own in model._get_dtype_plan(dtype).items() if own != dtype]
+    if not kept:
+        return
+    is_kept = build_glob_alternation(kept)[0].search
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_kept(f"{path}.{name}"):
+                module._buffers[name] = buffer.to(torch.float32)
+        if is_full or isinstance(module, nn.Linear):  # adapters are made for the model's dtype
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_kept(f"{path}.{name}"):
+                parameter.data = parameter.data.to(torch.float32)
+
+
+def find_fp32_linears(model: Any) -> list[nn.Module]:
+    """Return the linear layers that a family wants in fp32, which stock tools do not quantise."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    names = [name for kept in lists for name in getattr(model, kept, None) or ()]
+    is_kept = build_glob_alternation(names)[0].search if names else lambda _: None
+    return [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and is_kept(f"{path}.weight")
+    ]
+
+
+# With norms between its projections Jamba's Mamba 1 calls each, and has another slow form.
+_MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
+
+
+def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
+    """Return the layers in a model's decoder blocks whose products keep their digits.
+
+    Those of routers, layers that are not called as linear layers are, and those that a family keeps
+    in fp32.
+    """
+    paths = {*find_routers(blocks), *find_uncalled_linears(blocks)}
+    return {*find_fp32_linears(model), *(blocks.get_submodule(path) for path in paths)}
+
+
+def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of such layers of a model."""
+    choosing = {layer for indexer in indexers_of(model) for layer in indexer.modules()}
+    for path, module in model.named_modules():
+        own = module._parameters.keys()
+        if {"A_log", "D", "dt_bias"} <= own:
+            yield f"{path}.out_proj"
+        elif type(module).__name__ in _MAMBA_1:
+            yield from (f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
+        elif isinstance(module, nn.Linear) and (hasattr(module, "n_groups") or module in choosing):
+            yield path
+
+
+# -- Norms and biases: by their names too, since a family may give them two dimensions.
+#
+# Cohere's norms of heads are [heads, dim], gpt-oss's biases of experts [experts, dim].
+
+
+# As transformers' Trainer (get_decay_parameter_names), which knows them by name alone.
+_NORM = re.compile(r"layernorm|rmsnorm|(^|[._])norm(\.|$)")
+
+
+def is_vector(name: str, parameter: torch.Tensor) -> bool:
+    """Whether the parameter ``name`` is of a norm, or has one dimension at most."""
+    return parameter.dim() < 2 or _NORM.search(name.lower()) is not None
+
+
+def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay is meant for it: neither a norm nor a bias."""
+    return not is_vector(name, parameter) and "bias" not in name.lower()

@@ -1,0 +1,450 @@
+"""The reference for an architecture: transformers' own losses and gradients of a small model of it.
+
+write_small_model     the architecture of a config, made small, with random values, as a directory
+compute_stock_losses  the loss of each document in transformers' model, and their sum's gradient
+compute_reference     both, with values for which rounding chooses no expert
+"""
+
+import importlib.metadata
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_tune.errors import DataError, first_line
+from hpc_tune.model.config_json import common_value
+from hpc_tune.model.experts import CORRECTION_BIASES, num_chosen_experts
+from hpc_tune.model.language import language_config, read_config, stock_class
+from hpc_tune.model.transformers_compat import keep_capped_scores, use_plain_functions_on_cpu
+from hpc_tune.packages import fast_imports
+
+# -- A model's configuration made small: the same architecture in a few million values.
+#
+#     shrink_config(config)        few layers, narrow layers, a small vocabulary; all else as it was
+#     shrink_whole_config(config)  so with the language model of one that has other parts, too
+#
+# What is kept decides how the model computes: the number of heads and their groups, kinds of
+# layers, activations, scales, biases, rotary positions. Feature widths are divided by one number,
+# so that what has to fit together (heads x values per head = width) still does. Where the smallest
+# of these models is too large yet, the heads are divided too, and with them every width but that of
+# a head.
+
+
+VOCABULARY = 512
+WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
+FACTORS = (64, 32, 16, 8, 4, 2, 1)
+FEWER = (1, 4)  # times the heads: all of them, if that can be
+OTHER_FACTORS = (8, 1)  # of parts for other things than text, of which no value is looked at
+_MULTIPLE = 8  # of inner features: products of experts want rows of 16 bytes
+MIN_HEAD = 8  # values per head: rotary positions of a part of them want an even number
+_WIDTHS = re.compile(
+    r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
+    r"|.*_ffn_dim|.*ffn_hidden_size|n_inner|d_ff|.*head_dim|.*_head_size|kv_channels|.*_lora_rank"
+    r"|.*lora_r|mamba_d_(head|ssm|state)|state_size|.*_d_head|lru_width|word_embed_proj_dim"
+    r"|.*_embedding_size|.*_embd|.*_proj_dim|hidden_size_per_layer_input|d_kv|.*hidden_dim"
+    r"|.*_hidden_size|dim_ff|expand_size|embedding_size|time_mix_.*_rank|.*_low_rank_dim"
+    r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
+)
+_HEADS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|linear_num_.*_heads)$")
+_HEAD_SIZES = re.compile(r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
+OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts for other things than text
+_WINDOWS = {
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW),
+    **dict.fromkeys(("window_size", "chunk_size", "mamba_chunk_size"), WINDOW),
+    **dict.fromkeys(("index_topk", "indexer_budget"), WINDOW),
+    **{"index_block_size": WINDOW // 4, "index_topk_blocks": 2},
+}
+_LAYER_KINDS = (
+    *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
+    *("mlp_layer_types", "mlp_layers_types"),
+)
+# How many of the first layers have no experts.
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
+_MIN_EXPERTS = 8  # or twice as many as a token chooses
+
+
+def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -> Any:
+    """Return ``config`` with few layers, widths divided by ``factor`` and a small vocabulary.
+
+    ``all_layers`` keeps their number, for architectures whose layers refer to each other.
+    ``fewer``: by what the number of heads is divided, and all widths but a head's besides.
+
+    Raises:
+        Exception: whatever the configuration's own class raises for what does not fit together.
+    """
+    fields: dict[str, Any] = config.to_dict()
+    old_layers = _first_number(fields, LAYERS)
+    layers = None
+    if old_layers and not all_layers:
+        layers = min(old_layers, _enough_layers(config, fields, old_layers))
+    for name, value in list(fields.items()):
+        if isinstance(value, bool):
+            continue
+        if name in LAYERS and layers:
+            fields[name] = layers
+        elif name == "attn_layer_indices" and isinstance(value, list) and layers:
+            fields[name] = [index for index in value if index < layers]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            fields[name] = {
+                layer: {n: _shrink_field(n, v, config, factor, fewer) for n, v in own.items()}
+                for layer, own in value.items()
+                if not layers or int(layer) < layers
+            }
+        elif name in config.sub_configs and isinstance(value, dict):  # DBRX's of attention
+            part = getattr(config, name)
+            fields[name] = {n: _shrink_field(n, v, part, factor, fewer) for n, v in value.items()}
+        else:
+            small_value = _shrink_field(name, value, config, factor, fewer)
+            per_layer = isinstance(value, list) and len(value) == old_layers
+            fields[name] = small_value[:layers] if per_layer else small_value
+    fields.pop("quantization_config", None)
+    small = type(config).from_dict(fields)
+    small.use_cache = False
+    _shorten_factors(small)
+    return small
+
+
+def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if name in _WINDOWS:
+            return min(value, _WINDOWS[name])
+        if name.startswith("vocab_size"):
+            return min(value, VOCABULARY)
+        if _EXPERTS.match(name):
+            return min(value, _enough_experts(config))
+        if name == "zero_expert_num":  # LongCat's, of no computation
+            return min(value, _MIN_EXPERTS)
+    if name.endswith(("token_id", "token_ids")):
+        return _small_token(name, value)
+    return _divide(name, value, factor, fewer)
+
+
+def shrink_whole_config(
+    config: Any, factor: int, all_layers: bool = False, fewer: int = 1, of_others: int = 1
+) -> Any:
+    """Return ``config`` with its language model ``shrink_config``; other parts get one layer each.
+
+    The widths of those are divided by ``of_others``.
+
+    Raises:
+        Exception: as ``shrink_config`` does.
+    """
+    text = config.get_text_config()
+    if text is config:
+        return shrink_config(config, factor, all_layers, fewer)
+    fields: dict[str, Any] = config.to_dict()
+    small = shrink_config(text, factor, all_layers, fewer)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is text:
+            fields[name] = small.to_dict()
+        elif part is not None:
+            fields[name] = _one_layer(part.to_dict(), of_others)
+            for width, value in part.to_dict().items():  # what it gives to the language model
+                if "out" in width and value == text.hidden_size:
+                    fields[name][width] = small.hidden_size
+    for name, value in fields.items():
+        if name == "vocab_size" and isinstance(value, int):
+            fields[name] = min(value, VOCABULARY)
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            fields[name] = VOCABULARY - 1  # none that a document of a trial has
+    return type(config).from_dict(fields)
+
+
+def _divide(name: str, value: Any, factor: int, fewer: int) -> Any:
+    """Return a width, or the width of each layer, divided; other values as they are.
+
+    So is a width that is smaller than what it would be divided by, and a number of heads of which
+    no two would be left.
+    """
+    if isinstance(value, list):
+        return [_divide(name, width, factor, fewer) for width in value]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if _HEADS.match(name):
+        return value // fewer if value % fewer == 0 and value >= 2 * fewer else value
+    factor *= 1 if _HEAD_SIZES.match(name) else fewer
+    if not _WIDTHS.match(name) or value < factor:
+        return value
+    small = value // factor
+    return small + -small % _MULTIPLE if "intermediate" in name and factor > 1 else small
+
+
+def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
+    layers = _first_number(fields, OTHER_LAYERS)
+    small: dict[str, Any] = {n: 1 for n in OTHER_LAYERS if isinstance(fields.get(n), int)}
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and len(value) == layers:
+            small[name] = list(value[:1])
+        elif name == "per_layer_config" and isinstance(value, dict):
+            small[name] = {layer: own for layer, own in value.items() if int(layer) == 0}
+        elif isinstance(value, dict) and "model_type" in value:  # one of two encoders
+            small[name] = _one_layer(value, factor)
+        is_width = name == "embed_dim" or _WIDTHS.match(name)
+        if is_width and isinstance(value, int) and value % factor == 0:
+            small[name] = value // factor
+    return fields | small
+
+
+def list_shrink_factors(config: Any) -> list[int]:
+    """Return the numbers to divide a configuration's widths by, the largest that may work first."""
+    fields: dict[str, Any] = config.to_dict()
+    heads = common_value(config, "num_attention_heads")
+    hidden = getattr(config, "hidden_size", None)
+    sizes = {name: n for name, n in fields.items() if name.endswith("head_dim") and n}
+    sizes = {name: n for name, n in sizes.items() if isinstance(n, int)}
+    if sizes:  # of linear attention, or without rotary positions, it is none of "head_dim"
+        size = sizes.get("head_dim") or min(sizes.values())
+    elif isinstance(heads, int) and isinstance(hidden, int) and heads:
+        size = hidden // heads
+    else:
+        size = hidden // 8 if isinstance(hidden, int) else MIN_HEAD
+    return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= MIN_HEAD)]
+
+
+def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
+    """Return how many of the first layers have one of each kind, two at least."""
+    dense = [fields.get(name) for name in _DENSE_FIRST]
+    enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
+    for name in _LAYER_KINDS:
+        kinds = fields.get(name, getattr(config, name, None))
+        if name == "attn_layer_indices" and kinds:
+            enough = max(enough, min(kinds) + 1)
+        elif isinstance(kinds, list) and len(kinds) == layers:
+            enough = max(enough, max(kinds.index(kind) for kind in set(kinds)) + 1)
+        elif isinstance(kinds, list) and kinds:
+            enough = max(enough, len(kinds))
+    return enough
+
+
+def _enough_experts(config: Any) -> int:
+    """Return how many experts leave a token a choice, in as many groups as there are."""
+    groups = max(getattr(config, "n_group", None) or 1, 1)
+    experts = max(_MIN_EXPERTS, 2 * num_chosen_experts(config), 2 * groups)
+    return experts + -experts % groups
+
+
+def _shorten_factors(small: Any) -> None:
+    """Leave as many factors and sections of rotary frequencies as narrower heads have."""
+    fields = getattr(small, "rope_parameters", None) or {}
+    if "mrope_section" in small.ignore_keys_at_rope_validation and fields:
+        fields.setdefault("mrope_section", [1, 1, 1])  # the model's code has one for its own heads
+    for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
+        share = part.get("partial_rotary_factor") or 1.0
+        uneven = "short_factor" in part or "mrope_section" in part
+        heads = small.num_attention_heads if uneven else 1
+        size = small.to_dict().get("head_dim") or small.hidden_size // heads
+        for name in ("short_factor", "long_factor"):
+            if isinstance(part.get(name), list):
+                part[name] = part[name][: int(size * share) // 2]
+        if sections := part.get("mrope_section"):
+            part["mrope_section"] = _shorten_sections(sections, int(size * share) // 2)
+
+
+def _shorten_sections(sections: list[int], half: int) -> list[int]:
+    """Return sections of ``half`` frequencies of a head: of time, height and width, or time last.
+
+    Height and width stay equal where they were.
+    """
+    shares = [half * section // sum(sections) for section in sections]
+    if sections[0] == sections[1]:
+        return [*shares[:-1], half - sum(shares[:-1])]
+    return [half - sum(shares[1:]), *shares[1:]]
+
+
+def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((fields[n] for n in names if isinstance(fields.get(n), int)), None)
+
+
+def _small_token(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_small_token(name, token) for token in value]
+    if not isinstance(value, int) or 0 <= value < VOCABULARY:
+        return value
+    return 0 if name.startswith("pad") else 2
+
+
+MAX_VALUES = 64_000_000
+_STANDARD_DEVIATION = 0.03  # noise on all first values, so that none is zero or one
+_MAX_DRAWS = 5  # of values, at most; the last are taken as they are
+_ADAPTER_PACKAGES = ("peft", "bitsandbytes")
+_TIE_SHARE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
+
+
+class NoTrial(Exception):
+    """No small model of this architecture can be made; the reason is its text."""
+
+
+class TopKChoices(TorchDispatchMode):
+    """Notes how near two scores were of which torch.topk took one and left the other.
+
+    ``nearest``: by how much of the largest score they differed, at least.
+    """
+
+    def __init__(self) -> None:
+        """Note the choices within this context."""
+        super().__init__()
+        self.nearest = float("inf")
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether rounding may have decided a choice: another order of a sum makes another."""
+        return self.nearest < _TIE_SHARE
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute as without this, and look at the scores."""
+        if func is torch.ops.aten.topk.default and self._is_choice(*args[:3]):
+            scores, count = args[0].detach(), args[1]
+            best = scores.topk(count + 1, dim=-1).values
+            gaps = (best[..., -2] - best[..., -1]) / best[..., 0].abs()
+            self.nearest = min([self.nearest, *gaps[gaps.isfinite()].tolist()])
+        return func(*args, **(kwargs or {}))
+
+    def _is_choice(self, scores: torch.Tensor, count: int, dim: int = -1) -> bool:
+        is_last = dim in (-1, scores.dim() - 1)
+        return scores.is_floating_point() and is_last and 0 < count < scores.shape[-1]
+
+
+def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
+    """Write a small model of the architecture of ``config`` with random values into ``directory``.
+
+    Raises:
+        NoTrial: if transformers can make none, or none of less than ``MAX_VALUES`` values.
+    """
+    with fast_imports():
+        from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        why, text = "", language_config(config, directory)
+    except DataError as error:
+        raise NoTrial(str(error).removeprefix(f"{directory}: ")) from None
+    others = (1,) if text is config else OTHER_FACTORS
+    for sizes in itertools.product(FEWER, (False, True), list_shrink_factors(text), others):
+        fewer, all_layers, factor, of_others = sizes
+        try:
+            small = shrink_whole_config(config, factor, all_layers, fewer, of_others)
+            with torch.device("meta"):
+                model = stock_class(config).from_config(small, dtype=torch.float32)
+            if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
+                why = why or f"the smallest has {values:,} values"
+                continue
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = stock_class(config).from_config(small, dtype=torch.float32)
+                with torch.no_grad():
+                    for values in _find_saved_tensors(model):
+                        values.add_(torch.randn(values.shape), alpha=_STANDARD_DEVIATION)
+            use_plain_functions_on_cpu(model)
+            _loss(model.eval(), torch.arange(3, 12))
+            _save(model, directory)
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            why = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        return
+    raise NoTrial(why)
+
+
+def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what a checkpoint has values of: parameters, and the biases of routers' choices."""
+    yield from (p for p in model.parameters() if p.is_floating_point())
+    for module in model.modules():
+        yield from (b for n, b in module.named_buffers(recurse=False) if n in CORRECTION_BIASES)
+
+
+def compute_stock_losses(
+    directory: Path, documents: Sequence[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the loss sum of each document of T tokens, by itself, and their summed gradient.
+
+    The model is what ``from_pretrained`` makes of the directory, the loss what it returns.
+
+    Raises:
+        NoTrial: if that fails.
+    """
+    try:
+        model = (
+            stock_class(read_config(directory))
+            .from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+            .eval()
+        )
+        use_plain_functions_on_cpu(model)
+        keep_capped_scores(model)
+        losses = []
+        for tokens_T in documents:
+            total = _loss(model, tokens_T)
+            total.backward()
+            losses.append(total.item())
+    except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise NoTrial(f"transformers' own training step fails with {why}") from None
+    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compute_reference(
+    config: Any, directory: Path, documents: Sequence[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Write a small model into ``directory`` and return ``compute_stock_losses`` of it.
+
+    Where two experts have one score but for rounding, another order of a sum chooses the other,
+    and the loss is another though nothing is wrong: such a model is drawn anew.
+
+    Raises:
+        NoTrial: as both do.
+    """
+    for seed in range(_MAX_DRAWS):
+        write_small_model(config, directory, seed)
+        with TopKChoices() as choices:
+            found = compute_stock_losses(directory, documents)
+        if not choices.is_tied:
+            break
+    return found
+
+
+def _save(model: Any, directory: Path) -> None:
+    """Do what ``save_pretrained`` does, without the packages that it would import into a rank."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    tensors = revert_weight_conversion(
+        model, remove_tied_weights_from_state_dict(model.state_dict(), model)
+    )
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(directory)
+
+
+def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss of a document, as transformers itself has it."""
+    tokens_BT = tokens_T.unsqueeze(0)
+    mean: torch.Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    return mean * (len(tokens_T) - 1)
+
+
+def software() -> str:
+    """Return the versions that a trial's outcome depends on."""
+    with fast_imports():
+        import transformers
+
+    versions = [f"transformers {transformers.__version__}, torch {torch.__version__}"]
+    for package in _ADAPTER_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(versions)

@@ -1,0 +1,130 @@
+"""What transformers lacks, or does otherwise, in some of the versions that hpc_tune runs on.
+
+    from 5.23   an operator for the gradient of products grouped by expert (``sorted_rows.py``)
+    from 5.21   families that cap attention's scores (Gemma 2, VaultGemma) take no SDPA, which
+                leaves the cap out; before, they do
+                Bloom's masks know where documents begin; before, a trial finds that they do not
+    from 5.20   experts with a norm behind them (``grouped_experts.py``)
+    from 5.18   LongCat stores one number of its blocks; before, two (``plan/resolve.py``)
+                Doge's masks are causal; before, a trial refuses it
+
+torch's are in ``hpc_tune/torch_versions.py``.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from hpc_tune.packages import parse_release
+
+_CAPS_OR_SDPA = (5, 21)
+
+
+def keep_capped_scores(model: Any) -> None:
+    """Let a model whose attention's scores are capped not compute them by SDPA, without the cap."""
+    from transformers import __version__ as version  # it is imported: the model is its own
+
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if (
+        cap
+        and parse_release(version) < _CAPS_OR_SDPA
+        and model.config._attn_implementation == "sdpa"
+    ):
+        model.set_attn_implementation("eager")
+
+
+# -- Functions of transformers' code that other packages do, on GPUs alone.
+#
+# Where causal_conv1d, mamba_ssm or flash-linear-attention can be imported, transformers calls them
+# wherever tensors are. They are for GPUs: on a CPU each call fails, and so would every trial of a
+# small model, which is on a CPU, and every plan.
+
+
+def use_plain_functions_on_cpu(model: nn.Module) -> None:
+    """Let a model's code call such packages for tensors on a GPU, else transformers' own functions.
+
+    Both compute the same. Changes the module of the code, for all models of the family; does
+    nothing a second time.
+    """
+    from transformers.integrations import hub_kernels
+
+    for name in {type(module).__module__ for module in model.modules()}:
+        code = sys.modules[name]
+        for attribute, function in list(vars(code).items()):
+            made_in = getattr(getattr(function, "__code__", None), "co_filename", "")
+            if made_in == hub_kernels.__file__ and hasattr(function, "__wrapped__"):
+                setattr(code, attribute, _choose_by_device(function))
+
+
+def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    own: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
+    known = inspect.signature(own).parameters
+
+    @functools.wraps(own)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        # Documents that share a row are kept apart by packages alone; transformers refuses them.
+        keeps_apart = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        if keeps_apart or _is_on_gpu((*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        return own(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return chosen
+
+
+def _is_on_gpu(values: Iterable[Any]) -> bool:
+    """Whether the first tensor is on a GPU, and not only said to be, as in a trace."""
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return first is not None and first.is_cuda and not isinstance(first, FakeTensor)
+
+
+# -- Rotary frequencies that depend on a text's length, fixed for all texts.
+#
+# transformers computes them for the longest text of a micro-batch (longrope: two sets of
+# frequencies; dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on
+# the others of its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, of pairs
+# those of the longest text that is learned, as in a server that is started for texts of that
+# length.
+
+
+_UNSCALED = "default"  # to transformers: frequencies that never change
+
+
+def has_length_scaling(config: Any) -> bool:
+    """Whether transformers would scale this model's positions by the text's length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    kinds = [str(part.get("rope_type", "")) for part in parts]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
+def llama3_divisors(config: Any) -> torch.Tensor:
+    """Return by what Llama 3's scaling divides each rotary frequency of a transformers config."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
+
+
+def fix_positions(module: nn.Module, seq_len: int) -> None:
+    """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
+    layers: Any = module.modules()
+    for rotary in layers:
+        kinds = getattr(rotary, "rope_type", None)
+        by_layer: dict[str | None, str] = kinds if isinstance(kinds, dict) else {None: str(kinds)}
+        for layer, kind in by_layer.items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            device = next(rotary.buffers()).device
+            last_BT = torch.tensor([[seq_len - 1]], device=device)
+            options = {} if layer is None else {"layer_type": layer}
+            rotary(torch.zeros((), device=device), last_BT, **options)
+            by_layer[layer] = _UNSCALED
+        if isinstance(kinds, str) and by_layer[None] != kinds:
+            rotary.rope_type = by_layer[None]

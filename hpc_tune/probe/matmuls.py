@@ -1,0 +1,315 @@
+"""How fast each rank multiplies matrices while all others do, and whether the results are right.
+
+    allocate, warm up -> all ranks begin together -> batches of products until the time is over,
+    each followed by a product whose exact result is known -> MatmulResult, of one rank
+
+That all GPUs of a node are busy at once is what shows limits of power and cooling. The matrices
+that are timed are random, since GPUs draw less power for regular values. A product is checked in
+two ways: each element of the exact one is a small integer, whatever the order of adding up; and
+where the library promises it, the same product has the same bits each time. On CPUs each rank
+multiplies with one thread: threads that share cores wait for each other, and tell nothing.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hpc_tune.errors import first_line
+from hpc_tune.probe.gpu_state import GpuState, make_state_reader
+from hpc_tune.world import liveness
+from hpc_tune.world.architecture import find_architecture
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import pci_address
+from hpc_tune.world.failure import time_limit
+
+if TYPE_CHECKING:
+    import torch
+
+    Multiply = Callable[..., Any]  # torch.mm
+    Mark = float | torch.cuda.Event
+
+
+GPU_S, CPU_S = 2.0, 0.5
+# Of a GPU in bf16: 4 x 128 MiB, and 1.5 ms on an H100.
+_GPU_SIZE, _CPU_SIZE = 8192, 768
+_GPU_EXACT, _CPU_EXACT = 2048, 256
+_BATCH_S, _MAX_IN_BATCH = 0.05, 200
+_WARM_UPS = 3
+_SUM = 5  # of the products along the common side of the exact matrices
+
+
+@dataclass(frozen=True)
+class MatmulResult:
+    """What one rank multiplied: square matrices of ``size`` in ``dtype``.
+
+    ``flops_per_s``: the median of the second half of all products. ``slowest_s`` and ``median_s``:
+    the seconds of the slowest product and of that median. Of ``num_checked`` exact products
+    ``num_wrong`` had a wrong value; ``num_differing`` times the timed product had other bits than
+    the first. ``model``: of the processor. ``idle`` and ``loaded``: the GPU before, and at the end
+    while it still multiplied. ``error``: why it could not multiply.
+    """
+
+    model: str = ""
+    dtype: str = ""
+    size: int = 0
+    flops_per_s: float = 0.0
+    median_s: float = 0.0
+    slowest_s: float = 0.0
+    num_checked: int = 0
+    num_wrong: int = 0
+    num_differing: int = 0
+    idle: GpuState | None = None
+    loaded: GpuState | None = None
+    error: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a result was wrong."""
+        return self.num_wrong + self.num_differing > 0
+
+
+def measure_matmuls(
+    comm: Comm, seconds: float | None = None, multiply: "Multiply | None" = None
+) -> MatmulResult | None:
+    """Multiply for about ``seconds`` on all ranks at a time; 0: not at all. Collective.
+
+    Without ``seconds`` that is GPU_S on GPUs and CPU_S on CPUs.
+    """
+    if seconds == 0:
+        return None
+    on_gpu = comm.device.type == "cuda"
+    seconds = seconds or (GPU_S if on_gpu else CPU_S)
+    state, model = _gpu_reader_and_model(comm.device) if on_gpu else (lambda: None, _cpu_model())
+    found, work = MatmulResult(model=model), None
+    who = f"rank {comm.world.rank} on {comm.world.hostname}"
+    limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
+    # An error of CUDA, too little memory among them, is a finding; the other ranks go on.
+    with _one_thread(on_gpu), time_limit("a product of matrices", *limits):
+        try:
+            work = MatmulWork(comm.device, multiply)
+            work.warm_up()
+        except RuntimeError as error:
+            found = replace(found, error=first_line(error))
+    comm.barrier("all ranks to multiply matrices", liveness.START_LIMIT_S)
+    if work is None or found.error:
+        return found
+    with _one_thread(on_gpu), time_limit("products of matrices", *limits):
+        try:
+            return replace(time_matmuls(work, seconds, state), model=model)
+        except RuntimeError as error:
+            return replace(found, error=first_line(error))
+
+
+@contextlib.contextmanager
+def _one_thread(on_gpu: bool) -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if on_gpu else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class MatmulWork:
+    """The matrices of a device, the products that it is given, and how many were wrong."""
+
+    def __init__(self, device: "torch.device", multiply: "Multiply | None" = None) -> None:
+        """Allocate; ``multiply`` stands for ``torch.mm``."""
+        import torch
+
+        self.multiply = multiply or torch.mm
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.dtype, repeats = _dtype_of(device)
+        self.size = _GPU_SIZE if self.on_gpu else _CPU_SIZE
+        options: dict[str, Any] = {"dtype": self.dtype, "device": device}
+        self._left, self._right = (torch.randn(self.size, self.size, **options) for _ in range(2))
+        self._out = torch.empty_like(self._left)
+        self._first = torch.empty_like(self._left) if repeats else None
+        self._exact = exact_matrices(_GPU_EXACT if self.on_gpu else _CPU_EXACT, **options)
+        self._exact_out = torch.empty_like(self._exact[-1])
+        self._wrong = torch.zeros(2, dtype=torch.int64, device=device)
+        self._in_batch = 1
+
+    def warm_up(self) -> None:
+        """Load the kernels, keep the first result, and find how many products a batch takes."""
+        self._check()
+        marks = [self._mark()]
+        for _ in range(_WARM_UPS):
+            self.multiply(self._left, self._right, out=self._out)
+            marks.append(self._mark())
+        self.wait(marks[-1])
+        if self._first is not None:
+            self._first.copy_(self._out)
+        one_s = max(self.seconds_of(marks)[-1], 1e-6)
+        self._in_batch = max(1, min(_MAX_IN_BATCH, round(_BATCH_S / one_s)))
+        self._wrong.zero_()
+
+    def batch(self) -> "list[Mark]":
+        """Start a batch and the check behind it; return the times between its products."""
+        marks = [self._mark()]
+        for _ in range(self._in_batch):
+            self.multiply(self._left, self._right, out=self._out)
+            marks.append(self._mark())
+        self._check()
+        return marks
+
+    def wait(self, mark: "Mark") -> None:
+        """Wait until the device has come to ``mark``."""
+        if not isinstance(mark, float):
+            mark.synchronize()
+
+    def seconds_of(self, marks: "Sequence[Mark]") -> list[float]:
+        """Return the seconds of each product of a batch that is done."""
+        return [_between_s(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
+
+    def count_wrong(self) -> tuple[int, int]:
+        """Return how many exact products were wrong, and how many repeated ones differed."""
+        exact, repeated = self._wrong.tolist()
+        return exact, repeated
+
+    def _check(self) -> None:
+        """Compare; the counts stay on the device, which nobody waits for here."""
+        left, right, expected = self._exact
+        self.multiply(left, right, out=self._exact_out)
+        self._wrong[0] += (self._exact_out != expected).any()
+        if self._first is not None:
+            self._wrong[1] += (self._out != self._first).any()
+
+    def _mark(self) -> "Mark":
+        if not self.on_gpu:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def time_matmuls(
+    work: MatmulWork, seconds: float, state: Callable[[], GpuState | None]
+) -> MatmulResult:
+    """Multiply for about ``seconds``; one batch is queued behind that which is waited for."""
+    idle = state()
+    until_s = time.monotonic() + seconds
+    batches = [work.batch(), work.batch()]
+    while time.monotonic() < until_s:
+        work.wait(batches[-2][-1])
+        batches.append(work.batch())
+    work.wait(batches[-2][-1])
+    loaded = state()
+    work.wait(batches[-1][-1])
+    times_s = [one_s for marks in batches for one_s in work.seconds_of(marks)]
+    num_wrong, num_differing = work.count_wrong()
+    median_s = median(times_s[len(times_s) // 2 :])
+    return MatmulResult(
+        dtype=_dtype_name(work.dtype),
+        size=work.size,
+        flops_per_s=2 * work.size**3 / median_s,
+        median_s=median_s,
+        slowest_s=max(times_s),
+        num_checked=len(batches),
+        num_wrong=num_wrong,
+        num_differing=num_differing,
+        idle=idle,
+        loaded=loaded,
+    )
+
+
+def exact_matrices(
+    size: int, dtype: "torch.dtype", device: "torch.device"
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """Return two matrices and their product, all of integers that every dtype holds exactly.
+
+    ``size`` is a multiple of 64. The matrices have rank one, u s' and t v': each element of the
+    product is u_i v_j (s.t). Of the terms of s.t those that are 32 apart cancel, so that parts of
+    the sum are small too, in whatever order they are added up.
+    """
+    import torch
+
+    chosen = torch.Generator().manual_seed(0)
+
+    def integers(most: int, num: int) -> "torch.Tensor":
+        size_of = torch.randint(1, most + 1, (num,), generator=chosen)
+        return size_of * (2 * torch.randint(0, 2, (num,), generator=chosen) - 1)
+
+    s, t = (integers(15, size // 2).view(-1, 1, 32) for _ in range(2))
+    s, t = torch.cat([s, s], 1).flatten(), torch.cat([t, -t], 1).flatten()
+    s[31], s[63], t[31], t[63] = 1, 1, 2, _SUM - 2
+    u, v = integers(3, size), integers(3, size)
+    matrices = (torch.outer(u, s), torch.outer(t, v), _SUM * torch.outer(u, v))
+    left, right, product = (matrix.to(device=device, dtype=dtype) for matrix in matrices)
+    return left, right, product
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return such as ``"712 TFLOP/s"``."""
+    unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
+    value = flops_per_s / size
+    return f"{value:.{0 if value >= 100 else 1}f} {unit}"
+
+
+def describe_gpu_state(found: MatmulResult) -> str:
+    """Return what the GPU told of itself while it multiplied: clock, temperature, power."""
+    now, before = found.loaded, found.idle
+    if now is None:
+        return ""
+    parts = []
+    if now.sm_mhz is not None:
+        had = f"{before.sm_mhz:.0f} -> " if before and before.sm_mhz is not None else ""
+        parts.append(f"SM clock {had}{now.sm_mhz:.0f} MHz")
+    if now.celsius is not None:
+        had = f"{before.celsius:.0f} -> " if before and before.celsius is not None else ""
+        parts.append(f"{had}{now.celsius:.0f} C")
+    if now.watts is not None:
+        most = f" of {now.limit_watts:.0f}" if now.limit_watts is not None else ""
+        parts.append(f"{now.watts:.0f}{most} W")
+    if now.held_back:
+        parts.append(f"held back by {' and '.join(now.held_back)}")
+    return ", ".join(parts)
+
+
+def _between_s(mark: "Mark", later: "Mark") -> float:
+    if isinstance(mark, float):
+        assert isinstance(later, float), "marks of two devices"
+        return later - mark
+    assert not isinstance(later, float), "marks of two devices"
+    return mark.elapsed_time(later) / 1e3
+
+
+def _dtype_of(device: "torch.device") -> "tuple[torch.dtype, bool]":
+    """Return in what a device computes, and whether its products have the same bits each time."""
+    import torch
+
+    architecture = find_architecture(device)
+    if architecture is None:
+        return torch.float32, False
+    if architecture.has_bf16:
+        return torch.bfloat16, architecture.has_deterministic_matmul
+    dtype = torch.float16 if architecture.has_fp16 else torch.float32
+    return dtype, architecture.has_deterministic_matmul
+
+
+def _dtype_name(dtype: "torch.dtype") -> str:
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."), "fp32")
+
+
+def _gpu_reader_and_model(device: "torch.device") -> tuple[Callable[[], GpuState | None], str]:
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return make_state_reader(pci_address(gpu)), gpu.name
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name that the kernel has for it; not all architectures have one."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((ln.partition(": ")[2] for ln in lines if ln.startswith("model name")), "")

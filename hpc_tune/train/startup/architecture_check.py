@@ -1,0 +1,476 @@
+"""Is a model's architecture trained correctly? Tried on a small model, before the run begins.
+
+    config -> a small model of its kind -> the loss of three documents by transformers itself
+           -> by ours: alone, as rows of one batch, in one row, in two stages, in two slices
+
+A list of unsupported architectures would never be complete: transformers adds new ones each month,
+and changes old ones. So the model at hand is tried, in seconds, on a CPU, and the result is cached
+for its configuration and this software.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.engine.pipeline_parallel import cut_stages
+from hpc_tune.engine.tensor_parallel import Axis, slice_model
+from hpc_tune.errors import ConfigError, HpcTuneError, first_line
+from hpc_tune.files import write_file
+from hpc_tune.log import log
+from hpc_tune.model.balance import Score, find_router_score
+from hpc_tune.model.blocks import find_blocks, use_own_layers
+from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.micro_batch import MicroBatch, batch_context
+from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
+from hpc_tune.model.stock_reference import NoTrial, compute_reference, software
+from hpc_tune.model.weights import ADAPTER_PREFIX
+from hpc_tune.packages import fast_imports
+from hpc_tune.step.layout import Layout, staging_problems
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.slices import slicing_problems
+
+# -- Two slices of a model in two threads of one process, where an axis has two ranks.
+
+
+class ThreadAxis(Axis):
+    """Two threads where an axis has two ranks."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        object.__setattr__(self, "_at", (rank, shared, barrier))
+
+    @property
+    def rank(self) -> int:
+        """The number of this thread."""
+        rank: int = self.__dict__["_at"][0]
+        return rank
+
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return 2
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        rank, shared, barrier = self.__dict__["_at"]
+        shared[rank] = x.detach().clone()
+        barrier.wait()
+        both = list(shared)
+        barrier.wait()
+        return both
+
+    def all_reduce(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        """Return the sum or the maximum of both threads' values."""
+        one, other = self._exchange(x)
+        return one + other if op == torch.distributed.ReduceOp.SUM else torch.maximum(one, other)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return both threads' values, in order."""
+        return torch.cat(self._exchange(x), dim=-1)
+
+
+def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of two slices."""
+    (one, partial), (other, _) = models
+    others, joined = dict(other.module.named_parameters()), {}
+    for name, parameter in one.module.named_parameters():
+        first, second = parameter.grad, others[name].grad
+        if first is None or second is None:
+            continue
+        if cut := one.slices.get(name):
+            parts = zip(*(g.chunk(cut.parts, cut.dim) for g in (first, second)), strict=True)
+            joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
+        else:
+            joined[name] = first + second if name in partial else first
+    return joined
+
+
+def find_unlike_gradient(models: list[Any]) -> str:
+    """Return the first parameter that both slices hold whole, with different gradients; or ""."""
+    (one, partial), (other, _) = models
+    others = dict(other.module.named_parameters())
+    for name, parameter in one.module.named_parameters():
+        first, second = parameter.grad, others[name].grad
+        if first is None or second is None or name in one.slices or name in partial:
+            continue
+        if not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
+            return name
+    return ""
+
+
+LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
+LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
+GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
+FULL_TUNING = TuneConfig(method="full")
+
+
+class _ErrorText(str):
+    """How a trial ended by an exception: for want of memory or a library, as may be, not always."""
+
+
+@dataclass(frozen=True)
+class ArchitectureCheck:
+    """What fails with an architecture, in words; empty where nothing does.
+
+    ``loss``: it cannot be trained. ``attention``: not with attention document by document.
+    ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
+    one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``adapters``: not
+    with those that are asked for, or over a base in 4 bits. ``untrained``: a line for
+    each that gets no gradient of what is trained, a tensor or a layer with an adapter, with * for
+    the number of a block. ``score``: no failure, but by which function the routers of a mixture
+    weigh experts, "" where they cannot be watched.
+    """
+
+    loss: str = ""
+    attention: str = ""
+    kernel: str = ""
+    packing: str = ""
+    pipeline: str = ""
+    tensor: str = ""
+    adapters: str = ""
+    untrained: str = ""
+    score: Score = ""
+
+
+def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
+    """Return the result of a trial of the architecture of ``config``, cached if possible.
+
+    Of ``tune`` the method and the targets count.
+    """
+    file = trial_cache_file(config, tune)
+    try:
+        return ArchitectureCheck(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    log.info("trying a small %s model against transformers' own", config.model_type)
+    proof = check_architecture(config, tune)
+    if any(isinstance(said, _ErrorText) for said in vars(proof).values()):
+        return proof  # the next start may have more luck
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(asdict(proof)))
+    except OSError as error:
+        log.debug("%s cannot be written, so the next start repeats the trial: %s", file, error)
+    return proof
+
+
+def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
+    """Try the architecture of ``config``; takes seconds on one core."""
+    if tune.method == "qlora":  # before fast_imports, which would hide it
+        require_bitsandbytes()
+    with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+        directory = Path(folder)
+        try:
+            documents = _random_documents()
+            wanted, gradients = compute_reference(config, directory, documents)
+        except NoTrial as why:
+            return ArchitectureCheck(
+                loss=_ErrorText(f"no small model of this kind could be tried: {why}")
+            )
+        trial = _Trial(directory, documents, wanted, gradients)
+        try:
+            built = _load(trial.build())
+        except HpcTuneError as error:
+            said = str(error).replace(str(directory), "a small model of this kind")
+            return ArchitectureCheck(loss=_ErrorText(said))
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            return ArchitectureCheck(loss=_describe_error(error))
+        attention = ""
+        if (loss := _run_check(trial.check_loss, built)) and built.module.within_documents:
+            built.module.within_documents = trial.within_documents = False
+            attention, loss = loss, _run_check(trial.check_loss, built)
+        if loss:
+            return ArchitectureCheck(loss=loss)
+        untrained = _list_without_gradient(built)
+        packing = _run_check(trial.check_packing, built)
+        adapters = ""
+        if tune.method != "full":
+            adapters, untrained = trial.check_adapters(tune)
+        return ArchitectureCheck(
+            attention=attention,
+            kernel="" if packing else _run_check(trial.check_document_starts, built),
+            packing=packing,
+            pipeline=_run_check(trial.check_stages),
+            tensor=_run_check(trial.check_slices),
+            adapters=adapters,
+            untrained=untrained,
+            score=trial.score(built),
+        )
+
+
+def _run_check(check: Callable[..., str], *given: Any) -> str:
+    try:
+        return check(*given)
+    except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+        return _describe_error(error)
+
+
+def _describe_error(error: Exception) -> str:
+    what = f"{type(error).__name__}: {first_line(error)}"
+    return _ErrorText(f"a small model of this kind fails with {what}")
+
+
+def _random_documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
+
+
+def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None) -> Batch:
+    """Return a batch of rows of documents; all carry loss, or those numbered in ``learned``."""
+    number = 0
+    laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for row in rows:
+        laid.append([])
+        for tokens_T in row:
+            mask_T = np.full(len(tokens_T), learned is None or number in learned)
+            laid[-1].append((tokens_T.numpy(), mask_T))
+            number += 1
+    return make_batch(laid, sum(LENGTHS), 0)
+
+
+def _load(built: BuiltModel) -> BuiltModel:
+    """Allocate and load a model; values that nothing fills are nan, and spread to the loss."""
+    allocate(built.module, torch.device("cpu"))
+    with torch.no_grad():
+        for tensor in (*built.module.parameters(), *built.module.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+    load_weights(built)
+    return built
+
+
+def _is_different(actual: float, expected: float) -> bool:
+    return not abs(actual - expected) <= LOSS_TOLERANCE * abs(expected)
+
+
+@dataclass
+class _Trial:
+    """A small model in ``directory``, with losses and gradients by transformers."""
+
+    directory: Path
+    documents: list[torch.Tensor]
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    within_documents: bool = True
+
+    def build(self) -> BuiltModel:
+        built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
+        blocks, cpu = list(find_blocks(built.module)), torch.device("cpu")
+        use_own_layers(built.module, blocks, False, built.dtype, cpu)
+        built.module.within_documents &= self.within_documents
+        return built
+
+    def wanted(self, built: BuiltModel) -> dict[str, torch.Tensor]:
+        """Return the gradients of transformers under our names, where we have them at all."""
+        ours = {built.names.name_in_whole(n.removeprefix("model.")): n for n in built.base_names}
+        return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
+
+    def check_loss(self, built: BuiltModel) -> str:
+        module = built.module
+        module.zero_grad()
+        for tokens_T, stock in zip(self.documents, self.losses, strict=True):
+            loss = module(_batch([[tokens_T]])).item()
+            if _is_different(loss, stock):
+                return f"a document's loss is {loss:.6g} here and {stock:.6g} in transformers"
+        total = module(_batch([[tokens_T] for tokens_T in self.documents]))
+        if _is_different(total.item(), sum(self.losses)):
+            return (
+                f"three documents of other lengths have the loss {total.item():.6g} in one batch "
+                f"and {sum(self.losses):.6g} one by one"
+            )
+        total.backward()
+        if wrong := _compare_gradients(
+            {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+            self.wanted(built),
+        ):
+            return wrong
+        first = self.documents[1]
+        changed = torch.cat([first[:-1], (first[-1:] + 1) % 256])
+        learned = np.arange(len(first)) < len(first) - 1
+        losses = [
+            module(make_batch([[(tokens_T.numpy(), learned)]], len(first), 0)).item()
+            for tokens_T in (first, changed)
+        ]
+        if _is_different(*losses):
+            return "the prediction of a token depends on later tokens: this is no causal LM"
+        with torch.no_grad():  # where the head is frozen, the loss is computed another way
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+            frozen = module(_batch([self.documents[:1]])).item()
+            for parameter in module.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+        if _is_different(frozen, self.losses[0]):
+            return (
+                f"under a frozen head a document's loss is {frozen:.6g}, not {self.losses[0]:.6g}"
+            )
+        return ""
+
+    def check_packing(self, built: BuiltModel) -> str:
+        loss = built.module(_batch([self.documents])).item()
+        if _is_different(loss, sum(self.losses)):
+            return (
+                f"three documents in one row have the loss {loss:.6g}, each in its own "
+                f"{sum(self.losses):.6g}"
+            )
+        others = [(self.documents[0] + 7) % 256, *self.documents[1:]]
+        losses = [
+            built.module(_batch([row], learned=(1, 2))).item() for row in (self.documents, others)
+        ]
+        if _is_different(*losses):
+            return (
+                "a document in a row sees the one before it: with another one there its loss is "
+                f"{losses[1]:.6g} instead of {losses[0]:.6g}"
+            )
+        return ""
+
+    def check_document_starts(self, built: BuiltModel) -> str:
+        """Layers are told where documents begin, as on a GPU; its kernel takes no fp32: a mask."""
+        built.module.has_kernel = built.module.kernel_has_windows = True
+        try:
+            return self.check_packing(built)
+        finally:
+            built.module.has_kernel = False
+
+    def score(self, built: BuiltModel) -> Score:
+        return find_router_score(built.module, lambda: built.module(_batch([self.documents])))
+
+    def check_stages(self) -> str:
+        built = self.build()
+        if staging_problems(built.config, 2, 1):
+            return ""  # refused elsewhere, with a reason
+        blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
+        if blocks != said:  # LongCat's have two layers each
+            return f"it has {blocks} decoder blocks where its configuration says {said} layers"
+        plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        out: Any = None  # hidden states, then the loss
+        for rank in range(2):
+            (stage,) = cut_stages(built, plan, rank)
+            out = _load(stage).module(batch, out)
+        loss: float = out.item()
+        if _is_different(loss, sum(self.losses)):
+            return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
+        return ""
+
+    def check_adapters(self, tune: TuneConfig) -> tuple[str, str]:
+        """Return what fails with adapters, and where they get no gradient."""
+        try:
+            wanted = TuneConfig(
+                method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
+            )
+            built = _load(build(self.directory, torch.float32, wanted, 0))
+            built.module.within_documents &= self.within_documents
+            use_lora_linear(find_blocks(built.module))  # peft's DoRA multiplies with bytes
+            loss = built.module(_batch([self.documents[:1]]))
+            loss.backward()
+        except ConfigError:  # the run's own model says it, or has targets that a small one lacks
+            return "", ""
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            return _describe_error(error), ""
+        untrained = _list_without_gradient(built)
+        if not loss.isfinite():
+            return f"a document's loss is {loss.item()}", untrained
+        return self._check_packed_weights(built) if tune.packed_base else "", untrained
+
+    def _check_packed_weights(self, built: BuiltModel) -> str:
+        """Return what shows that a model's own code takes packed bytes for weights."""
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        packed: float = built.module(batch).item()
+        plain: float = unpack_linears(built.module)(batch).item()
+        text = f"with packed weights the loss is {packed:.6g}, of the same values {plain:.6g}"
+        return text if _is_different(packed, plain) else ""
+
+    def check_slices(self) -> str:
+        if slicing_problems(self.build().config, 2):
+            return ""  # refused elsewhere, with a reason
+        shared: list[Any] = [None, None]
+        barrier = threading.Barrier(2, timeout=60)
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        losses, errors = [0.0, 0.0], []
+        models: list[tuple[BuiltModel, frozenset[str]] | None] = [None, None]
+
+        def work(rank: int) -> None:
+            try:
+                sliced, partial = slice_model(self.build(), ThreadAxis(rank, shared, barrier))
+                sliced.module.within_documents = False  # its state is shared by all threads
+                loss = _load(sliced).module(batch)
+                loss.backward()
+                models[rank], losses[rank] = (sliced, partial), loss.item()
+            except Exception as error:  # noqa: BLE001 - of a thread: raised again below
+                errors.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        # Both set and take back the one state, in any order: to what it is for either.
+        with batch_context.of(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        if any(_is_different(loss, sum(self.losses)) for loss in losses):
+            return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
+        if name := find_unlike_gradient(models):
+            return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
+        return _compare_gradients(merge_gradients(models), self.wanted(self.build()))
+
+
+def _list_without_gradient(built: BuiltModel) -> str:
+    """Return what is trained and got no gradient, a line each; see ``ArchitectureCheck``."""
+    trained = built.module.named_parameters()
+    names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
+    return "\n".join(dict.fromkeys(name_pattern(name) for name in names))
+
+
+def name_pattern(saved: str) -> str:
+    """Return how ``untrained`` names a trained tensor, by its name in checkpoints."""
+    layer = re.split(r"\.lora_", saved.removeprefix(ADAPTER_PREFIX))[0]
+    return re.sub(r"\.\d+\.", ".*.", layer)
+
+
+def _compare_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
+    for name, gradient in expected.items():
+        if name not in actual:
+            return f"{name} gets no gradient"
+        norm, gap = gradient.norm(), (actual[name] - gradient).norm()
+        if not gap <= GRADIENT_TOLERANCE * norm + 1e-6:
+            return f"the gradient of {name} is off by {gap / norm:.1e} of its norm"
+    return ""
+
+
+def trial_cache_file(config: Any, tune: TuneConfig) -> Path:
+    """Return the cache file of a configuration, what is trained of it and this software."""
+    fields = config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        fields.pop(name, None)
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
+    digest.update(f"{software()} {tune.method} {tune.base_dtype} {tune.targets}".encode())
+    digest.update(_hash_package().encode())
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached
+    return cache / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"
+
+
+@functools.cache
+def _hash_package() -> str:
+    """Return a hash of the package's code: a trial runs much of it, directly or not."""
+    package, digest = Path(__file__).parents[2], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

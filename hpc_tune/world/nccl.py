@@ -1,0 +1,138 @@
+"""NCCL's errors, which are looked at here, since torch would abort the process.
+
+    torch's watchdog sees an error or a late collective -> the group has it, and nothing ends
+    NcclWatch looks at all groups -> waits for HostWatch to name who is gone -> ends the world
+
+torch's own handling aborts from C++ without a word of who is gone, and its limits count by a clock
+that goes on while a job is suspended: such a job would be ended when it is resumed.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import HpcTuneError, WorldError
+from hpc_tune.world import liveness
+from hpc_tune.world.comm import Comm
+
+# 0: the watchdog keeps an error for get_error; no thread ends a process whose watchdog is late.
+_HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
+
+ReadErrors = Callable[[], Iterable[str]]
+
+
+def disable_torch_handling(environ: MutableMapping[str, str]) -> None:
+    """Keep torch from ending the process, if it can tell of errors and the user has set nothing.
+
+    Before groups are made.
+    """
+    from torch._C import _distributed_c10d
+
+    backend = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
+    is_set = any(name in environ for name in (*_HANDLING_OFF, _OLD_HANDLING_VARIABLE))
+    if hasattr(backend, "get_error") and not is_set:
+        environ.update(_HANDLING_OFF)
+
+
+def find_group_errors() -> list[str]:
+    """Return the names of torch's ErrorType for all groups of this process that have an error."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    found = []
+    for group in [*distributed_c10d._world.pg_map]:
+        try:
+            backend: Any = group._get_backend(torch.device("cuda"))
+            found.append(str(backend.get_error().name))
+        except (AttributeError, RuntimeError):  # a group of the host, or one that is being ended
+            continue
+    return [name for name in found if name != "SUCCESS"]
+
+
+class NcclWatch:
+    """Looks at the errors of all groups until ``close``; ``lost`` ends the world, in a thread."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        timeout_s: float,
+        lost: Callable[[Comm, HpcTuneError], None],
+        errors: ReadErrors = find_group_errors,
+        every_s: float = liveness.NCCL_LOOK_EVERY_S,
+    ) -> None:
+        """Begin to look; ``timeout_s`` is run.timeout."""
+        self._comm, self._timeout_s, self._end_world, self._errors = comm, timeout_s, lost, errors
+        self._last_look_s, self._was_suspended = time.monotonic(), False
+        self._watcher = liveness.Watcher("nccl-watch", every_s, self._look)
+        self._watcher.start()
+
+    def renumber(self, comm: Comm) -> None:
+        """Name this rank from now on as ``comm`` does."""
+        self._comm = comm
+
+    def close(self) -> None:
+        """Look no more, at the end of the world."""
+        self._watcher.close()
+
+    def _look(self) -> bool:
+        now_s = time.monotonic()
+        gap_s, self._last_look_s = now_s - self._last_look_s, now_s
+        self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
+        names = {*self._errors()}
+        if self._was_suspended:  # step_limit counts no time in which the job was suspended
+            names.discard("TIMEOUT")
+        if not names:
+            return False
+        # Whoever hears of a rank's end says more, and ends the world in this time.
+        if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
+            self._watcher.run_unless_over(lambda: self._end(names))
+        return True
+
+    def _end(self, names: set[str]) -> None:
+        liveness.exit_soon()
+        if names == {"TIMEOUT"}:
+            text = (
+                f"an NCCL collective while {self._comm.activity[0]} was not over "
+                f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
+                "no rank is known to have ended"
+            )
+        else:
+            text = (
+                "NCCL has lost its connection to another rank while "
+                f"{self._comm.activity[0]}, and no rank is known to have ended: check the "
+                "network and its cards on both nodes, which NCCL_DEBUG=WARN names"
+            )
+        self._end_world(self._comm, WorldError(text))
+
+
+# -- torch's flight recorder: the last 2,000 collectives of a rank, for ``torchfrtrace``.
+
+
+TRACE_FOLDER = "collectives"
+
+
+def write_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
+    """Write what this rank's collectives were; return the folder, None if nothing was recorded.
+
+    The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and 2.9 and
+    2.10 record none of gloo's collectives.
+    """
+    from torch._C import _distributed_c10d
+
+    name = "_dump_nccl_trace" if on_gpu else "_dump_fr_trace"
+    dump = getattr(_distributed_c10d, name, None)
+    if dump is None:
+        return None
+    as_json = getattr(_distributed_c10d, f"{name}_json")
+    try:
+        if not json.loads(as_json()).get("entries"):
+            return None
+        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
+    except (RuntimeError, OSError, ValueError):  # the run ends anyway by an error, which is told
+        return None
+    return str(folder)
