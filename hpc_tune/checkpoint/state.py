@@ -1,76 +1,24 @@
 """What a checkpoint's manifest holds besides tensors, and which of it must match on resume.
 
-Every field of the configuration is of one of three kinds: it *must match* (another value would
-make a different run), it *warns* (the run resumes, but differs from an uninterrupted one), or it is
-*free* (world size, layout, micro-batch, offload, paths, logging).
+The configuration says of each setting what another value does to a run that resumes
+(``SettingFacts.resume``).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from hpc_tune.config.load import field_names
+from hpc_tune.config.load import field_names, setting_facts
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import Resume, flatten
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import facts
 
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
 OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same names and shapes"
-MUST_MATCH = (
-    "tune.objective",
-    "tune.beta",
-    "tune.gamma",
-    "tune.sft_weight",
-    "tune.label_smoothing",
-    "tune.desirable_weight",
-    "tune.undesirable_weight",
-    "tune.method",
-    "tune.rank",
-    "tune.alpha",
-    "tune.rank_pattern",
-    "tune.alpha_pattern",
-    "tune.expert_rank",
-    "tune.rslora",
-    "tune.dropout",
-    "tune.targets",
-    "tune.modules_to_save",
-    "tune.trainable_tokens",
-    "data.seq_len",
-    "data.packing",
-    "batch.global_size",
-    "train.seed",
-)
-WARN = (
-    "model.dtype",
-    "tune.base_dtype",
-    "tune.param_dtype",
-    "tune.neftune_alpha",
-    "optim.name",
-    "tune.router_aux_loss",
-    "tune.router_z_loss",
-    "optim.lr",
-    "optim.reference_batch",
-    "optim.batch_scaling",
-    "optim.lora_b_ratio",
-    "optim.schedule",
-    "optim.decay_ratio",
-    "optim.restarts",
-    "optim.warmup_steps",
-    "optim.warmup_ratio",
-    "optim.min_lr_ratio",
-    "optim.beta1",
-    "optim.beta2",
-    "optim.eps",
-    "optim.weight_decay",
-    "optim.clip_norm",
-)
-
-_UNORDERED = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in any order
 
 
 @dataclass(frozen=True)
@@ -210,7 +158,7 @@ def check_resume(
     if not other and saved.has_other_weights(sample):
         other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
     require_settings(saved, settings, other)
-    warnings = _list_changes(saved, settings, WARN)
+    warnings = _list_changes(saved, settings, "warn")
     if saved.total_steps != total_steps:
         warnings.append(
             f"the run has {total_steps} steps now and had {saved.total_steps}: "
@@ -228,7 +176,7 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         ConfigError: lists every difference that must not be.
     """
     refused = [f"model.path: {other_model}"] if other_model else []
-    refused += _list_changes(saved, settings, MUST_MATCH)
+    refused += _list_changes(saved, settings, "same")
     if refused:
         raise ConfigError(
             "the checkpoint belongs to a different run and cannot be resumed:\n"
@@ -237,16 +185,17 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         )
 
 
-def _list_changes(saved: RunState, settings: Settings, names: Sequence[str]) -> list[str]:
+def _list_changes(saved: RunState, settings: Settings, kind: Resume) -> list[str]:
     # What an earlier version did not have was as the default is.
     before, now = flatten(RunConfig().model_dump()) | flatten(saved.config), flatten(settings)
     return [
         f"{name}: {before[name]} in the checkpoint, {now[name]} now"
-        for name in names
-        if _normalized(name, before[name]) != _normalized(name, now[name])
+        for name, facts in setting_facts().items()
+        if facts.resume == kind
+        and _normalized(before[name], facts.unordered) != _normalized(now[name], facts.unordered)
     ]
 
 
-def _normalized(name: str, value: Any) -> Any:
+def _normalized(value: Any, unordered: bool) -> Any:
     """Return what two values have in common that mean the same: sets have no order."""
-    return set(value) if name in _UNORDERED and isinstance(value, list | tuple) else value
+    return set(value) if unordered and isinstance(value, list | tuple) else value

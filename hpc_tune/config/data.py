@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.section import PositiveInt, Section, setting
 
 # -- The sources of a mixture: what each is, how it is read, and how much of it is learned.
 
@@ -144,84 +144,113 @@ Form = Literal["answers", "pairs", "labels"]
 class DataConfig(Section):
     """What the model is trained on."""
 
-    path: str | list[str] | None = Field(
+    path: str | list[str] | None = setting(
         "builtin:pydocs",
-        description="A prepared .h5 file, or raw data: .json, .jsonl, .csv, .parquet, .arrow, .txt "
+        "free",
+        "A prepared .h5 file, or raw data: .json, .jsonl, .csv, .parquet, .arrow, .txt "
         "or .md, Megatron's .bin with its .idx, a folder of one of these kinds, a pattern such as "
         "data/*.jsonl, or a list of these. Raw data is prepared first, into data.cache. "
         "builtin:pydocs: questions about this Python's modules and functions, with their "
         "docstrings as answers; it needs no download. null: data.sources says it.",
+        path="dataset",
+        aliases="train_file dataset datasets dataset_name dataset_dir train_data data_files",
     )
-    sources: list[TrainedSource] | None = Field(
+    sources: list[TrainedSource] | None = setting(
         None,
-        description="Several sources in place of data.path, each with path and weight (its share "
+        "free",
+        "Several sources in place of data.path, each with path and weight (its share "
         "of the learned tokens; they add up to 1) or, for all of them, epochs; and if need be "
         "name, max_epochs, limit, columns, chat_template and loss_on: see docs/mixtures.md.",
     )
-    new_mixture: bool = Field(
+    new_mixture: bool = setting(
         False,
-        description="Let a run that resumes go on with other weights or further sources than it "
+        "free",
+        "Let a run that resumes go on with other weights or further sources than it "
         "had: they hold from there on, and the change is recorded. false: that is refused.",
     )
-    eval_path: str | list[str] | None = Field(
+    eval_path: str | list[str] | None = setting(
         None,
-        description="Held-out data in the same forms, on which the loss is measured. Unset: none, "
+        "free",
+        "Held-out data in the same forms, on which the loss is measured. Unset: none, "
         "unless eval_fraction is set. builtin:pydocs:heldout is the held-out part of pydocs.",
+        path="dataset",
+        aliases="eval_dataset test_datasets eval_file validation_file dataset_val",
     )
-    eval_sources: list[HeldOutSource] | None = Field(
+    eval_sources: list[HeldOutSource] | None = setting(
         None,
-        description="Several sources of held-out data in place of eval_path, each with path and if "
+        "free",
+        "Several sources of held-out data in place of eval_path, each with path and if "
         "need be name, limit, columns, chat_template and loss_on, which default to those of the "
         "source in data.sources with its name. The loss of each is measured by name; "
         "their mean is the held-out loss that checkpoint.keep_best and train.stop_after_evals go "
         "by.",
+        replaces="data.eval_path",
     )
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0,
-        description="The share of the documents of data.path, or of each source, that is held "
+        "free",
+        "The share of the documents of data.path, or of each source, that is held "
         "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of its content decides "
         "for each document: the same ones are held out in each run, on any number of ranks, and "
         "duplicates are on one side.",
+        replaces="data.eval_path",
+        aliases="val_size val_set_size test_size",
     )
-    columns: Columns = Field(
+    columns: Columns = setting(
         {},
-        description="Names in the data and the fields that they are read as, such as "
+        "free",
+        "Names in the data and the fields that they are read as, such as "
         "{problem: prompt, solution: completion}. question and answer, query and response, "
         "context and system_prompt are known without it.",
+        aliases="dataset_text_field column_map",
     )
-    bad_rows: Literal["refuse", "skip"] = Field(
+    bad_rows: Literal["refuse", "skip"] = setting(
         "refuse",
-        description="refuse: the first row that cannot be used ends the preparation, with its "
+        "free",
+        "refuse: the first row that cannot be used ends the preparation, with its "
         "place and the reason, since what is wrong with one row is often wrong with many; skip: "
         "such rows are left out and counted.",
     )
-    seq_len: PositiveInt = Field(
+    seq_len: PositiveInt = setting(
         1024,
-        description="Tokens per row; longer documents are cut there, and counted. Of pairs "
+        "same",
+        "Tokens per row; longer documents are cut there, and counted. Of pairs "
         "(tune.objective) both answers with their prompts share a row. 1024 holds most "
         "questions with their answers; the memory of activations grows in proportion.",
+        aliases="max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
     )
-    packing: bool = Field(
+    packing: bool = setting(
         True,
-        description="Put several documents into one row, separated in attention and positions: the "
+        "same",
+        "Put several documents into one row, separated in attention and positions: the "
         "same gradient with less padding, and so faster. false: one document per row. Where a "
         "model cannot keep documents apart packing is switched off, with a line in the log.",
+        aliases="sample_packing neat_packing packed",
     )
-    loss_on: LossOn = Field(
+    loss_on: LossOn = setting(
         "answers",
-        description="answers: only what the assistant writes is learned, since prompts are given "
+        "free",
+        "answers: only what the assistant writes is learned, since prompts are given "
         "when the model is used; all: the prompts too.",
+        aliases="train_on_inputs train_on_input train_on_prompt assistant_only_loss "
+        "completion_only_loss masking_strategy",
     )
-    chat_template: str | None = Field(
+    chat_template: str | None = setting(
         None,
-        description="What replaces the tokenizer's chat template: a Jinja file, whose path ends in "
+        "free",
+        "What replaces the tokenizer's chat template: a Jinja file, whose path ends in "
         ".jinja or has a slash, or a name such as chatml, llama3 or qwen3 (docs/data.md has all). "
         "Unset: the tokenizer's own; chats need one or the other.",
+        path="file",
+        aliases="template prompt_template",
     )
-    cache: str | None = Field(
+    cache: str | None = setting(
         None,
-        description="The folder for files prepared from raw data, which all nodes share; runs with "
+        "free",
+        "The folder for files prepared from raw data, which all nodes share; runs with "
         "the same folder prepare the same data once. Unset: data/ in the run directory.",
+        path="file",
+        aliases="dataset_prepared_path tokenized_path cache_dir",
     )
 
     @property

@@ -29,7 +29,7 @@ from hpc_tune.config.constraints import check
 from hpc_tune.config.data import HeldOutSource, TrainedSource
 from hpc_tune.config.optim import OptimConfig, auto_lr
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.config.section import flatten
+from hpc_tune.config.section import PathKind, SettingFacts, facts_of, flatten
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line, require_utf8
 from hpc_tune.files import write_file
@@ -37,130 +37,32 @@ from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_cache
 from hpc_tune.log import log
 from hpc_tune.safe_yaml import load_yaml
 
-# -- What the settings are called in peft, the Trainer of Hugging Face, trl, torchtune, axolotl and
-# LLaMA-Factory, for the message about a name that is not known here.
-
-
-_NAMES = """
-model.path           model model_name_or_path model_name base_model model_id checkpoint_dir
-model.dtype          bf16 fp16 bfloat16 float16 torch_dtype
-tune.objective       stage rl rl_type pref_loss loss_type rlhf_type
-tune.method          finetuning_type adapter use_dora peft_use_dora load_in_4bit quantization_bit
-                     use_peft train_type quantize_base
-tune.rank            r lora_r lora_rank
-tune.alpha           lora_alpha
-tune.dropout         lora_dropout
-tune.targets         target_modules lora_target lora_target_modules lora_target_linear
-                     lora_attn_modules apply_lora_to_mlp apply_lora_to_output target_parameters
-tune.rslora          use_rslora peft_use_rslora
-tune.init_from       adapter_name_or_path lora_model_dir adapter_path adapter_checkpoint
-tune.param_dtype     pure_bf16
-tune.trainable_tokens trainable_token_indices
-tune.neftune_alpha   neftune_noise_alpha noisy_embedding_alpha
-tune.beta            pref_beta rl_beta dpo_beta kto_beta
-tune.gamma           simpo_gamma cpo_gamma
-data.path            train_file dataset datasets dataset_name dataset_dir train_data data_files
-data.eval_path       eval_dataset test_datasets eval_file validation_file dataset_val
-data.eval_fraction   val_size val_set_size test_size
-data.seq_len         max_length max_seq_length max_seq_len sequence_len cutoff_len
-                     model_max_length
-data.packing         sample_packing neat_packing packed
-data.loss_on         train_on_inputs train_on_input train_on_prompt assistant_only_loss
-                     completion_only_loss masking_strategy
-data.chat_template   template prompt_template
-data.columns         dataset_text_field column_map
-data.cache           dataset_prepared_path tokenized_path cache_dir
-batch.global_size    batch_size gradient_accumulation_steps train_batch_size
-batch.micro_size     micro_batch_size per_device_train_batch_size
-                     train_micro_batch_size_per_gpu
-optim.lr             learning_rate
-optim.schedule       lr_scheduler_type lr_scheduler
-optim.warmup_steps   warmup num_warmup_steps
-optim.min_lr_ratio   cosine_min_lr_ratio min_lr min_lr_rate
-optim.clip_norm      max_grad_norm clip_grad_norm gradient_clipping
-optim.beta1          adam_beta1
-optim.beta2          adam_beta2
-optim.eps            adam_epsilon
-optim.name           optimizer
-optim.lora_b_ratio   loraplus_lr_ratio
-parallel.recompute   gradient_checkpointing enable_activation_checkpointing
-                     activation_checkpointing
-parallel.zero_stage  deepspeed
-parallel.shard       fsdp data_parallel_shard_dim
-parallel.replicate   ddp data_parallel_replicate_dim
-parallel.tensor      tensor_parallel_dim tensor_parallel_size tp_size
-parallel.pipeline    pipeline_parallel_size pp_size
-parallel.offload_params fsdp_cpu_offload
-train.epochs         num_epochs num_train_epochs
-train.max_steps      steps max_steps_per_epoch
-train.compile        torch_compile
-train.eval_every_steps eval_steps run_val_every_n_steps eval_strategy
-train.stop_after_evals early_stopping_patience early_stopping_steps
-train.deterministic  full_determinism
-train.seed           data_seed
-checkpoint.every_steps save_steps save_every_n_steps
-checkpoint.keep      save_total_limit keep_last_n_checkpoints
-checkpoint.keep_best load_best_model_at_end
-checkpoint.resume    resume_from_checkpoint auto_resume_from_checkpoints
-run.dir              output_dir
-run.name             run_name wandb_name
-run.trackers         report_to use_wandb wandb_project use_mlflow
-run.device           use_cpu
-run.timeout          ddp_timeout
-"""
-
-
-def _parse_names(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    ours = ""
-    for line in text.splitlines():
-        words = line.split()
-        if words and not line.startswith(" "):
-            ours, *words = words
-        found |= dict.fromkeys(words, ours)
-    return found
-
-
-OWN_NAMES = _parse_names(_NAMES)
-
-
 # -- ~ and $VARIABLES in the paths of a configuration, and names of what is in the hub's cache.
 
 
-# What may begin with ~ or hold $SCRATCH.
-_PATH_SETTINGS = (
-    "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
-    "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
-    "slurm.env_file", "slurm.venv", "pbs.env_file", "pbs.venv",
-)  # fmt: skip
-# Where OWNER/NAME, or a model's folder in the hub's cache, stands for a revision's folder.
-_HUB_KINDS: dict[str, HubKind] = {
-    "model.path": "model", "tune.init_from": "model", "data.path": "dataset",
-    "data.eval_path": "dataset",
-}  # fmt: skip
 _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
     """Expand paths, in place; yield a problem for each variable or revision that is not there."""
-    for name in _PATH_SETTINGS:
+    for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
-        if isinstance(fields := values.get(part), dict):
-            yield from _expand(name, fields, key)
+        if facts.path and isinstance(fields := values.get(part), dict):
+            yield from _expand(name, fields, key, facts.path)
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
     for setting in ("sources", "eval_sources"):
         given = data.get(setting)
         for at, source in enumerate(given if isinstance(given, list) else []):
             for key in ("path", "chat_template") if isinstance(source, dict) else ():
-                yield from _expand(f"data.{setting}.{at}.{key}", source, key)
+                kind: PathKind = "dataset" if key == "path" else "file"
+                yield from _expand(f"data.{setting}.{at}.{key}", source, key, kind)
 
 
-def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
+def _expand(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
     """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
-    kind = _HUB_KINDS.get(name, "dataset" if key == "path" else None)
     for at, path in enumerate(paths):
         if not isinstance(path, str):
             continue
@@ -172,7 +74,7 @@ def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
         try:
-            expanded = cached_path(name, expanded, kind) if kind else expanded
+            expanded = expanded if kind == "file" else cached_path(name, expanded, kind)
         except ConfigError as error:
             yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
@@ -261,13 +163,6 @@ def find_secrets(
 _ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
-}
-# Of two settings that say the same, the user's is meant and not that of default.yaml.
-_TWINS = {
-    "optim.warmup_ratio": "optim.warmup_steps",
-    "data.eval_fraction": "data.eval_path",
-    "data.eval_sources": "data.eval_path",
-    "train.epochs": "train.max_steps",
 }
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _SOURCE_FIELDS = [
@@ -406,6 +301,12 @@ def field_names() -> list[str]:
     return [name for name, _ in _fields()]
 
 
+@functools.cache
+def setting_facts() -> Mapping[str, SettingFacts]:
+    """Return the facts of every field by its dotted name."""
+    return {name: facts_of(field) for name, field in _fields()}
+
+
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
     """Yield (dotted name, type, default, prose) of every field, for the help text."""
     for name, field in _fields():
@@ -472,8 +373,9 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = OmegaConf.create(load_yaml(text))
     for override in overrides:
-        if twin := _TWINS.get(override.partition("=")[0]):
-            OmegaConf.update(tree, twin, None)
+        facts = setting_facts().get(override.partition("=")[0])
+        if facts is not None and facts.replaces is not None:
+            OmegaConf.update(tree, facts.replaces, None)
     return tree
 
 
@@ -560,7 +462,7 @@ def config_hint(word: str) -> str:
 def _suggest_near(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     same_name = [k for k in known if k.rpartition(".")[2] == last]
-    elsewhere = [OWN_NAMES[last]] if last in OWN_NAMES else []
+    elsewhere = [k for k, facts in setting_facts().items() if last in facts.aliases.split()]
     near = (
         same_name
         or elsewhere

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.section import PositiveInt, Section, setting
 from hpc_tune.config.tune import TuneConfig
 
 # optim.lr=auto: of adapters and of all weights, for answers and for preferences.
@@ -22,98 +22,124 @@ def auto_lr(tune: TuneConfig) -> float:
 class OptimConfig(Section):
     """AdamW (arXiv:1711.05101) and its learning rate."""
 
-    name: Literal["adamw", "adamw_8bit"] = Field(
+    name: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        description="adamw: AdamW with two moments of each trained value, of tune.param_dtype. "
+        "warn",
+        "adamw: AdamW with two moments of each trained value, of tune.param_dtype. "
         "adamw_8bit: the moments in 8 bits with a scale for each 256 (arXiv:2110.02861), as "
         "torchao keeps them, but for parameters of less than 4,096 values; 2 bytes of a trained "
         "value in place of 8, for tune.method=full where it does not fit. Losses differ a little. "
         "It needs pip install 'hpc_tune[adamw8bit]'.",
+        aliases="optimizer",
     )
-    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = setting(
         "auto",
-        description="The peak learning rate. auto: 2e-4 for adapters, and 1e-5 with "
+        "warn",
+        "The peak learning rate. auto: 2e-4 for adapters, and 1e-5 with "
         "tune.method=full, which changes what the model has learned before; with a tune.objective "
         "on preferences 1e-5 and 1e-6, as trl takes for all weights. A higher one learns faster "
         "until it diverges.",
+        aliases="learning_rate",
     )
-    reference_batch: PositiveInt | None = Field(
+    reference_batch: PositiveInt | None = setting(
         None,
-        description="The batch.global_size for which lr was found: with another one lr is scaled "
+        "warn",
+        "The batch.global_size for which lr was found: with another one lr is scaled "
         "by batch_scaling. Unset: lr is used as it is.",
     )
-    batch_scaling: Literal["sqrt", "linear"] = Field(
+    batch_scaling: Literal["sqrt", "linear"] = setting(
         "sqrt",
-        description="How lr follows batch.global_size / reference_batch. sqrt: its square root, "
+        "warn",
+        "How lr follows batch.global_size / reference_batch. sqrt: its square root, "
         "which suits AdamW (arXiv:2205.10287); linear: the ratio itself, which was found for SGD "
         "(arXiv:1706.02677).",
     )
-    lora_b_ratio: Annotated[float, Field(ge=1)] = Field(
+    lora_b_ratio: Annotated[float, Field(ge=1)] = setting(
         1.0,
-        description="The rate of adapters' B matrices in multiples of lr, and of DoRA's magnitudes "
+        "warn",
+        "The rate of adapters' B matrices in multiples of lr, and of DoRA's magnitudes "
         "as in peft (LoRA+, arXiv:2402.12354). With 16, the paper's choice, lr is best set to half "
         "or less of what suits 1; hard tasks gain most. 1: one rate for all. The logged rate "
         "is lr.",
+        aliases="loraplus_lr_ratio",
     )
-    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = setting(
         "cosine",
-        description="How the learning rate falls after warmup, over all steps of the run. cosine "
+        "warn",
+        "How the learning rate falls after warmup, over all steps of the run. cosine "
         "and linear end at min_lr_ratio; cosine_with_restarts does so several times, beginning "
         "anew at lr (arXiv:1608.03983); wsd (warmup, stable, decay; arXiv:2404.06395) stays at lr "
         "and falls linearly in the last decay_ratio of the steps, so that a run that has not begun "
         "to fall can be made longer; constant suits a run whose length is not known yet.",
+        aliases="lr_scheduler_type lr_scheduler",
     )
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = setting(
         None,
-        description="The share of all steps over which schedule=wsd falls. Unset: 0.1, as "
+        "warn",
+        "The share of all steps over which schedule=wsd falls. Unset: 0.1, as "
         "published; more gives the low rates more steps.",
     )
-    restarts: PositiveInt | None = Field(
+    restarts: PositiveInt | None = setting(
         None,
-        description="How many times schedule=cosine_with_restarts begins anew. Unset: 1, which is "
+        "warn",
+        "How many times schedule=cosine_with_restarts begins anew. Unset: 1, which is "
         "two cosines; each restart undoes some of what the low rates had settled.",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+    warmup_steps: Annotated[int, Field(ge=0)] | None = setting(
         None,
-        description="Optimizer steps over which the learning rate rises from 0. Unset: "
-        "warmup_ratio decides.",
+        "warn",
+        "Optimizer steps over which the learning rate rises from 0. Unset: warmup_ratio decides.",
+        aliases="warmup num_warmup_steps",
     )
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = setting(
         None,
-        description="Warmup as a share of all steps of the run, in place of warmup_steps. Both "
+        "warn",
+        "Warmup as a share of all steps of the run, in place of warmup_steps. Both "
         "unset: 0.03, since AdamW's averages are least certain at first; a run of less than 34 "
         "steps has no warmup then.",
+        replaces="optim.warmup_steps",
     )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = setting(
         0.1,
-        description="Where a schedule that falls ends, as a share of lr. With 0.1 the last steps "
+        "warn",
+        "Where a schedule that falls ends, as a share of lr. With 0.1 the last steps "
         "still learn; with 0 the weights come to rest.",
+        aliases="cosine_min_lr_ratio min_lr min_lr_rate",
     )
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
+    beta1: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9,
-        description="The decay of AdamW's first moment, the average of gradients, in each step. "
+        "warn",
+        "The decay of AdamW's first moment, the average of gradients, in each step. "
         "0.9 as published: it averages over about 10 steps.",
+        aliases="adam_beta1",
     )
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+    beta2: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.999,
-        description="The decay of AdamW's second moment, the average of squared gradients, in "
+        "warn",
+        "The decay of AdamW's second moment, the average of squared gradients, in "
         "each step. 0.999 as published: it averages over about 1000 steps; 0.95 follows changes "
         "sooner.",
+        aliases="adam_beta2",
     )
-    eps: Annotated[float, Field(gt=0)] = Field(
+    eps: Annotated[float, Field(gt=0)] = setting(
         1e-8,
-        description="Added to the square root of the second moment, so that the division by it "
+        "warn",
+        "Added to the square root of the second moment, so that the division by it "
         "stays finite. 1e-8 as published; more damps the updates of weights with small gradients.",
+        aliases="adam_epsilon",
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
+    weight_decay: Annotated[float, Field(ge=0)] = setting(
         0.0,
-        description="Decoupled weight decay: each step shrinks trained matrices by lr * "
+        "warn",
+        "Decoupled weight decay: each step shrinks trained matrices by lr * "
         "weight_decay. 0 for short fine-tuning; 0.01 to 0.1 counter overfitting in long runs.",
     )
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
+    clip_norm: Annotated[float, Field(ge=0)] = setting(
         1.0,
-        description="The global L2 norm to which a larger gradient is scaled down. 1.0 is the "
+        "warn",
+        "The global L2 norm to which a larger gradient is scaled down. 1.0 is the "
         "common choice and limits the effect of single bad batches; 0 never clips.",
+        aliases="max_grad_norm clip_grad_norm gradient_clipping",
     )
 
     @property

@@ -3,9 +3,7 @@
 import math
 from typing import Any, Literal
 
-from pydantic import Field
-
-from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.section import PositiveInt, Section, setting
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
 _SHARD_SETTINGS = ("reshard", "blocks_per_unit", "reduce_dtype")
@@ -14,100 +12,124 @@ _SHARD_SETTINGS = ("reshard", "blocks_per_unit", "reduce_dtype")
 class ParallelConfig(Section):
     """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
-    layout: Literal["simple", "auto"] = Field(
+    layout: Literal["simple", "auto"] = setting(
         "simple",
-        description="simple: axes that are not set follow from memory alone. auto: at the start "
+        "free",
+        "simple: axes that are not set follow from memory alone. auto: at the start "
         "the links between the ranks and a decoder block are measured, and of all layouts that fit "
         "into memory the one with the shortest predicted step is used, also on fewer ranks if that "
         "is faster; axes that are set stay. 'parallel: auto' says the same.",
     )
-    engine: Literal["auto", "native", "deepspeed"] = Field(
+    engine: Literal["auto", "native", "deepspeed"] = setting(
         "auto",
-        description="What shards the model. auto: DeepSpeed where zero_stage is set, else native "
+        "free",
+        "What shards the model. auto: DeepSpeed where zero_stage is set, else native "
         "PyTorch, which has more layouts.",
     )
-    replicate: PositiveInt | None = Field(
+    replicate: PositiveInt | None = setting(
         None,
-        description="Copies of the model that each train on their share of the rows; gradients are "
+        "free",
+        "Copies of the model that each train on their share of the rows; gradients are "
         "all-reduced once per step, and each copy takes its own memory. Unset: chosen.",
+        aliases="ddp data_parallel_replicate_dim",
     )
-    shard: PositiveInt | None = Field(
+    shard: PositiveInt | None = setting(
         None,
-        description="Ranks over which one copy of the weights is split (FSDP2): less memory per "
+        "free",
+        "Ranks over which one copy of the weights is split (FSDP2): less memory per "
         "rank for more messages. Unset: chosen.",
+        aliases="fsdp data_parallel_shard_dim",
     )
-    tensor: PositiveInt | None = Field(
+    tensor: PositiveInt | None = setting(
         None,
-        description="Ranks over which each matrix product is split; it must divide the attention "
+        "free",
+        "Ranks over which each matrix product is split; it must divide the attention "
         "heads and the key-value heads. Two messages per block and direction: keep it inside a "
         "node. Unset: 1.",
+        aliases="tensor_parallel_dim tensor_parallel_size tp_size",
     )
-    pipeline: PositiveInt | None = Field(
+    pipeline: PositiveInt | None = setting(
         None,
-        description="Ranks over which the decoder blocks are split. Only activations are sent, so "
+        "free",
+        "Ranks over which the decoder blocks are split. Only activations are sent, so "
         "it suits slow links; give each rank several micro-batches per step, or it is idle for "
         "long. Unset: 1.",
+        aliases="pipeline_parallel_size pp_size",
     )
-    expert: PositiveInt = Field(
+    expert: PositiveInt = setting(
         1,
-        description="Ranks over which the routed experts of a mixture are spread: they stay where "
+        "free",
+        "Ranks over which the routed experts of a mixture are spread: they stay where "
         "they are, and tokens are sent to them (arXiv:2006.16668). It must divide parallel.shard, "
         "whose ranks else gather all experts' weights for their tokens. Smaller: neighbours send "
         "each other tokens, and those ranks that have the same experts shard and gather these. For "
         "few tokens per step and many or large experts. 1: not spread.",
     )
-    stages_per_rank: PositiveInt = Field(
+    stages_per_rank: PositiveInt = setting(
         1,
-        description="Pipeline stages (virtual stages) that each rank holds. 1: the 1F1B schedule "
+        "free",
+        "Pipeline stages (virtual stages) that each rank holds. 1: the 1F1B schedule "
         "(arXiv:1806.03377); more: interleaved 1F1B (arXiv:2104.04473), less idle time for more "
         "messages.",
     )
-    reshard: Literal["auto", "block", "micro", "step"] = Field(
+    reshard: Literal["auto", "block", "micro", "step"] = setting(
         "auto",
-        description="How long gathered weights stay where shard > 1: longer takes more memory and "
+        "free",
+        "How long gathered weights stay where shard > 1: longer takes more memory and "
         "fewer messages. block: until the block is computed, and they are gathered again in the "
         "backward pass; micro: until the micro-batch's backward pass is over; step: until the "
         "optimizer step, and gradients are reduced once. auto: step where a whole copy fits.",
     )
-    blocks_per_unit: PositiveInt = Field(
+    blocks_per_unit: PositiveInt = setting(
         1,
-        description="Decoder blocks that are gathered and freed together where shard > 1. More: "
+        "free",
+        "Decoder blocks that are gathered and freed together where shard > 1. More: "
         "fewer and larger messages, and more memory.",
     )
-    reduce_dtype: Literal["fp32", "bf16"] = Field(
+    reduce_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
-        description="The dtype in which sharded gradients are sent and added up. bf16 halves the "
+        "free",
+        "The dtype in which sharded gradients are sent and added up. bf16 halves the "
         "bytes and loses digits with many ranks.",
     )
-    zero_stage: Literal[1, 2, 3] | None = Field(
+    zero_stage: Literal[1, 2, 3] | None = setting(
         None,
-        description="The DeepSpeed ZeRO stage (arXiv:1910.02054): 1 splits the optimizer state "
+        "free",
+        "The DeepSpeed ZeRO stage (arXiv:1910.02054): 1 splits the optimizer state "
         "over all ranks, 2 the gradients too, 3 the weights too; each takes less memory and more "
         "messages. Unset: the native engine.",
+        aliases="deepspeed",
     )
-    offload_params: Literal["none", "cpu", "nvme"] = Field(
+    offload_params: Literal["none", "cpu", "nvme"] = setting(
         "none",
-        description="Where weights are kept while they are not used: cpu and nvme free device "
+        "free",
+        "Where weights are kept while they are not used: cpu and nvme free device "
         "memory and cost a transfer in each pass. cpu is for the sharded weights of either engine "
         "(the native one moves their optimizer state too), nvme for zero_stage=3.",
+        aliases="fsdp_cpu_offload",
     )
-    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
+    offload_optimizer: Literal["none", "cpu", "nvme"] = setting(
         "none",
-        description="Where optimizer state is kept: cpu and nvme free device memory, and weights "
+        "free",
+        "Where optimizer state is kept: cpu and nvme free device memory, and weights "
         "are updated on the host, which is slower. cpu is for zero_stage 1 to 3; nvme, with the "
         "state on disk, for zero_stage=3.",
     )
-    offload_path: str | None = Field(
+    offload_path: str | None = setting(
         None,
-        description="The folder for nvme, on a disk of the node itself, used by one job at a time. "
+        "free",
+        "The folder for nvme, on a disk of the node itself, used by one job at a time. "
         "Unset: nothing is offloaded to disk.",
+        path="file",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Literal["none", "selective", "full"] = setting(
         "none",
-        description="Which activations are computed again in the backward pass instead of kept. "
+        "free",
+        "Which activations are computed again in the backward pass instead of kept. "
         "full: all but each decoder block's input, a third more flops for far less memory "
         "(arXiv:1604.06174); selective: all but the results of matrix products and attention, a "
         "few more flops for somewhat less memory. The losses are the same bits.",
+        aliases="gradient_checkpointing enable_activation_checkpointing activation_checkpointing",
     )
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from hpc_tune.config.section import PositiveInt, Seconds, Section
+from hpc_tune.config.section import PositiveInt, Seconds, Section, setting
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
@@ -87,62 +87,100 @@ class JobConfig(Section):
     scheduler: ClassVar[str]
     time_field: ClassVar[str]  # that of the time limit
 
-    account: str | None = Field(None, description="The account that pays. Unset: the user's own.")
-    nodes: PositiveInt = Field(1, description="Nodes of the job.")
-    spare_nodes: Annotated[int, Field(ge=0)] = Field(
+    account: str | None = setting(
+        None,
+        "free",
+        "The account that pays. Unset: the user's own.",
+    )
+    nodes: PositiveInt = setting(
+        1,
+        "free",
+        "Nodes of the job.",
+    )
+    spare_nodes: Annotated[int, Field(ge=0)] = setting(
         0,
-        description="Further nodes of the job: they wait, and each takes the place of a node "
+        "free",
+        "Further nodes of the job: they wait, and each takes the place of a node "
         "that is lost or faulty. supervise obeys it under other launchers too.",
     )
-    min_nodes: PositiveInt = Field(
+    min_nodes: PositiveInt = setting(
         1,
-        description="With fewer nodes left than that, the job is queued again instead of going on "
+        "free",
+        "With fewer nodes left than that, the job is queued again instead of going on "
         "with fewer ranks (the losses are the same). supervise obeys it everywhere.",
     )
-    gpus_per_node: Annotated[int, Field(ge=0)] = Field(
-        0, description="GPUs of each node, one rank each. 0: ranks on CPUs."
+    gpus_per_node: Annotated[int, Field(ge=0)] = setting(
+        0,
+        "free",
+        "GPUs of each node, one rank each. 0: ranks on CPUs.",
     )
-    tasks_per_node: PositiveInt | None = Field(
-        None, description="Ranks of each node. Unset: one per GPU, or one."
+    tasks_per_node: PositiveInt | None = setting(
+        None,
+        "free",
+        "Ranks of each node. Unset: one per GPU, or one.",
     )
-    cpus_per_task: PositiveInt = Field(
-        1, description="Cores of each rank; more of them prepare data faster, and train on CPUs."
+    cpus_per_task: PositiveInt = setting(
+        1,
+        "free",
+        "Cores of each rank; more of them prepare data faster, and train on CPUs.",
     )
     memory: str | None = None
-    leave_before: Seconds = Field(
+    leave_before: Seconds = setting(
         300.0,
-        description="Seconds before the time limit at which the run saves a checkpoint and stops, "
+        "free",
+        "Seconds before the time limit at which the run saves a checkpoint and stops, "
         "to be queued again. Set more where a save takes minutes.",
     )
     output: str | None = None
-    job_name: str = Field("hpc_tune", description="The job's name in the queue.")
-    modules: list[str] = Field([], description="Modules to load, such as [python, openmpi].")
-    env_file: str | None = Field(
-        None, description="A shell file to source before the run. Unset: none."
+    job_name: str = setting(
+        "hpc_tune",
+        "free",
+        "The job's name in the queue.",
     )
-    venv: str | None = Field(
-        None, description="The virtual environment in which hpc_tune is installed, if any."
+    modules: list[str] = setting(
+        [],
+        "free",
+        "Modules to load, such as [python, openmpi].",
     )
-    container: str = Field(
+    env_file: str | None = setting(
+        None,
+        "free",
+        "A shell file to source before the run. Unset: none.",
+        path="file",
+    )
+    venv: str | None = setting(
+        None,
+        "free",
+        "The virtual environment in which hpc_tune is installed, if any.",
+        path="file",
+    )
+    container: str = setting(
         "",
-        description="The command before python that runs it in a container, such as "
+        "free",
+        "The command before python that runs it in a container, such as "
         "'apptainer exec --nv image.sif'. Where image is set: only its first words, if they are "
         "not 'apptainer exec'. Empty: no container.",
     )
-    image: str = Field(
-        "", description="The image that the ranks run in: a .sif or a folder, by Apptainer."
+    image: str = setting(
+        "",
+        "free",
+        "The image that the ranks run in: a .sif or a folder, by Apptainer.",
     )
-    binds: list[str] = Field(
+    binds: list[str] = setting(
         [],
-        description="Folders that the image shows besides the one in which the job runs, such as "
+        "free",
+        "Folders that the image shows besides the one in which the job runs, such as "
         "[/scratch/me, '/opt/cray/libfabric:/opt/libfabric'].",
     )
-    gpu_maker: Literal["nvidia", "amd"] = Field(
-        "nvidia", description="Whose GPUs Apptainer shows to the image: --nv or --rocm."
+    gpu_maker: Literal["nvidia", "amd"] = setting(
+        "nvidia",
+        "free",
+        "Whose GPUs Apptainer shows to the image: --nv or --rocm.",
     )
-    container_python: str = Field(
+    container_python: str = setting(
         "python",
-        description="The Python in the container, such as that of an environment over the image's: "
+        "free",
+        "The Python in the container, such as that of an environment over the image's: "
         "/scratch/me/.venv/bin/python.",
     )
 
@@ -177,37 +215,52 @@ class SlurmConfig(JobConfig):
     scheduler: ClassVar[str] = "Slurm"
     time_field: ClassVar[str] = "time"
 
-    partition: str | None = Field(None, description="The partition. Unset: the cluster's default.")
-    qos: str | None = Field(None, description="The quality of service. Unset: the default.")
-    memory: Annotated[str | None, AfterValidator(_memory)] = Field(
+    partition: str | None = setting(
         None,
-        description="Host memory of each node as Slurm writes it, such as 700G; the plan command "
+        "free",
+        "The partition. Unset: the cluster's default.",
+    )
+    qos: str | None = setting(
+        None,
+        "free",
+        "The quality of service. Unset: the default.",
+    )
+    memory: Annotated[str | None, AfterValidator(_memory)] = setting(
+        None,
+        "free",
+        "Host memory of each node as Slurm writes it, such as 700G; the plan command "
         "tells how much. Unset: the partition's default, which can be small.",
     )
-    time: Annotated[str, AfterValidator(_time)] = Field(
+    time: Annotated[str, AfterValidator(_time)] = setting(
         "01:00:00",
-        description="The time limit of one job as Slurm writes it; the run resumes in the next "
+        "free",
+        "The time limit of one job as Slurm writes it; the run resumes in the next "
         "job. Short jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_options)] = Field(
+    options: Annotated[list[str], AfterValidator(_options)] = setting(
         [],
-        description="More options of sbatch, as a site may require: [--constraint=gpu, "
+        "free",
+        "More options of sbatch, as a site may require: [--constraint=gpu, "
         "--gres=gpu:4, --licenses=scratch, --reservation=course, --exclusive, "
         "--mail-type=END]. With --gres=gpu:N, or --gpus, gpus_per_node sets the ranks of each "
         "node alone. Unset: none.",
     )
-    output: str = Field(
-        "%x-%j.out", description="The file for what the job prints; Slurm fills in %x and %j."
+    output: str = setting(
+        "%x-%j.out",
+        "free",
+        "The file for what the job prints; Slurm fills in %x and %j.",
     )
-    image: str = Field(
+    image: str = setting(
         "",
-        description="The image that the ranks run in: a .sif or a folder by Apptainer; a .sqsh, "
+        "free",
+        "The image that the ranks run in: a .sif or a folder by Apptainer; a .sqsh, "
         "docker://... or HOST#NAME:TAG by Pyxis; a .toml is an EDF file of CSCS (srun "
         "--environment). Empty: none.",
     )
-    launch: str = Field(
+    launch: str = setting(
         "srun --kill-on-bad-exit=1",
-        description="The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
+        "free",
+        "The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
         "the site's MPI do not work together.",
     )
 
@@ -302,46 +355,58 @@ class PbsConfig(JobConfig):
     scheduler: ClassVar[str] = "PBS"
     time_field: ClassVar[str] = "walltime"
 
-    queue: str | None = Field(None, description="The queue. Unset: the server's default.")
-    filesystems: str | None = Field(
+    queue: str | None = setting(
         None,
-        description="The file systems that the job uses, where a site asks for them (-l "
+        "free",
+        "The queue. Unset: the server's default.",
+    )
+    filesystems: str | None = setting(
+        None,
+        "free",
+        "The file systems that the job uses, where a site asks for them (-l "
         "filesystems), such as home:eagle. Unset: the site is not told.",
     )
-    place: str = Field(
+    place: str = setting(
         "scatter",
-        description="How PBS places the nodes' resources (-l place): scatter takes one node for "
+        "free",
+        "How PBS places the nodes' resources (-l place): scatter takes one node for "
         "each of pbs.nodes; scatter:excl shares it with nobody.",
     )
-    chunk: Annotated[str | None, AfterValidator(_chunk)] = Field(
+    chunk: Annotated[str | None, AfterValidator(_chunk)] = setting(
         None,
-        description="What PBS gives of each node, in its own words: ncpus=64:ngpus=4:"
+        "free",
+        "What PBS gives of each node, in its own words: ncpus=64:ngpus=4:"
         "system=polaris. Empty: nothing is said, where a site gives whole nodes. Unset: ncpus, "
         "mpiprocs, ngpus and mem of the settings here, which otherwise set the ranks alone.",
     )
-    memory: Annotated[str | None, AfterValidator(_pbs_memory)] = Field(
+    memory: Annotated[str | None, AfterValidator(_pbs_memory)] = setting(
         None,
-        description="Host memory of each node as PBS writes it, such as 480gb; the plan command "
+        "free",
+        "Host memory of each node as PBS writes it, such as 480gb; the plan command "
         "tells how much. Unset: the queue's default, or all of it.",
     )
-    walltime: Annotated[str, AfterValidator(_walltime)] = Field(
+    walltime: Annotated[str, AfterValidator(_walltime)] = setting(
         "01:00:00",
-        description="The time limit of one job, HH:MM:SS; the run resumes in the next job. Short "
+        "free",
+        "The time limit of one job, HH:MM:SS; the run resumes in the next job. Short "
         "jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_pbs_options)] = Field(
+    options: Annotated[list[str], AfterValidator(_pbs_options)] = setting(
         [],
-        description="More options of qsub, as a site may require: ['-k doe', '-P project', "
+        "free",
+        "More options of qsub, as a site may require: ['-k doe', '-P project', "
         "'-m ae', '-l singularity=True', '-W group_list=mine']. Unset: none.",
     )
-    output: str | None = Field(
+    output: str | None = setting(
         None,
-        description="The folder for what jobs print, a file JOB.OU of each. Unset: "
+        "free",
+        "The folder for what jobs print, a file JOB.OU of each. Unset: "
         "NAME.oNUMBER, in the folder from which the job was submitted.",
     )
-    launch: str = Field(
+    launch: str = setting(
         "",
-        description="The command that starts the ranks, such as 'mpirun -np 8 --map-by ppr:4:node' "
+        "free",
+        "The command that starts the ranks, such as 'mpirun -np 8 --map-by ppr:4:node' "
         "of Open MPI. Empty: mpiexec with -n and --ppn, as PALS, MPICH and Intel MPI take them.",
     )
 

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from hpc_tune.units import parse_bytes, parse_memory, parse_seconds
 
@@ -15,6 +17,52 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+
+Resume = Literal["same", "warn", "free"]
+PathKind = Literal["file", "model", "dataset"]
+
+
+@dataclass(frozen=True)
+class SettingFacts:
+    """What is to be known of a setting beside its type, default and description.
+
+    resume: what another value does to a run that resumes. same: it is refused, since it would make
+        a different run; warn: the run goes on and differs from an uninterrupted one; free: anything
+        else, such as layout, micro-batch, paths and logging.
+    path: its value may begin with ~ and hold $VARIABLES; of a model or a dataset it may also be a
+        name in the hub's cache.
+    unordered: a list whose order does not matter.
+    replaces: the setting of default.yaml that says the same; the user's is meant.
+    aliases: what peft, the Trainer of Hugging Face, trl, torchtune, axolotl and LLaMA-Factory call
+        it, for the message about a name that is not known here.
+    """
+
+    resume: Resume
+    path: PathKind | None = None
+    unordered: bool = False
+    replaces: str | None = None
+    aliases: str = ""
+
+
+def setting(
+    default: Any,
+    resume: Resume,
+    description: str,
+    *,
+    path: PathKind | None = None,
+    unordered: bool = False,
+    replaces: str | None = None,
+    aliases: str = "",
+) -> Any:
+    """Return the field of a section; see ``SettingFacts``."""
+    facts = SettingFacts(resume, path, unordered, replaces, aliases)
+    return Field(default, description=description, json_schema_extra=asdict(facts))
+
+
+def facts_of(field: FieldInfo) -> SettingFacts:
+    """Return the facts of a field that ``setting`` has made."""
+    return SettingFacts(**field.json_schema_extra)  # type: ignore[arg-type]
 
 
 def flatten(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

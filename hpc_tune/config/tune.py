@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.section import PositiveInt, Section, setting
 
 # Numbers of objectives, where they are not set; beta of simpo is ten times that of the others.
 _BETA, _SIMPO_BETA, _SIMPO_GAMMA = 0.1, 2.0, 1.0
@@ -41,103 +41,131 @@ def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
 class TuneConfig(Section):
     """Which weights are trained, and for what."""
 
-    method: Literal["lora", "dora", "qlora", "full"] = Field(
+    method: Literal["lora", "dora", "qlora", "full"] = setting(
         "lora",
-        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685), with gradients "
+        "same",
+        "lora: low-rank adapters on a frozen base (arXiv:2106.09685), with gradients "
         "and optimizer state for the adapters alone; dora: lora plus a learned magnitude "
         "(arXiv:2402.09353), slower and often a little better; qlora: lora on a base whose blocks "
         "have their linear layers in 4 bits (NF4, arXiv:2305.14314), which takes an eighth of "
         "fp32's memory, is slower and needs pip install 'hpc_tune[qlora]'; full: all weights, "
         "which takes the most memory.",
+        aliases="finetuning_type adapter use_dora peft_use_dora load_in_4bit quantization_bit "
+        "use_peft train_type quantize_base",
     )
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = Field(
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = setting(
         "sft",
-        description="What is learned. sft: to write the answers in the data. The others learn "
+        "same",
+        "What is learned. sft: to write the answers in the data. The others learn "
         "from preferences, pairs of a chosen and a rejected answer: dpo (arXiv:2305.18290) and "
         "ipo (arXiv:2310.12036) against the model as it was at the start, whose log-probabilities "
         "are computed once; simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691) without it, orpo "
         "together with sft; kto (arXiv:2402.01306): single answers, each with a label, good or "
         "not.",
+        aliases="stage rl rl_type pref_loss loss_type rlhf_type",
     )
-    beta: Annotated[float, Field(gt=0)] | None = Field(
+    beta: Annotated[float, Field(gt=0)] | None = setting(
         None,
-        description="How far an objective on preferences lets the model go: the smaller, the "
+        "same",
+        "How far an objective on preferences lets the model go: the smaller, the "
         "further. Unset: 0.1, and 2 with simpo, which takes means over tokens.",
+        aliases="pref_beta rl_beta dpo_beta kto_beta",
     )
-    gamma: Annotated[float, Field(ge=0)] | None = Field(
+    gamma: Annotated[float, Field(ge=0)] | None = setting(
         None,
-        description="By how much simpo wants the chosen answer's reward to be the higher one. "
+        "same",
+        "By how much simpo wants the chosen answer's reward to be the higher one. "
         "Unset: 1, half of its beta.",
+        aliases="simpo_gamma cpo_gamma",
     )
-    sft_weight: Annotated[float, Field(ge=0)] | None = Field(
+    sft_weight: Annotated[float, Field(ge=0)] | None = setting(
         None,
-        description="The factor of the chosen answer's mean loss per token, which is added to each "
+        "same",
+        "The factor of the chosen answer's mean loss per token, which is added to each "
         "pair's (arXiv:2404.19733): against chosen answers that become less likely. Unset: 0; "
         "orpo adds it by itself.",
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = setting(
         None,
-        description="The share of pairs that are the wrong way round; the loss of dpo and simpo is "
+        "same",
+        "The share of pairs that are the wrong way round; the loss of dpo and simpo is "
         "made unbiased for it (arXiv:2403.00409). Unset: 0.",
     )
-    desirable_weight: Annotated[float, Field(gt=0)] | None = Field(
+    desirable_weight: Annotated[float, Field(gt=0)] | None = setting(
         None,
-        description="The weight of good answers in kto. Times their number it should be 1 to 1.33 "
+        "same",
+        "The weight of good answers in kto. Times their number it should be 1 to 1.33 "
         "times undesirable_weight times the number of the others. Unset: 1.",
     )
-    undesirable_weight: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The weight of the answers in kto that are not good. Unset: 1."
+    undesirable_weight: Annotated[float, Field(gt=0)] | None = setting(
+        None,
+        "same",
+        "The weight of the answers in kto that are not good. Unset: 1.",
     )
 
-    rank: PositiveInt = Field(
+    rank: PositiveInt = setting(
         16,
-        description="The rank of the adapters. 16 is a common choice; a higher rank can learn "
+        "same",
+        "The rank of the adapters. 16 is a common choice; a higher rank can learn "
         "more, and the adapters' memory and flops grow in proportion.",
+        aliases="r lora_r lora_rank",
     )
-    alpha: Annotated[float, Field(gt=0)] = Field(
+    alpha: Annotated[float, Field(gt=0)] = setting(
         32.0,
-        description="The adapter's output is scaled by alpha / rank. Twice the rank is the common "
+        "same",
+        "The adapter's output is scaled by alpha / rank. Twice the rank is the common "
         "choice; more acts like a higher learning rate.",
+        aliases="lora_alpha",
     )
-    rank_pattern: Annotated[dict[str, int], AfterValidator(_check_patterns)] = Field(
+    rank_pattern: Annotated[dict[str, int], AfterValidator(_check_patterns)] = setting(
         {},
-        description="Ranks of some layers, as peft's rank_pattern: regular expressions for the end "
+        "same",
+        "Ranks of some layers, as peft's rank_pattern: regular expressions for the end "
         "of a layer's path, and the rank in place of tune.rank, such as {'layers.[01].*': 8}. Of "
         "the patterns one at most matches a layer.",
     )
-    alpha_pattern: Annotated[dict[str, float], AfterValidator(_check_patterns)] = Field(
+    alpha_pattern: Annotated[dict[str, float], AfterValidator(_check_patterns)] = setting(
         {},
-        description="As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
+        "same",
+        "As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
         "pattern says otherwise.",
     )
-    expert_rank: PositiveInt | None = Field(
+    expert_rank: PositiveInt | None = setting(
         None,
-        description="The rank of adapters on the routed experts of a mixture, of each expert, "
+        "same",
+        "The rank of adapters on the routed experts of a mixture, of each expert, "
         "where tune.targets names them; they have the scale of the others. Unset: tune.rank / "
         "experts per token.",
     )
-    rslora: bool = Field(
+    rslora: bool = setting(
         False,
-        description="Scale the adapter's output by alpha / sqrt(rank) in place of alpha / rank "
+        "same",
+        "Scale the adapter's output by alpha / sqrt(rank) in place of alpha / rank "
         "(rank-stabilized LoRA, arXiv:2312.03732): high ranks then learn as fast as low ones. At "
         "the same alpha the output is sqrt(rank) times as large, so begin with a lower alpha or "
         "optim.lr.",
+        aliases="use_rslora peft_use_rslora",
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+    dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0,
-        description="The probability with which each input of an adapter is set to zero in "
+        "same",
+        "The probability with which each input of an adapter is set to zero in "
         "training. 0 is fastest and right for one or two epochs; more counters overfitting.",
+        aliases="lora_dropout",
     )
-    neftune_alpha: Annotated[float, Field(gt=0)] | None = Field(
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = setting(
         None,
-        description="Noise on the embeddings of training, uniform in plus or minus neftune_alpha / "
+        "warn",
+        "Noise on the embeddings of training, uniform in plus or minus neftune_alpha / "
         "sqrt(tokens of the document x values of an embedding) (NEFTune, arXiv:2310.05914): chat "
         "models then answer at more length, and held-out losses may rise. The paper uses "
         "5 to 15. Unset: none.",
+        aliases="neftune_noise_alpha noisy_embedding_alpha",
     )
-    router_aux_loss: Annotated[float, Field(gt=0)] | None = Field(
+    router_aux_loss: Annotated[float, Field(gt=0)] | None = setting(
         None,
-        description="The factor of a load-balancing loss beside the objective, by which "
+        "warn",
+        "The factor of a load-balancing loss beside the objective, by which "
         "routers of a mixture of experts spread tokens evenly: per layer and row, over its tokens "
         "without padding, E / (k T^2) x sum over experts of (tokens of it x their summed "
         "probabilities), which is 1 where all is even; rows count by their tokens, layers are "
@@ -145,54 +173,70 @@ class TuneConfig(Section):
         "transformers, which takes layers and the rows of a micro-batch together. Adapters on "
         "attention learn from it too where routers are frozen. Unset: none.",
     )
-    router_z_loss: Annotated[float, Field(gt=0)] | None = Field(
+    router_z_loss: Annotated[float, Field(gt=0)] | None = setting(
         None,
-        description="The factor of the mean squared log-sum-exp of a router's logits in the loss "
+        "warn",
+        "The factor of the mean squared log-sum-exp of a router's logits in the loss "
         "(arXiv:2202.08906, equation 5), over tokens without padding, added up over layers: it "
         "keeps logits small. 0.001 is common. Unset: none.",
     )
-    targets: list[str] | Literal["all-linear"] = Field(
+    targets: list[str] | Literal["all-linear"] = setting(
         "all-linear",
-        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
+        "same",
+        "Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
         "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
         "mixture of experts it leaves out routed experts and routers, which are named beside it: "
         "[all-linear, experts]. A named layer whose adapters get no gradient is refused, such as "
         "Jamba's dt_proj; one among all-linear is reported. So is Mamba's out_proj, whose weight "
         "its fused kernels take as it is.",
+        unordered=True,
+        aliases="target_modules lora_target lora_target_modules lora_target_linear "
+        "lora_attn_modules apply_lora_to_mlp apply_lora_to_output target_parameters",
     )
-    modules_to_save: list[str] = Field(
+    modules_to_save: list[str] = setting(
         [],
-        description="Names of modules that are trained in full beside the adapters and saved with "
+        "same",
+        "Names of modules that are trained in full beside the adapters and saved with "
         "them, as peft's modules_to_save, such as [embed_tokens, lm_head]: embeddings, the output "
         "head and norms. A name means every module whose path ends with it. They take the memory "
         "of tune.method=full for their part, on each rank but for parallel.tensor and pipeline.",
+        unordered=True,
     )
-    trainable_tokens: list[int | str] = Field(
+    trainable_tokens: list[int | str] = setting(
         [],
-        description="Tokens, by text or number, whose rows of the embedding are trained beside the "
+        "same",
+        "Tokens, by text or number, whose rows of the embedding are trained beside the "
         "adapters, as peft's trainable_token_indices: tokens that were added, such as "
         "['<tool>', '</tool>']. Where the output head is the embedding, its rows too. That takes "
         "16 bytes per value of these rows, and not of the whole embedding.",
+        unordered=True,
+        aliases="trainable_token_indices",
     )
-    init_from: str | None = Field(
+    init_from: str | None = setting(
         None,
-        description="A folder with an adapter that peft or the Hugging Face Trainer saved, of the "
+        "free",
+        "A folder with an adapter that peft or the Hugging Face Trainer saved, of the "
         "same rank, alpha and targets, to start from. Unset: a new adapter, which does not change "
         "the model's output at first.",
+        path="model",
+        aliases="adapter_name_or_path lora_model_dir adapter_path adapter_checkpoint",
     )
-    base_dtype: Literal["fp8"] | None = Field(
+    base_dtype: Literal["fp8"] | None = setting(
         None,
-        description="fp8: the frozen weights of the blocks' linear layers and routed experts are "
+        "warn",
+        "fp8: the frozen weights of the blocks' linear layers and routed experts are "
         "kept in float8 (e4m3) with a scale for each row, quantised while they are read: half of "
         "bf16's memory and messages. GPUs with float8 matmuls (NVIDIA's H100, L40, RTX 40 or "
         "later, AMD's MI350) multiply in it, inputs and gradients too, about twice as fast; "
         "elsewhere values are made for each product. Unset: model.dtype, or 4 bits with "
         "tune.method=qlora.",
     )
-    param_dtype: Literal["fp32", "bf16"] = Field(
+    param_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
-        description="The dtype of trained weights, their gradients and optimizer state. bf16 takes "
+        "warn",
+        "The dtype of trained weights, their gradients and optimizer state. bf16 takes "
         "half the memory and loses small updates in rounding: for where fp32 does not fit.",
+        aliases="pure_bf16",
     )
 
     @property

@@ -3,9 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, check_resume
-from hpc_tune.config.load import field_names
-from hpc_tune.config.scheduler import PbsConfig, SlurmConfig
+from hpc_tune.checkpoint.state import RunState, check_resume
+from hpc_tune.config.load import field_names, setting_facts
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 
@@ -57,82 +56,8 @@ OTHER = {
     "optim.clip_norm": 0.5,
 }
 # What may change from one start to the next without a word, each for the reason in its line.
-FREE = {
-    # the store's content is compared by the loader, the model by its identity
-    "model.path",
-    "data.path",
-    "data.sources",
-    "data.new_mixture",
-    "data.eval_sources",
-    "data.eval_path",
-    "data.loss_on",
-    "data.chat_template",
-    "data.cache",
-    "data.columns",
-    "data.bad_rows",
-    "data.eval_fraction",
-    # only a run that begins looks at it
-    "tune.init_from",
-    # how the work is spread and where it runs
-    "batch.micro_size",
-    "parallel.engine",
-    "parallel.layout",
-    "parallel.replicate",
-    "parallel.shard",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.expert",
-    "parallel.zero_stage",
-    "parallel.offload_params",
-    "parallel.offload_optimizer",
-    "parallel.offload_path",
-    "parallel.recompute",
-    "parallel.stages_per_rank",
-    "parallel.reshard",
-    "parallel.blocks_per_unit",
-    "parallel.reduce_dtype",
-    "memory.governor",
-    "memory.host_limit",
-    "train.compile",
-    "train.float8",
-    "train.tf32",
-    "train.deterministic",
-    "run.device",
-    "run.compile_cache",
-    "run.threads",
-    "run.interface",
-    "run.host_timeout",
-    "run.start_timeout",
-    "run.timeout",
-    # how long it is: compared as total_steps
-    "train.max_steps",
-    "train.epochs",
-    "train.time_limit",
-    "train.profile",
-    # what it tells and keeps
-    "train.eval_every_steps",
-    "train.stop_after_evals",
-    "train.eval_rows",
-    "checkpoint.background",
-    "checkpoint.keep_best",
-    "checkpoint.keep_every",
-    "checkpoint.required",
-    "checkpoint.staging_bytes",
-    "checkpoint.every_steps",
-    "checkpoint.every_minutes",
-    "checkpoint.keep",
-    "checkpoint.resume",
-    "run.dir",
-    "run.tensorboard",
-    "run.trackers",
-    "run.notes",
-    "run.name",
-    "run.tags",
-    "run.report",
-    # the job around it
-    *(f"slurm.{name}" for name in SlurmConfig.model_fields),
-    *(f"pbs.{name}" for name in PbsConfig.model_fields),
-}
+MUST_MATCH = [name for name, facts in setting_facts().items() if facts.resume == "same"]
+WARN = [name for name, facts in setting_facts().items() if facts.resume == "warn"]
 
 
 def state(config=None, **changes):
@@ -157,10 +82,8 @@ def with_field(name, value):
     return RunConfig.model_validate({part: {field: value}})
 
 
-def test_every_field_is_of_one_kind():
-    kinds = (set(MUST_MATCH), set(WARN), FREE)
-    assert set.union(*kinds) == set(field_names())
-    assert sum(map(len, kinds)) == len(set.union(*kinds))
+def test_every_setting_says_what_a_resume_may_change():
+    assert list(setting_facts()) == field_names()
 
 
 def test_the_same_configuration_goes_on_without_a_word():

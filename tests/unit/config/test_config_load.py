@@ -1,4 +1,5 @@
 import re
+from collections import Counter
 
 import pytest
 import yaml
@@ -6,11 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_tune.config.load import (
-    OWN_NAMES,
     check,
     describe_fields,
     field_names,
     load_config,
+    setting_facts,
     write_resolved,
 )
 from hpc_tune.config.schema import RunConfig
@@ -259,10 +260,11 @@ def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
     assert near in message.partition("did you mean ")[2]
 
 
-def test_each_name_of_another_tool_stands_for_a_setting_that_there_is():
-    assert set(OWN_NAMES.values()) <= set(field_names())
+def test_each_name_of_another_tool_stands_for_one_setting():
+    aliases = Counter(name for facts in setting_facts().values() for name in facts.aliases.split())
+    assert max(aliases.values()) == 1
     taken = {key.rpartition(".")[2] for key in field_names()}
-    assert not OWN_NAMES.keys() & (taken - {"dataset"}), "the same name here goes before it"
+    assert not aliases.keys() & (taken - {"dataset"}), "the same name here goes before it"
 
 
 def test_each_key_of_a_section_that_there_is_not_is_named(write):
