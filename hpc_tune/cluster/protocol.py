@@ -6,6 +6,7 @@
 Each sets the fields that apply to it; the defaults are for the others.
 """
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,18 +197,19 @@ SINGLE = Launcher(lambda environ: _SINGLE)
 # -- What a scheduler's programs answer.
 
 
-_LIMIT_S = 15.0
+def read_output(*command: str, limit_s: float = 15.0, **variables: str) -> str:
+    """Return what a program prints, nothing if it is not there or does not answer in ``limit_s``.
 
-
-def read_output(*command: str) -> str:
-    """Return what a program prints, nothing if it is not there or does not answer in 15 s."""
+    ``variables`` are set in its environment.
+    """
     try:
         return subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="backslashreplace",
-            timeout=_LIMIT_S,
+            timeout=limit_s,
+            env={**os.environ, **variables},
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

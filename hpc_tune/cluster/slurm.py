@@ -45,7 +45,7 @@ from hpc_tune.errors import WorldError
 
 _SACCT_LIMIT_S = 15.0
 _MAX_CLOCK_SKEW_S = 120.0  # of the clocks of a node and of Slurm's database
-_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
 _FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
 # What Slurm has for no value, as 32 and 64 bits.
 _NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
@@ -139,8 +139,7 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
-_END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
-_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
+_END_LIMIT_S, _NODES_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 15.0, 30.0
 
 
 def is_srun_step(environ: Environ) -> bool:
@@ -190,21 +189,21 @@ def _claim_without_mpi(environ: Environ) -> Claim:
         num_nodes=first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    local_size = _tasks_on_node(tasks, claim.node)
-    if local_size is None and claim.num_nodes == 1:
-        local_size = claim.size
-    return replace(claim, local_size=local_size)
+    counts = _expand_run_lengths(tasks)
+    if claim.node is not None and claim.node < len(counts):
+        return replace(claim, local_size=counts[claim.node])
+    return replace(claim, local_size=claim.size if claim.num_nodes == 1 else None)
 
 
-def _tasks_on_node(text: str, node: int | None) -> int | None:
-    """Return the tasks of one node from Slurm's run-length list, such as ``"4(x2),3"``."""
+def _expand_run_lengths(text: str) -> list[int]:
+    """Return the numbers of Slurm's list, such as ``"4(x2),3"``; none where it is no such list."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part)
         if match is None:
-            return None
+            return []
         counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node is not None and node < len(counts) else None
+    return counts
 
 
 def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
@@ -283,9 +282,10 @@ def _array_task(environ: Environ) -> str | None:
 
 def _ask_end(job_id: str) -> float | None:
     """A job without a limit has no end."""
-    shown = _show_job(job_id, _END_LIMIT_S) if _JOB_ID.fullmatch(job_id) else ""
-    match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
-    return None if match is None else datetime.fromisoformat(match[1]).timestamp()
+    if not _JOB_ID.fullmatch(job_id):
+        return None
+    end = _find_in_job(job_id, r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", _END_LIMIT_S)
+    return None if end is None else datetime.fromisoformat(end).timestamp()
 
 
 def _is_preempted(job_id: str) -> bool:
@@ -294,23 +294,16 @@ def _is_preempted(job_id: str) -> bool:
     With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
     that ends in that time counts as ended and is not requeued.
     """
-    return re.search(r"\bPreemptTime=\d", _show_job(job_id, _PREEMPTED_LIMIT_S)) is not None
+    return _find_in_job(job_id, r"\bPreemptTime=(\d)", _PREEMPTED_LIMIT_S) is not None
 
 
-def _show_job(job_id: str, limit_s: float) -> str:
-    """Return the output of scontrol show job, empty if scontrol does not answer."""
-    try:
-        return subprocess.run(
-            ["scontrol", "show", "job", job_id],
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=limit_s,
-            # A user's own format of times would not be understood.
-            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+def _find_in_job(job_id: str, pattern: str, limit_s: float) -> str | None:
+    """Return the group of ``pattern`` in what scontrol shows of a job, if it answers."""
+    # A user's own format of times would not be understood.
+    command = ("scontrol", "show", "job", job_id)
+    shown = read_output(*command, limit_s=limit_s, SLURM_TIME_FORMAT="standard")
+    match = re.search(pattern, shown, re.MULTILINE)
+    return None if match is None else match[1]
 
 
 def _requeue_command(job_id: str) -> list[str]:
@@ -381,7 +374,7 @@ def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
 
 # With it a step shares what an old one, of which a lost node has not reported the end, still holds.
 OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
-GUARD_STEP = "hpc_tune-guard"  # the name of the step that slurm_guard.py keeps
+GUARD_STEP = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
 _POLL_S = 0.5
 # What sinfo calls a node on which no rank can be started; * behind it: it does not answer.
 _SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
@@ -397,12 +390,9 @@ class SlurmNodes:
 
     def __init__(self, environ: Environ) -> None:
         """Take the job of ``environ``."""
-        self._ids = {environ.get("SLURM_JOB_ID", "")}
-        self._id = next(iter(self._ids))
-        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        if array and task:  # the number of one of its tasks is that of the whole array
-            self._id = f"{array}_{task}"
-            self._ids.add(self._id)
+        number = environ.get("SLURM_JOB_ID", "")
+        self._id = _array_task(environ) or number
+        self._ids = {number, self._id}
         self._given = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
         self._counts = _expand_run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
 
@@ -413,20 +403,17 @@ class SlurmNodes:
 
     def given(self) -> dict[str, int | None]:
         """Return the nodes that the job began with, and the ranks for each where they are known."""
-        counts = (
-            self._counts if len(self._counts) == len(self._given) else [None] * len(self._given)
-        )
-        return dict(zip(self._given, counts, strict=True))
+        if len(self._counts) != len(self._given):
+            return dict.fromkeys(self._given)
+        return dict(zip(self._given, self._counts, strict=True))
 
     def find_sick(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return those of ``nodes`` that the job no longer has or that cannot be used, and why.
 
         What Slurm does not answer counts as good news.
         """
-        shown = re.search(
-            r"^ *NodeList=(\S+)", read_output("scontrol", "show", "job", self._id), re.M
-        )
-        held = expand_nodelist(shown[1]) if shown else list(nodes)
+        shown = _find_in_job(self._id, r"^ *NodeList=(\S+)", _NODES_LIMIT_S)
+        held = expand_nodelist(shown) if shown else list(nodes)
         states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {
             node: _why_sick(state)
@@ -466,12 +453,6 @@ def _why_sick(state: str) -> str:
     said = [f"is {name}"] if _SICK_STATE.fullmatch(name) else []
     said += ["does not respond"] if state.endswith("*") else []
     return f"Slurm says that it {' and '.join(said)}"
-
-
-def _expand_run_lengths(text: str) -> list[int | None]:
-    """Return the numbers of Slurm's run-length list, such as ``"4(x2),3"``."""
-    parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?(?:,|$)", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
 # -- Requeues a Slurm job whose first node is lost.
