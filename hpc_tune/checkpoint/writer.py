@@ -8,7 +8,6 @@ From a device all is copied first if ``budget_bytes`` allow it, by the device it
 waits for nothing but that.
 """
 
-import json
 import threading
 import time
 from collections import defaultdict
@@ -26,7 +25,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.weights import PIECE_BYTES
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, StoreKeys
 from hpc_tune.world.device import set_thread_device
 from hpc_tune.world.pinned import empty_pinned_cache
 
@@ -391,7 +390,7 @@ class SaveReports:
 
     def __init__(self, comm: Comm, name: str) -> None:
         """Know the ranks; nothing is sent yet."""
-        self._comm, self._key = comm, f"hpc_tune/save/{name}"
+        self._world, self._keys = comm.world, StoreKeys(comm.store, f"save/{name}")
 
     def send(self, report: SaveReport) -> None:
         """Tell rank 0 what another rank has done, once.
@@ -399,12 +398,12 @@ class SaveReports:
         Raises:
             CheckpointError: if rank 0 cannot be told.
         """
-        store, rank = self._comm.store, self._comm.world.rank
-        content = json.dumps([[asdict(file) for file in report.files], report.error])
+        rank = self._world.rank
+        content = [[asdict(file) for file in report.files], report.error]
 
         def tell() -> None:
-            store.set(f"{self._key}/{rank}", content)
-            store.add(self._key, 1)
+            self._keys.set(content, rank)
+            self._keys.add(1)
 
         _with_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
 
@@ -416,9 +415,9 @@ class SaveReports:
         Raises:
             CheckpointError: if the store is gone.
         """
-        store, size = self._comm.store, self._comm.world.size
+        size = self._world.size
         lost = "rank 0 cannot learn whether the other ranks have written their parts of a save"
-        while size > 1 and _with_store(lambda: store.add(self._key, 0), lost) < size - 1:
+        while size > 1 and _with_store(lambda: self._keys.add(0), lost) < size - 1:
             between()
             time.sleep(_POLL_S)
         return [
@@ -427,11 +426,10 @@ class SaveReports:
         ]
 
     def _pop_report(self, rank: int) -> SaveReport:
-        store, key = self._comm.store, f"{self._key}/{rank}"
-        files, error = json.loads(store.get(key))
-        store.delete_key(key)
-        if rank == self._comm.world.size - 1:
-            store.delete_key(self._key)
+        files, error = self._keys.get(rank)
+        self._keys.delete(rank)
+        if rank == self._world.size - 1:
+            self._keys.delete()
         return SaveReport(tuple(WrittenFile(**file) for file in files), error)
 
 

@@ -24,7 +24,7 @@ from hpc_tune.world import liveness
 from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import pci_address
-from hpc_tune.world.failure import time_limit
+from hpc_tune.world.liveness import time_limit
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def measure_matmuls(
     seconds = seconds or (GPU_S if on_gpu else CPU_S)
     state, model = _gpu_reader_and_model(comm.device) if on_gpu else (lambda: None, _cpu_model())
     found, work = MatmulResult(model=model), None
-    who = f"rank {comm.world.rank} on {comm.world.hostname}"
+    who = comm.world.label
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
     # An error of CUDA, too little memory among them, is a finding; the other ranks go on.
     with _one_thread(on_gpu), time_limit("a product of matrices", *limits):

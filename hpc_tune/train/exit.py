@@ -20,9 +20,7 @@ from hpc_tune.errors import (
     EXIT_FAILED,
     EXIT_USER,
     ConfigError,
-    DiskError,
     GoneError,
-    HpcTuneError,
     InterruptError,
     LostHostError,
     MemoryBudgetError,
@@ -53,11 +51,12 @@ from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.failure import (
     Failure,
     announce_exit,
-    die,
+    end_world,
+    exit_code_of,
     is_broken_connection,
+    print_failure,
     report_failure,
 )
-from hpc_tune.world.processes import release_spare_files
 from hpc_tune.world.stop import StopFlag, process_start_s
 
 
@@ -115,16 +114,17 @@ def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterato
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
-    release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
-    if isinstance(error, OSError):
-        error = DiskError.of(error, comm.activity[0] if comm is not None else "starting") or error
+    end_world(comm, error, partial(_report_and_release, run_dir=run_dir))
+
+
+def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int:
     _remove_refused_start(comm, error, run_dir)
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
         release_run(run_dir, comm.nonce)
-    die(comm, code)
+    return code
 
 
 def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
@@ -134,7 +134,7 @@ def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
-    before, is_refused = comm.resume_point.before, getattr(error, "exit_code", None) == EXIT_USER
+    before, is_refused = comm.resume_point.before, exit_code_of(error) == EXIT_USER
     if before is not None and is_refused and (left := remove_new_files(run_dir, before)):
         words = "prepared data" if left == [PREPARED_FOLDER] else ", ".join(left)
         print_line(f"this start left {words} in run.dir={run_dir}")
@@ -146,7 +146,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
 
     The first report of a start stays in outcome.json, and its exit code is every rank's.
     """
-    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+    code = exit_code_of(error)
     first_code = _first_reported_code(comm, error, run_dir)
     if first_code is not None and _may_be_consequence(error):
         return first_code, False
@@ -172,22 +172,19 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
 
 def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
     """Print what is told, and keep its details in a file; return it with the file's name."""
-    kept = None
     if told.details is not None:
         kept = append_failure_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
         if kept is not None:
             facts = {**told.facts, "details": str(kept)}
-            told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
-    print_line(f"{told.who}{told.reason}")
-    if told.details is not None and kept is None:
-        print_line(told.details)
+            told = Failure(told.who, f"{told.reason} Details: {kept}", facts)
+    print_failure(told)
     return told
 
 
 def _add_checkpoint_advice(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
     """Return what is told with the last checkpoint, and what to do where the run may go on."""
     step = None if comm is None else comm.resume_point.step
-    if isinstance(error, HpcTuneError) and error.exit_code != EXIT_FAILED:
+    if exit_code_of(error) != EXIT_FAILED:
         return told
     said = [told.reason.rstrip(".")]
     if step is not None and "last checkpoint" not in told.reason.lower():

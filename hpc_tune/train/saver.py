@@ -88,7 +88,7 @@ class Saver:
     """Writes checkpoints, one at a time, while training goes on.
 
         start      rank 0 makes the folder, every rank's thread begins to write
-        written    a thread of each rank tells rank 0's (save_reports.py)
+        written    a thread of each rank tells rank 0's (SaveReports)
         committed  by that thread, when all have: it writes the manifest and renames
         known      to all ranks at the first boundary after that
 

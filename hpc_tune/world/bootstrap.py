@@ -27,7 +27,7 @@ from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity, liveness, processes
 from hpc_tune.world.affinity import SYS, read_node_cpus
-from hpc_tune.world.comm import Comm, Peer, all_gather
+from hpc_tune.world.comm import Comm, Peer, StoreKeys, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
     VisibleGpus,
@@ -40,7 +40,7 @@ from hpc_tune.world.device import (
     visible_gpus,
 )
 from hpc_tune.world.discover import World, discover, host_key, node_fields, number_nodes
-from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.failure import FAILED, end_world, end_world_on_uncaught, watch_launcher
 from hpc_tune.world.json_channel import (
     Channel,
     MpiChannel,
@@ -48,6 +48,7 @@ from hpc_tune.world.json_channel import (
     StarChannel,
     StoreChannel,
 )
+from hpc_tune.world.liveness import time_limit
 from hpc_tune.world.nccl import NcclWatch, disable_torch_handling
 from hpc_tune.world.rendezvous import (
     find_interface_to,
@@ -189,10 +190,8 @@ def shutdown(comm: Comm) -> None:
     """End the world cleanly, when all is well on every rank; MPI's own end follows at exit."""
     import torch.distributed as dist
 
-    who = f"rank {comm.world.rank} on {comm.world.hostname}"
-    with time_limit(
-        "all ranks to finish", liveness.END_LIMIT_S, "see what the other ranks are still doing", who
-    ):
+    hint = "see what the other ranks are still doing"
+    with time_limit("all ranks to finish", liveness.END_LIMIT_S, hint, comm.world.label):
         dist.barrier(group=comm.cpu_group)
         if comm.watch is not None:
             comm.watch.close()
@@ -338,8 +337,8 @@ def _open_store(
     if channel is None:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
         if world.rank == 0:
-            store.set("hpc_tune/nonce", os.urandom(16).hex())
-        nonce = store.get("hpc_tune/nonce").decode()
+            StoreKeys(store, "nonce").set(os.urandom(16).hex())
+        nonce = StoreKeys(store, "nonce").get()
         address = os.environ.get("MASTER_ADDR", "")
         _set_interface(world, address, settings.interface)
         return store, address, nonce, None
@@ -390,10 +389,10 @@ def init_groups(
 
     The default group is used once: that connects all GPUs, before anything else asks for a part of
     them, and shows a network that does not work for NCCL. All of it may take ``start_s``;
-    ``warning`` of devices may be why it fails. Its collectives end later than ``step_limit`` ends
+    ``warning`` of devices may be why it fails. Its collectives end later than ``StepLimit`` ends
     the world, which knows who is missing.
     """
-    who = f"rank {world.rank} on {world.hostname}"
+    who = world.label
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
     hint = hint if warning is None else f"{warning}. Or {hint}"
     with time_limit("the devices of all ranks to connect", start_s, hint, who):
@@ -429,7 +428,7 @@ def _new_groups(
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(
-            f"rank {world.rank} on {world.hostname} could not join the process group over "
+            f"{world.label} could not join the process group over "
             f"interface {os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the "
             "network that connects the nodes with run.interface=NAME"
         ) from error
@@ -445,7 +444,7 @@ def _connect_devices(world: World, device: "torch.device", hint: str) -> None:
         dist.all_reduce(word)
         word.tolist()  # on a device an error shows only where its result is read
     except RuntimeError as error:
-        who = f"rank {world.rank} on {world.hostname}"
+        who = world.label
         raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
 
 
@@ -467,7 +466,6 @@ def _pid_namespace() -> str:
 
 _POLL_S = 1.0
 _LEAVE_LIMIT_S = 10.0
-_ENDED_KEY, _LEFT_KEY, _FAILED_KEY = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
 
 
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
@@ -521,14 +519,14 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
 
 def wait_as_idle_rank(comm: Comm) -> int:
     """Wait for the run's end and return its exit code; ``comm`` is the one before ``regroup``."""
-    store, code = comm.store, None
+    ended, code = StoreKeys(comm.store, "ended"), None
     while code is None:
         time.sleep(_POLL_S)
         try:
-            if store.check([_ENDED_KEY]):
-                code = int(store.get(_ENDED_KEY))
-                store.add(_LEFT_KEY, 1)
-            elif store.check([_FAILED_KEY]):
+            if ended.is_set():
+                code = int(ended.get())
+                StoreKeys(comm.store, "left").add(1)
+            elif StoreKeys(comm.store, FAILED).is_set():
                 code = EXIT_FAILED
         except RuntimeError:  # the store is gone with its rank
             code = EXIT_FAILED
@@ -541,9 +539,9 @@ def release_idle_ranks(store: "Store", num_outside: int, exit_code: int) -> None
     """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
     if not num_outside:
         return
-    store.set(_ENDED_KEY, str(exit_code))
-    until_s = time.monotonic() + _LEAVE_LIMIT_S
-    while store.add(_LEFT_KEY, 0) < num_outside and time.monotonic() < until_s:
+    StoreKeys(store, "ended").set(exit_code)
+    left, until_s = StoreKeys(store, "left"), time.monotonic() + _LEAVE_LIMIT_S
+    while left.add(0) < num_outside and time.monotonic() < until_s:
         time.sleep(0.1)
 
 

@@ -4,6 +4,7 @@ Control traffic goes over the CPU group: objects, numbers, sums, maxima, a barri
 errors. A world of one skips it. Objects are sent as pickles between the ranks of one trusted job.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hpc_tune.errors import DiskError, HpcTuneError, RemoteError
 from hpc_tune.world import liveness
 from hpc_tune.world.discover import World
-from hpc_tune.world.failure import time_limit
-from hpc_tune.world.liveness import HangWatch
+from hpc_tune.world.liveness import HangWatch, time_limit
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def run_alone(what: str, work: Callable[[], T]) -> T:
 
 
 class RankWatch(Protocol):
-    """What finds lost hosts; see ``keepalive.HostWatch``.
+    """What finds lost hosts; see ``watch.HostWatch``.
 
     ``reported_code``: the exit code of the rank that has said why the world ends, if one has.
     """
@@ -81,7 +81,7 @@ class Peer:
 
 
 class GroupWatch(Protocol):
-    """What looks at errors of groups until the world ends; see ``nccl_errors.NcclWatch``."""
+    """What looks at errors of groups until the world ends; see ``nccl.NcclWatch``."""
 
     def renumber(self, comm: "Comm") -> None:
         """Name this rank from now on as ``comm`` does."""
@@ -191,8 +191,7 @@ class Comm:
         if limit_s is None:
             dist.barrier(group=self.cpu_group)
             return
-        who = f"rank {self.world.rank} on {self.world.hostname}"
-        with time_limit(what, limit_s, "another rank did not arrive", who):
+        with time_limit(what, limit_s, "another rank did not arrive", self.world.label):
             dist.barrier(group=self.cpu_group)
 
     def agree_on_error(self, error: HpcTuneError | None, what: str) -> None:
@@ -287,3 +286,42 @@ def all_gather(value: T, group: "ProcessGroup") -> list[T]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+class StoreKeys:
+    """The keys of one subject in the store of a world, which any thread of a rank may use.
+
+    They hold a number that ranks add to or look at, or one JSON value, and one of each rank. All
+    raise RuntimeError once the store is gone with its rank.
+    """
+
+    def __init__(self, store: "Store", subject: str) -> None:
+        """Nothing is sent yet."""
+        self._store, self._key = store, f"hpc_tune/{subject}"
+
+    def add(self, number: int) -> int:
+        """Add to the subject's number, which is 0 at first, and return it."""
+        return self._store.add(self._key, number)
+
+    def set(self, value: object, rank: int | None = None) -> None:
+        """Set a rank's value, or that of the subject."""
+        self._store.set(self._of(rank), json.dumps(value))
+
+    def is_set(self) -> bool:
+        """Whether the subject has a value or a number."""
+        return self._store.check([self._key])
+
+    def get(self, rank: int | None = None) -> Any:
+        """Return a value; wait until it is set."""
+        return json.loads(self._store.get(self._of(rank)))
+
+    def find(self, rank: int) -> Any:
+        """Return a rank's value, None if it is not set."""
+        return self.get(rank) if self._store.check([self._of(rank)]) else None
+
+    def delete(self, rank: int | None = None) -> None:
+        """Remove a value, or the subject's number."""
+        self._store.delete_key(self._of(rank))
+
+    def _of(self, rank: int | None) -> str:
+        return self._key if rank is None else f"{self._key}/{rank}"

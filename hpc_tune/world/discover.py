@@ -86,6 +86,11 @@ class World:
     hostname: str
     launcher: str
 
+    @property
+    def label(self) -> str:
+        """Such as ``"rank 5 on n2"``, for messages."""
+        return f"rank {self.rank} on {self.hostname}"
+
     def __str__(self) -> str:
         """Return such as ``"rank 5/16 node 1/2 local 1/8 via openmpi"``."""
         return (

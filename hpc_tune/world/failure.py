@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hpc_tune.cluster.launchers import PROCESS_NAMES, rank_hint
 from hpc_tune.errors import (
@@ -22,18 +22,19 @@ from hpc_tune.errors import (
     DiskError,
     GoneError,
     HpcTuneError,
+    LostHostError,
     RemoteError,
     ResumableStop,
+    StalledError,
     WorldError,
     first_line,
 )
 from hpc_tune.log import print_line
 from hpc_tune.world import liveness
-from hpc_tune.world.processes import ancestors, is_alive
+from hpc_tune.world.comm import Comm, Peer, StoreKeys
+from hpc_tune.world.processes import ancestors, is_alive, release_spare_files
 
-if TYPE_CHECKING:
-    from hpc_tune.world.comm import Comm, Peer
-
+FAILED = "failed"  # the keys in the store of who has reported first
 _MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
 # How gloo, the store and NCCL show that another rank, or the way to it, is gone.
 _BROKEN_SIGNS = (
@@ -58,30 +59,6 @@ _TIMEOUT_SIGNS = ("timed out", "timing out")
 _LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
 
 
-def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
-    """End the whole world now with this exit code; never returns."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    # Absent, or half imported where the limit ran out inside MPI_Init.
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and hasattr(mpi, "COMM_WORLD"):
-        if comm is not None:
-            who = f"rank {comm.world.rank} on {comm.world.hostname}"
-        else:
-            who = f"rank {rank_hint(os.environ)}"
-
-        def give_up() -> None:
-            print_line(f"{who}: MPI's Abort did not end it, exiting")
-            os._exit(exit_code)
-
-        liveness.run_after(liveness.ABORT_LIMIT_S, give_up)
-        time.sleep(liveness.DRAIN_S)
-        if mpi.Is_initialized() and not mpi.Is_finalized():
-            mpi.COMM_WORLD.Abort(exit_code)
-    os._exit(exit_code)
-
-
 @dataclass(frozen=True)
 class Failure:
     """What one rank tells for the world: ``reason``, one line, after ``who`` tells it.
@@ -96,7 +73,52 @@ class Failure:
     details: str | None = None
 
 
-def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
+def end_world_on_uncaught(comm: Comm | None) -> None:
+    """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        end_world(comm, error)
+
+    sys.excepthook = hook
+
+
+def end_world(
+    comm: Comm | None,
+    error: BaseException,
+    report: Callable[[Comm | None, BaseException], int] | None = None,
+) -> NoReturn:
+    """Report once for the world what went wrong and end every rank.
+
+    ``report`` does it in a way of its own, and returns the exit code.
+    """
+    release_spare_files()
+    if isinstance(error, OSError):
+        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
+    exit_code = (report or _report)(comm, error)
+    liveness.die(_label(comm), exit_code)
+
+
+def _report(comm: Comm | None, error: BaseException) -> int:
+    exit_code = exit_code_of(error)
+    if (told := report_failure(comm, error)) is not None:
+        print_failure(told)
+        announce_exit(comm, exit_code)
+    return exit_code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a rank that ends with this error."""
+    return error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+
+
+def print_failure(told: Failure) -> None:
+    """Print what one rank tells for the world, its details below."""
+    print_line(f"{told.who}{told.reason}")
+    if told.details is not None:
+        print_line(told.details)
+
+
+def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
     """Return what this rank should tell about its error, or ``None`` if another rank reports.
 
     One rank reports for the world: the first that adds to a counter in the store, or, where the
@@ -105,14 +127,10 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
     """
     if isinstance(error, RemoteError):
         return None
-    if isinstance(error, OSError):
-        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(liveness.FIRST_REPORT_S)
-        return _describe_failure(
-            f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None
-        )
+        return _describe_failure(_label(None), error, None)
     gone = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
     if not _is_first_to_report(comm, store_is_gone):
@@ -121,10 +139,10 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
         details = _format_traceback(error)
         error = gone_error(gone, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
-    return _describe_failure(f"rank {comm.world.rank} on {comm.world.hostname}", error, comm)
+    return _describe_failure(_label(comm), error, comm)
 
 
-def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> GoneError:
+def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
     """Return the error that names ranks that have ended, by host where a whole one is gone."""
     said, lost_hosts = [], []
     for node in dict.fromkeys(peer.node for peer in gone):
@@ -136,13 +154,106 @@ def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> 
         else:
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
-    if len(said) > _MAX_NAMED:
-        said[_MAX_NAMED:] = [f"and {len(said) - _MAX_NAMED} more"]
     facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone]}
-    return GoneError(f"{', '.join(said)} {verb} gone while {doing}", facts)
+    return GoneError(f"{', '.join(_first_of(said, _MAX_NAMED))} {verb} gone while {doing}", facts)
 
 
-def list_ranks(peers: "Sequence[Peer]") -> str:
+@dataclass(frozen=True)
+class RankProgress:
+    """Where a rank is: how many parts of training it has entered, the newest, a line of code.
+
+    ``waits``: it is in a collective.
+    """
+
+    entered: int
+    activity: str
+    line: str
+    waits: bool
+
+
+def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
+    """Return the ranks that the others wait for; none where all wait in the same place.
+
+    Those that do not answer, or else those that are behind, or else those in no collective.
+    """
+    if missing := [rank for rank in range(size) if rank not in places]:
+        return missing
+    most = max(place.entered for place in places.values())
+    if behind := [rank for rank in range(size) if places[rank].entered < most]:
+        return behind
+    busy = [rank for rank in range(size) if not places[rank].waits]
+    return busy if len(busy) < size else []
+
+
+def stalled_error(
+    places: Mapping[int, RankProgress],
+    roster: Sequence[Peer],
+    doing: str,
+    limit_s: float,
+    gone: set[int],
+    trace: str | None,
+) -> StalledError:
+    """Return the error that names who is late, of what all answered to a rank at ``doing``.
+
+    ``gone``: processes that are known to have ended. ``trace``: where the ranks' collectives are.
+    """
+    late = find_late_ranks(places, len(roster))
+    said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late]
+    if not late:
+        lines = sorted({place.line for place in places.values()})
+        said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
+    words = (
+        f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {'; '.join(_first_of(said, 4))}"
+    )
+    facts: dict[str, object] = {"during": doing, "late_ranks": late}
+    if trace is not None:
+        words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
+        facts["trace"] = trace
+    return StalledError(words, facts)
+
+
+def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -> str:
+    who = _process_of(peer)
+    if is_gone:
+        return f"{who} is gone"
+    if place is None:
+        return f"{who} does not answer: its process is stopped, or hangs outside of Python"
+    return f"{who} has not arrived: it is at {place.activity}, {place.line}"
+
+
+def _process_of(peer: Peer) -> str:
+    return f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
+
+
+def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledError:
+    """Return the error that names ranks of which no thread answers."""
+    verb = "does" if len(peers) == 1 else "do"
+    return StalledError(
+        f"{', '.join(_first_of([*map(_process_of, peers)], 4))} {verb} not answer while {doing}, "
+        f"for {limit_s:.0f} s ({liveness.GIL_FACTOR} x run.timeout): a process is stopped, or "
+        "hangs outside of Python",
+        {"late_ranks": [peer.rank for peer in peers]},
+    )
+
+
+def lost_host_error(
+    lost: Sequence[Peer], own_host: str, doing: str, limit_s: float
+) -> LostHostError:
+    """Return the error that names the host of ``lost``, all ranks that it has."""
+    host = lost[0].hostname
+    return LostHostError(
+        f"host {host} ({list_ranks(lost)}) has not answered in {limit_s:.0f} s (run.host_timeout) "
+        f"while {doing}: it is down, or the network between it and {own_host} is cut",
+        {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost]},
+    )
+
+
+def _first_of(said: Sequence[str], most: int) -> Sequence[str]:
+    """Return the first few, and how many more there are."""
+    return said if len(said) <= most else [*said[:most], f"and {len(said) - most} more"]
+
+
+def list_ranks(peers: Sequence[Peer]) -> str:
     """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
     ranks = [peer.rank for peer in peers]
     numbers = ", ".join(map(str, ranks))
@@ -151,7 +262,7 @@ def list_ranks(peers: "Sequence[Peer]") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
-def find_dead_peers(comm: "Comm") -> "list[Peer]":
+def find_dead_peers(comm: Comm) -> list[Peer]:
     """Return the ranks of this node whose process is gone or a zombie."""
     own = comm.world
     if not comm.sees_local_pids:
@@ -173,24 +284,6 @@ def is_broken_connection(error: BaseException) -> bool:
     return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN_SIGNS)
 
 
-@contextlib.contextmanager
-def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
-    """End the world if the block is not done in time, and print who waited for what."""
-
-    def expire() -> None:
-        print_line(f"{who}: waited {seconds:.0f} s for {what}; {hint}")
-        die(None)
-
-    timer = liveness.run_after(seconds, expire)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        # A thread that still runs at the interpreter's end and drops the last reference to a
-        # process group there aborts the process.
-        timer.join(1.0)
-
-
 def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
@@ -207,35 +300,19 @@ def watch_launcher(who: str) -> None:
     liveness.Watcher("launcher-watch", liveness.LAUNCHER_LOOK_EVERY_S, look).start()
 
 
-def end_world_on_uncaught(comm: "Comm | None") -> None:
-    """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        end_world(comm, error)
-
-    sys.excepthook = hook
-
-
-def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
-    """Report once for the world what went wrong and end every rank."""
-    told = report_failure(comm, error)
-    if told is not None:
-        print_line(f"{told.who}{told.reason}")
-        if told.details is not None:
-            print_line(told.details)
-    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    if told is not None:
-        announce_exit(comm, code)
-    die(comm, code)
-
-
-def announce_exit(comm: "Comm | None", exit_code: int) -> None:
+def announce_exit(comm: Comm | None, exit_code: int) -> None:
     """Tell the ranks of other hosts that this one has reported why the world ends."""
     if comm is not None and comm.watch is not None:
         comm.watch.leave(exit_code)
 
 
-def _describe_failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
+def _label(comm: Comm | None) -> str:
+    if comm is None:
+        return f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
+    return comm.world.label
+
+
+def _describe_failure(who: str, error: BaseException, comm: Comm | None) -> Failure:
     if isinstance(error, ResumableStop):
         return Failure(f"{who}: ", str(error))
     if isinstance(error, HpcTuneError):
@@ -257,7 +334,7 @@ def _format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
 
-def _wait_for_lost_ranks(comm: "Comm") -> "list[Peer]":
+def _wait_for_lost_ranks(comm: Comm) -> list[Peer]:
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     others_know = len(elsewhere) > len(set(elsewhere)) or (
         elsewhere and comm.world.rank != comm.store_rank
@@ -274,7 +351,7 @@ def _wait_for_lost_ranks(comm: "Comm") -> "list[Peer]":
     return []
 
 
-def _is_first_to_report(comm: "Comm", store_is_gone: bool) -> bool:
+def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
     if comm.world.size == 1:
         return True
     if store_is_gone:
@@ -283,7 +360,7 @@ def _is_first_to_report(comm: "Comm", store_is_gone: bool) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            answer.append(comm.store.add("hpc_tune/failed", 1) == 1)
+            answer.append(StoreKeys(comm.store, FAILED).add(1) == 1)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

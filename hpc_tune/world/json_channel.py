@@ -210,7 +210,7 @@ class StarChannel:
                         seen = f"{address} ({ip}) port {port}: {error}"
             time.sleep(0.2)
         raise WorldError(
-            f"rank {self._world.rank} on {self._world.hostname} could not reach rank 0 at "
+            f"{self._world.label} could not reach rank 0 at "
             f"{', '.join(addresses)} (ports {ports[0]}-{ports[-1]}) within {limit_s:.0f} s; last: "
             f"{seen}. Check that the compute nodes may connect to each other, or start with mpirun"
         )

@@ -1,63 +1,22 @@
-"""Who watches what in a run, by which sign, for how long, and what it then does.
-
-HostWatch in world/watch.py, on each rank of several nodes or of GPUs: the others, their hosts
-    sign    kernels answer TCP probes on the rank's one connection with rank 0; a rank closes it
-    late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s;
-    then    rank 0 tells the ranks of all hosts, and each ends the world
-HangWatch in world/liveness.py, on each rank: its own main thread, in work that it does alone
-    sign    CPU time and bytes read, its own and its children's; looked at every second
-    late    none for run.timeout; twice that where a library holds the interpreter's lock
-    then    ends the world; with the lock held, ends the process with a traceback
-StepLimit in world/watch.py, on each rank: its own main thread, from step to step
-    sign    the line of code and the CPU time change; looked at every 5 s
-    late    neither for run.timeout; torch's own limit is 60 s later
-    then    asks all ranks where they are, and ends the world with the name of who has not come
-NcclWatch in world/nccl.py, on each rank of GPUs: the errors of NCCL
-    sign    what torch keeps of each group; looked at every 1 s
-    late    an error, or a collective that is 60 s later than run.timeout, for 12 s
-    then    ends the world, unless HostWatch has with the name of who is gone
-RollCall in world/watch.py, on rank 0: all ranks; on the others: rank 0, which has the store
-    sign    a thread of the rank answers a number in the store, or the store answers at all
-    late    no answer for twice run.timeout
-    then    ends the world and names who is silent
-StartupWatchdog in train/exit.py, on each rank until its first step is over: a request to stop
-    sign    a signal, the STOP file, the end of the time limit; looked at every 0.2 s
-    late    the rank has not stopped by itself for 5 s
-    then    ends the world, to be resumed
-watch_launcher in world/failure.py, on each rank: its parent and the launcher
-    sign    their processes; looked at every second
-    late    at once
-    then    ends this rank
-time_limit in world/failure.py, on each rank: one wait, such as for all ranks to start
-    sign    the end of the wait
-    late    300 s for the end of the world; run.start_timeout for each part of its start
-    then    says who waited for what, and ends the world
-RunLock in rundir/owner.py, on rank 0: live.json of its own run directory, and of another job's
-    sign    it touches the file every 10 s; the file names it; the folder has its name
-    late    another's file is not touched for 120 s, or its process is known to be gone
-    then    takes the directory over; a job that has lost its own ends
-HeartbeatFile in rundir/outcome.py, on each node's first rank: for whoever looks at the directory
-    sign    memory/monitor.py writes it every 5 s, while the process lives
-    late    12 s are worth a word, after 30 s the run counts as dead
-    then    `report`, `inspect` and the next start say how it was last seen
-
-What is full is watched by memory/monitor.py, and what is left of a job by supervise.py.
-"""
+"""The limits of all watches, which the table in world/watch.py explains, and what they share."""
 
 import contextlib
 import faulthandler
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn
 
 import psutil
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
+from hpc_tune.log import print_line
 
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
@@ -219,6 +178,44 @@ def exit_soon() -> None:
     run_after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))
 
 
+def die(who: str, exit_code: int) -> NoReturn:
+    """End the whole world now with this exit code; never returns. ``who`` is this rank."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # Absent, or half imported where the limit ran out inside MPI_Init.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and hasattr(mpi, "COMM_WORLD"):
+
+        def give_up() -> None:
+            print_line(f"{who}: MPI's Abort did not end it, exiting")
+            os._exit(exit_code)
+
+        run_after(ABORT_LIMIT_S, give_up)
+        time.sleep(DRAIN_S)
+        if mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
+
+
+@contextmanager
+def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
+    """End the world if the block is not done in time, and print who waited for what."""
+
+    def expire() -> None:
+        print_line(f"{who}: waited {seconds:.0f} s for {what}; {hint}")
+        die(who, EXIT_FAILED)
+
+    timer = run_after(seconds, expire)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # A thread that still runs at the interpreter's end and drops the last reference to a
+        # process group there aborts the process.
+        timer.join(1.0)
+
+
 # -- Ends the world when a rank hangs in work that it does alone, such as reading from a dead disk.
 #
 # The other ranks may have to wait for hours, since one rank may work that long.
@@ -270,11 +267,16 @@ class HangWatch:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
+def find_main_thread() -> tuple[FrameType | None, int]:
+    """Return what the main thread is at, and the CPU time that it has taken, in ns."""
+    main = threading.main_thread().ident or 0  # None before a thread starts
+    spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
+    return sys._current_frames().get(main), spent_ns
+
+
 def read_progress() -> tuple[float, ...]:
     """Return counters that grow while the main thread, or a child, computes or reads."""
-    main = threading.main_thread().ident or 0  # None before a thread starts
-    spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
-    return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _child_pids()))
+    return (find_main_thread()[1], _read_bytes(), *(_cpu_s(pid) for pid in _child_pids()))
 
 
 def _read_bytes() -> int:

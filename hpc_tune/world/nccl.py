@@ -82,7 +82,7 @@ class NcclWatch:
         gap_s, self._last_look_s = now_s - self._last_look_s, now_s
         self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
         names = {*self._errors()}
-        if self._was_suspended:  # step_limit counts no time in which the job was suspended
+        if self._was_suspended:  # StepLimit counts no time in which the job was suspended
             names.discard("TIMEOUT")
         if not names:
             return False

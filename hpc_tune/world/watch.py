@@ -1,71 +1,124 @@
-"""Ends the world when training stands still for run.timeout, and names the rank that is late.
+"""Who watches what in a run, and how a world that cannot go on is ended, on every rank.
 
-    each rank            a thread looks every few seconds whether the main thread moves
-    one that stood still asks all through the store where they are -> names who has not come
-    each rank            another thread answers, and keeps what its collectives did last
+Each row is an event, with the sign by which it is seen; who acts, in a thread of its own; after how
+long, by settings and by constants of world/liveness.py; and what is printed, once for all ranks,
+with the exit code of each.
 
-torch's limit on a collective of NCCL (``nccl_errors``) counts while a job is suspended, and has no
-word about the rank that is missing. So the groups' own limit is ``STEP_MARGIN_S`` later.
+HostWatch in world/watch.py: a host is down or cut off
+    sign    its kernel answers no TCP probe on the connection that each rank has with rank 0
+    who     rank 0, which tells the others first; where rank 0 is cut off, every rank beyond
+    after   run.host_timeout; whoever cannot report has left LEAVE_LIMIT_S later
+    prints  "host n2 (ranks 2, 3) has not answered in 20 s ...", exit code 1
+HostWatch in world/watch.py: a rank has ended without a word
+    sign    its connection has closed, and rank 0 passes on whose
+    who     every rank that lives; most have met the loss in a collective before
+    after   GONE_LIMIT_S, if no rank of its node has named it; NOBODY_LEFT_S where none is left
+    prints  "rank 2 (pid 70 on host n1) is gone while ...", exit code 1
+HostWatch in world/watch.py: a rank has reported why the world ends
+    sign    its exit code, on the connection
+    who     every other rank
+    after   at once
+    prints  nothing more; the exit code of the report
+StepLimit in world/watch.py: training stands still
+    sign    the main thread's line of code and CPU time, looked at every STEP_LOOK_EVERY_S
+    who     each rank that sees it; all ranks, when asked, tell in the store where they are
+    after   run.timeout; torch's own limit is STEP_MARGIN_S later
+    prints  "...: no progress for 1800 s (run.timeout): rank 2 ... has not arrived", exit code 1
+RollCall in world/watch.py: a process is stopped, or hangs outside of Python, whatever the ranks do
+    sign    a thread of the rank answers no number in the store, or the store answers nobody
+    who     rank 0, which has the store; of rank 0 the others
+    after   GIL_FACTOR x run.timeout
+    prints  "rank 2 (pid 70 on n1) does not answer while ...", exit code 1
+HangWatch in world/liveness.py: a rank hangs in work that it does alone
+    sign    CPU time and bytes read, its own and its children's, looked at every HANG_LOOK_EVERY_S
+    who     that rank; where a library holds the interpreter's lock, faulthandler
+    after   run.timeout; GIL_FACTOR x that with the lock held
+    prints  "...: nothing was read or computed for 1800 s ...", or a traceback; exit code 1
+NcclWatch in world/nccl.py: NCCL has an error, or one of its collectives is late
+    sign    what torch keeps of each group, looked at every NCCL_LOOK_EVERY_S
+    who     each rank that sees it, unless HostWatch has ended the world
+    after   NCCL_NAMED_WITHIN_S; a collective is late STEP_MARGIN_S after run.timeout
+    prints  "NCCL has lost its connection to another rank while ...", exit code 1
+StartupWatchdog in train/exit.py: a request to stop, before the first step is over
+    sign    a signal, the STOP file, the end of the time limit; looked at every STOP_LOOK_EVERY_S
+    who     each rank that sees it and has not stopped by itself
+    after   STOP_GRACE_S
+    prints  "stopped while ... (SIGTERM). Rerun the same command ...", exit code 75
+watch_launcher in world/failure.py: the launcher, or the parent of this rank, is gone
+    sign    their processes, looked at every LAUNCHER_LOOK_EVERY_S
+    who     each rank, for itself
+    after   at once
+    prints  "rank 2 on n1: the launcher is gone, exiting", exit code 1
+time_limit in world/liveness.py: a wait for the others does not end
+    sign    the block is not left
+    who     each rank that waits
+    after   START_LIMIT_S and START_LIMIT_PER_RANK_S, or run.start_timeout; END_LIMIT_S at the end
+    prints  "rank 2 on n1: waited 300 s for all ranks to start; ...", exit code 1
+RunLock in rundir/owner.py: another job has taken the run directory over, or it was moved
+    sign    live.json names the owner, who touches it every LOCK_TOUCH_EVERY_S
+    who     rank 0
+    after   the next touch; an owner counts as dead after LOCK_STALE_S, or if it is known to be
+    prints  "run.dir=... was taken over by ...", exit code 2
+HeartbeatFile in rundir/outcome.py: a run has died without a word
+    sign    the first rank of each node writes a file every HEARTBEAT_EVERY_S
+    who     `report`, `inspect` and the next start, which look at the directory
+    after   HEARTBEAT_LATE_S are worth a word, HEARTBEAT_DEAD_S are death
+    prints  how the run was last seen
+
+What is full is watched by memory/monitor.py, and what is left of a job by supervise.py.
 """
 
 import contextlib
-import json
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
-
-from hpc_tune.errors import HpcTuneError, StalledError
-from hpc_tune.world import liveness
-from hpc_tune.world.comm import Comm, Peer
-from hpc_tune.world.failure import find_dead_peers
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 import errno
 import hashlib
+import json
+import os
 import selectors
 import socket
-from collections.abc import Set
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 from hpc_tune.errors import (
     EXIT_FAILED,
     GoneError,
+    HpcTuneError,
     LostHostError,
     RemoteError,
     WorldError,
 )
-from hpc_tune.world.failure import gone_error, list_ranks
+from hpc_tune.world import liveness
+from hpc_tune.world.comm import Comm, Peer, StoreKeys
+from hpc_tune.world.failure import (
+    RankProgress,
+    find_dead_peers,
+    gone_error,
+    lost_host_error,
+    silent_error,
+    stalled_error,
+)
 from hpc_tune.world.processes import is_alive
 from hpc_tune.world.rendezvous import local_addresses
 
-_STALL_KEY = "hpc_tune/stalled"
+EndWorld = Callable[[Comm, HpcTuneError], None]
 _COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-@dataclass(frozen=True)
-class RankProgress:
-    """Where a rank is: how many parts of training it has entered, the newest, a line of code.
-
-    ``waits``: it is in a collective.
-    """
-
-    entered: int
-    activity: str
-    line: str
-    waits: bool
+_LEAVE, _BYE = b"!", b"bye"  # the first with an exit code, once it is reported why
+_CHUNK_BYTES = 1 << 16
+# The process at the other end has ended, and its host is alive to report it.
+_PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
 
 class StepLimit:
-    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread."""
+    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread.
+
+    torch's limit on a collective of NCCL counts while a job is suspended, and has no word about the
+    rank that is missing. So it is later than this one.
+    """
 
     def __init__(
         self,
@@ -78,7 +131,7 @@ class StepLimit:
         if there is anything to write.
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, lost
-        self._keep_trace = keep_trace
+        self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), keep_trace
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
         ends_if_still = liveness.make_stall_check(self._stall_sign, limit_s, every_s, self._end)
         self._watcher = liveness.Watcher("step-limit", every_s, ends_if_still, self._answer)
@@ -92,18 +145,17 @@ class StepLimit:
         self._num_entered, self._activity = self._num_entered + 1, doing
         self._comm.begin(doing)
 
-    def over(self) -> contextlib.AbstractContextManager[None]:
+    def over(self) -> AbstractContextManager[None]:
         """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
-        return self._watcher.over() if self._comm.world.size > 1 else contextlib.nullcontext()
+        return self._watcher.over() if self._comm.world.size > 1 else nullcontext()
 
     def _stall_sign(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
-        frame = _main_frame()
+        frame, spent_ns = liveness.find_main_thread()
         place = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
         if self._comm.device.type != "cpu":
             return place  # it spins while it waits for a GPU
-        main = threading.main_thread().ident or 0
-        return *place, time.clock_gettime_ns(time.pthread_getcpuclockid(main))
+        return *place, spent_ns
 
     def _end(self, wait_s: float | None = None) -> None:
         wait_s = 2 * (3 * self._every_s + liveness.LEAVE_LIMIT_S) if wait_s is None else wait_s
@@ -124,22 +176,22 @@ class StepLimit:
 
     def _gather_progress(self, places: dict[int, RankProgress]) -> None:
         """Fill ``places`` with those of the ranks that answer, and let them keep their traces."""
-        store, left = self._comm.store, set(range(self._comm.world.size))
+        left = set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
-            store.set(_STALL_KEY, "")
+            self._keys.set("")
             self._tell()
             while left and time.monotonic() < until_s:
                 for rank in sorted(left):
-                    if store.check([f"{_STALL_KEY}/{rank}"]):
-                        place, has_trace = json.loads(store.get(f"{_STALL_KEY}/{rank}"))
+                    if (answer := self._keys.find(rank)) is not None:
+                        place, has_trace = answer
                         places[rank] = RankProgress(**place)
                         left -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
     def _answer(self) -> bool:
         try:
-            if not self._comm.store.check([_STALL_KEY]):
+            if not self._keys.is_set():
                 return False
             self._tell()
         except RuntimeError:  # the store is gone with its rank
@@ -151,13 +203,13 @@ class StepLimit:
         with self._send_lock:
             if not self._has_sent:
                 self._has_sent = True
-                key, place = f"{_STALL_KEY}/{self._comm.world.rank}", asdict(self._own_progress())
-                self._comm.store.set(key, json.dumps([place, False]))
+                own, place = self._comm.world.rank, asdict(self._own_progress())
+                self._keys.set([place, False], own)
                 self._trace = self._keep_trace()
-                self._comm.store.set(key, json.dumps([place, True]))
+                self._keys.set([place, True], own)
 
     def _own_progress(self) -> RankProgress:
-        frame, line, waits = _main_frame(), "", False
+        (frame, _), line, waits = liveness.find_main_thread(), "", False
         while frame is not None and not line:
             code = frame.f_code
             if code.co_filename.startswith(_PACKAGE_PATH):
@@ -168,82 +220,19 @@ class StepLimit:
         return RankProgress(self._num_entered, self._activity, line, waits)
 
 
-def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
-    """Return the ranks that the others wait for; none where all wait in the same place.
-
-    Those that do not answer, or else those that are behind, or else those in no collective.
-    """
-    if missing := [rank for rank in range(size) if rank not in places]:
-        return missing
-    most = max(place.entered for place in places.values())
-    if behind := [rank for rank in range(size) if places[rank].entered < most]:
-        return behind
-    busy = [rank for rank in range(size) if not places[rank].waits]
-    return busy if len(busy) < size else []
-
-
-def stalled_error(
-    places: Mapping[int, RankProgress],
-    roster: Sequence[Peer],
-    doing: str,
-    limit_s: float,
-    gone: set[int],
-    trace: str | None,
-) -> StalledError:
-    """Return the error that names who is late, of what all answered to a rank at ``doing``.
-
-    ``gone``: processes that are known to have ended. ``trace``: where the ranks' collectives are.
-    """
-    late = find_late_ranks(places, len(roster))
-    said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late[:4]]
-    if len(late) > len(said):
-        said.append(f"and {len(late) - len(said)} more")
-    if not late:
-        lines = sorted({place.line for place in places.values()})
-        said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
-    words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {'; '.join(said)}"
-    facts: dict[str, object] = {"during": doing, "late_ranks": late}
-    if trace is not None:
-        words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
-        facts["trace"] = trace
-    return StalledError(words, facts)
-
-
-def _describe_late_rank(peer: Peer, place: RankProgress | None, is_gone: bool) -> str:
-    who = f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
-    if is_gone:
-        return f"{who} is gone"
-    if place is None:
-        return f"{who} does not answer: its process is stopped, or hangs outside of Python"
-    return f"{who} has not arrived: it is at {place.activity}, {place.line}"
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-# -- Finds ranks whose process is stopped, or hangs outside of Python, whatever the ranks do.
-#
-#     rank 0      calls by a number in the store, again and again
-#     every rank  a thread answers with that number
-#
-#     an answer is missing for too long    -> rank 0 ends the world and names who is silent
-#     the store does not answer for that   -> the others do, and name rank 0
-#
-# In training ``step_limit`` asks sooner, and knows who is late. Before it a rank may work alone for
-# hours while the others wait, and only its threads tell that it lives.
-
-
-_ROLL_KEY = "hpc_tune/roll"
-
-
 class RollCall:
-    """Calls the ranks of ``comm`` in ``over``; ``lost`` ends the world, in a thread."""
+    """Calls the ranks of ``comm`` in ``over``; ``lost`` ends the world, in a thread.
+
+    Rank 0 calls by a number in the store, again and again, and a thread of each rank answers with
+    it. In training ``StepLimit`` asks sooner, and knows who is late. Before it a rank may work
+    alone for hours while the others wait, and only its threads tell that it lives.
+    """
 
     def __init__(self, comm: Comm, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
         """Treat as stopped who does not answer for twice ``limit_s``, in seconds."""
         self._comm, self._limit_s, self._end_world = comm, liveness.GIL_FACTOR * limit_s, lost
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
+        self._keys = StoreKeys(comm.store, "roll")
         self._num_store_answers = self._last_answer = 0
         # The others wait for the store to answer no more.
         ends_if_silent = liveness.make_stall_check(
@@ -270,79 +259,45 @@ class RollCall:
             return True
 
     def _answer(self) -> bool:
-        number = self._comm.store.add(_ROLL_KEY, 0)
+        number = self._keys.add(0)
         self._num_store_answers += 1
         if number > self._last_answer:
-            self._comm.store.set(f"{_ROLL_KEY}/{self._comm.world.rank}", str(number))
+            self._keys.set(number, self._comm.world.rank)
             self._last_answer = number
         return False
 
     def _call(self) -> bool:
-        """Call all ranks, and end the world if one does not answer; for the one
-        that has the store.
-        """
-        store, own = self._comm.store, self._comm.world.rank
-        number = store.add(_ROLL_KEY, 1)
+        """Call all ranks, and end the world if one does not answer; for the one with the store."""
+        own, number = self._comm.world.rank, self._keys.add(1)
         silent = [rank for rank in range(self._comm.world.size) if rank != own]
         for _ in range(round(self._limit_s / self._every_s)):
             if self._watcher.wait(self._every_s):
                 return True
-            silent = [rank for rank in silent if _read_answer(store, rank) < number]
+            silent = [rank for rank in silent if (self._keys.find(rank) or 0) < number]
             if not silent:
                 return self._watcher.wait(self._limit_s / 4 - self._every_s)
         self._end(silent)
         return True
 
     def _end(self, silent: list[int]) -> None:
-        peers = [self._comm.roster[rank] for rank in silent]
-        said = [f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})" for peer in peers[:4]]
-        if len(peers) > len(said):
-            said.append(f"{len(peers) - len(said)} more")
-        verb = "does" if len(peers) == 1 else "do"
         if not self._watcher.is_over:
-            self._end_world(
-                StalledError(
-                    f"{', '.join(said)} {verb} not answer while {self._comm.activity[0]}, for "
-                    f"{self._limit_s:.0f} s ({liveness.GIL_FACTOR} x run.timeout): a process is "
-                    "stopped, or hangs outside of Python",
-                    {"late_ranks": silent},
-                )
-            )
-
-
-def _read_answer(store: "Store", rank: int) -> int:
-    key = f"{_ROLL_KEY}/{rank}"
-    return int(store.get(key)) if store.check([key]) else 0
-
-
-# -- Detects a host that is down or cut off: every rank holds one idle connection to rank 0.
-#
-#     a host falls silent -> its ranks' connections time out on rank 0, and rank 0's on its ranks
-#     -> rank 0 notifies the ranks of all other hosts -> every rank exits
-#
-# The ranks send nothing on it: the kernels probe each other (TCP keepalive), and a kernel answers
-# for a rank that computes, waits for a disk or is suspended. So this is quick, and never mistakes a
-# slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as for
-# a slow rank, and mpirun's own daemons for minutes.
-#
-# On one node of GPUs there are no hosts to lose, but a GPU does not hear of a rank that has ended.
-#
-# A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor can
-# name them, also where none is on their host. A rank that has reported why the world ends says so,
-# with its exit code, before it leaves: its end is then no news, and the others leave with that
-# code.
-
-
-EndWorld = Callable[[Comm, HpcTuneError], None]
-_ADDRESS_KEY = "hpc_tune/reach"
-_LEAVE, _BYE = b"!", b"bye"  # the first with an exit code, once it is reported why
-_CHUNK_BYTES = 1 << 16
-# The process at the other end has ended, and its host is alive to report it.
-_PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
+            peers = [self._comm.roster[rank] for rank in silent]
+            self._end_world(silent_error(peers, self._comm.activity[0], self._limit_s))
 
 
 class HostWatch:
-    """Watches the hosts and ranks of a world, until ``close``."""
+    """Watches the hosts and ranks of a world, until ``close``: one idle connection to rank 0 each.
+
+    The ranks send nothing on it: the kernels probe each other (TCP keepalive), and a kernel answers
+    for a rank that computes, waits for a disk or is suspended. So this is quick, and never mistakes
+    a slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as
+    for a slow rank, and mpirun's own daemons for minutes. On one node of GPUs there are no hosts to
+    lose, but a GPU does not hear of a rank that has ended.
+
+    A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor
+    can name them, also where none is on their host. A rank that has reported why the world ends
+    says so, with its exit code, before it leaves: its end is then no news.
+    """
 
     def __init__(self, comm: Comm, address: str, limit_s: float, lost: EndWorld) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
@@ -356,6 +311,7 @@ class HostWatch:
         self._comm, self._limit_s, self._end_world = comm, limit_s, lost
         # As the ranks are called now, while connections are counted as the launcher has.
         self._now, self._launch_ranks = comm, [*range(comm.world.size)]
+        self._address = StoreKeys(comm.store, "reach")
         self.reported_code: int | None = None
         self._closed = threading.Event()
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
@@ -367,7 +323,7 @@ class HostWatch:
         listener: socket.socket | None = None
         if comm.is_rank_0:
             listener = _listen(address, comm.world.size, {peer.node for peer in comm.roster} == {0})
-            comm.store.set(_ADDRESS_KEY, json.dumps([address, listener.getsockname()[1]]))
+            self._address.set([address, listener.getsockname()[1]])
         else:
             self._ranks[self._connect()] = 0
         self._thread = threading.Thread(
@@ -411,7 +367,7 @@ class HostWatch:
         self._thread.join(liveness.HELLO_LIMIT_S + 1.0)
 
     def _connect(self) -> socket.socket:
-        address, port = json.loads(self._comm.store.get(_ADDRESS_KEY))
+        address, port = self._address.get()
         try:
             peer = socket.create_connection((address, port), timeout=liveness.CONNECT_LIMIT_S)
             self._enable_keepalive(peer)
@@ -561,17 +517,11 @@ class HostWatch:
         return self._comm.roster[rank].node == self._comm.world.node
 
     def _lost_host_error(self, rank: int) -> LostHostError:
-        own, peer = self._comm.world, self._comm.roster[rank]
-        of_host = self._peers_on_node(peer.node)
+        of_host = self._peers_on_node(self._comm.roster[rank].node)
         places = [self._launch_ranks.index(p.rank) for p in of_host if p.rank in self._launch_ranks]
         of_host = [self._now.roster[rank] for rank in sorted(places)] or of_host
-        facts = {"lost_hosts": [peer.hostname], "lost_ranks": [other.rank for other in of_host]}
-        return LostHostError(
-            f"host {peer.hostname} ({list_ranks(of_host)}) has not answered in {self._limit_s:.0f} "
-            f"s (run.host_timeout) while {self._comm.activity[0]}: it is down, or the network "
-            f"between it and {own.hostname} is cut",
-            facts,
-        )
+        own_host, doing = self._comm.world.hostname, self._comm.activity[0]
+        return lost_host_error(of_host, own_host, doing, self._limit_s)
 
     def _leave(self, error: HpcTuneError) -> None:
         if self._closed.is_set():

@@ -19,9 +19,10 @@ from tests.support.ranks import HANG_S, find_mpirun, mpirun, python, rank_enviro
 PROGRAM = """
 import os, sys, time
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.errors import DataError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.failure import die, report_failure
+from hpc_tune.world.failure import exit_code_of, report_failure
+from hpc_tune.world.liveness import die
 from hpc_tune.world.stop import StopFlag
 
 s = bootstrap(RunSettings())
@@ -50,7 +51,7 @@ except Exception as error:
         sys.stderr.write(text + "\\n")
         if "SAID" in os.environ:
             open(os.environ["SAID"], "a").write(text)
-    die(s, error.exit_code if isinstance(error, HpcTuneError) else 1)
+    die(s.world.label, exit_code_of(error))
 """
 
 

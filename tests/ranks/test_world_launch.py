@@ -189,7 +189,8 @@ from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.failure import die, report_failure
+from hpc_tune.world.failure import report_failure
+from hpc_tune.world.liveness import die
 
 {before}
 log.configure(rank_hint())
@@ -199,7 +200,7 @@ except HpcTuneError as error:
     text = report_failure(None, error)
     if text:
         print(text, file=sys.stderr, flush=True)
-    die(None, error.exit_code)
+    die("a rank", error.exit_code)
 """
 
 

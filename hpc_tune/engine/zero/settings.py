@@ -24,7 +24,7 @@ from hpc_tune.model.special_layers import is_vector
 from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import all_gather
-from hpc_tune.world.failure import time_limit
+from hpc_tune.world.liveness import time_limit
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32

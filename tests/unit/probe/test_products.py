@@ -71,7 +71,7 @@ def test_one_wrong_value_of_a_product_is_found(error):
 
 def comm_of(**more):
     """A world of one on a CPU."""
-    world = SimpleNamespace(rank=0, hostname="n0", **more)
+    world = SimpleNamespace(rank=0, label="rank 0 on n0", **more)
     return SimpleNamespace(device=CPU, world=world, barrier=lambda what, limit_s: None)
 
 

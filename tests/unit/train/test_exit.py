@@ -22,6 +22,7 @@ from hpc_tune.errors import (
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
 from hpc_tune.train.exit import StartupWatchdog
+from hpc_tune.world import liveness
 from hpc_tune.world.comm import ResumePoint
 from hpc_tune.world.failure import Failure
 from hpc_tune.world.stop import StopFlag
@@ -37,7 +38,7 @@ def left(monkeypatch):
 
 
 def comm_of(rank, doing="training step 8", step=7):
-    world = SimpleNamespace(rank=rank, size=4, hostname="n1")
+    world = SimpleNamespace(rank=rank, size=4, hostname="n1", label=f"rank {rank} on n1")
     progress = {"activity": [doing], "resume_point": ResumePoint(step), "watch": None}
     return SimpleNamespace(world=world, is_rank_0=rank == 0, store_rank=0, nonce="1", **progress)
 
@@ -106,10 +107,10 @@ def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
 def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
     tmp_path, monkeypatch, rank, reason
 ):
-    def die(comm, code):
+    def die(who, code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(train_exit, "die", die)
+    monkeypatch.setattr(liveness, "die", die)
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     comm = comm_of(rank)
     other_side = outcome.Outcome("failed", "said before", None, 1, {"lost_hosts": ["n1"]})
@@ -125,7 +126,7 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
 
 def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, monkeypatch):
     """A launcher ends the other ranks, and the one that hangs, with SIGTERM."""
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     comm, codes = comm_of(0), []
     train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
@@ -198,7 +199,7 @@ def test_what_the_end_of_a_rank_looks_like_elsewhere_takes_the_place_of_no_repor
     tmp_path, monkeypatch, capsys, cause, end
 ):
     codes = []
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     error, code = ERRORS[cause]
     train_exit.fail(comm_of(1), error, tmp_path)
@@ -217,7 +218,7 @@ def test_an_error_after_the_first_report_is_printed_and_written_nowhere(
     tmp_path, monkeypatch, capsys
 ):
     codes = []
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     outcome.write_outcome(outcome.done(60), tmp_path, comm_of(0).nonce)
     train_exit.fail(comm_of(1), KeyError("in the shutdown"), tmp_path)
@@ -230,7 +231,7 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
     tmp_path, monkeypatch
 ):
     codes = []
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     comm = comm_of(1)
     comm.watch = SimpleNamespace(reported_code=75)
     train_exit.fail(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
@@ -241,7 +242,7 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
 @pytest.fixture
 def failed(monkeypatch, capsys):
     """What a rank prints of an error, and what it leaves in outcome.json."""
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    monkeypatch.setattr(liveness, "die", lambda who, code: None)
     monkeypatch.setattr(
         "hpc_tune.world.failure._is_first_to_report", lambda comm, store_is_gone: True
     )
@@ -349,7 +350,7 @@ def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monke
         raise KeyboardInterrupt
     assert [(type(e), e.exit_code) for e in left] == [(InterruptError, 130)]
     monkeypatch.undo()
-    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    monkeypatch.setattr(liveness, "die", lambda who, code: None)
     train_exit.fail(None, left[0], tmp_path)
     ended = outcome.read_outcome(tmp_path)
     assert (ended["status"], ended["reason"], ended["exit_code"]) == (

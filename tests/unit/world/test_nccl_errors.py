@@ -137,7 +137,10 @@ def test_it_is_said_before_groups_are_made_and_on_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     monkeypatch.setattr(distributed_c10d, "default_pg_timeout", None)
     monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", None, raising=False)
-    world, store = SimpleNamespace(rank=0, size=1, hostname="n0"), torch.distributed.HashStore()
+    world, store = (
+        SimpleNamespace(rank=0, size=1, label="rank 0 on n0"),
+        torch.distributed.HashStore(),
+    )
     bootstrap._new_groups(world, SimpleNamespace(type="cuda"), store, 10.0)
     bootstrap._new_groups(world, SimpleNamespace(type="cpu"), store, 10.0)
     assert calls == ["errors", "group", "group"]

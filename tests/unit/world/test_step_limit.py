@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from hpc_tune.packages import parse_release
 from hpc_tune.world.comm import Peer
+from hpc_tune.world.failure import RankProgress, find_late_ranks, stalled_error
 from hpc_tune.world.nccl import write_trace
-from hpc_tune.world.watch import RankProgress, StepLimit, find_late_ranks, stalled_error
+from hpc_tune.world.watch import StepLimit
 
 ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2}", 2**22 + rank) for rank in range(3))
 

@@ -40,9 +40,9 @@ import errno, os, resource
 from pathlib import Path
 from hpc_tune.errors import DiskError
 from hpc_tune.memory import host
-from hpc_tune.world import open_files, processes
+from hpc_tune.world import processes
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-open_files.raise_limit()
+processes.raise_file_limit()
 while True:
     try:
         os.open("/dev/null", os.O_RDONLY)
@@ -84,7 +84,7 @@ except OSError as error:
 
 def test_a_process_that_ends_can_write_why_with_the_files_kept_back(tmp_path):
     without_descriptors(f"""
-open_files.release_spare_files()
+processes.release_spare_files()
 Path({str(tmp_path / "outcome.json")!r}).write_text("written")
 """)
     assert (tmp_path / "outcome.json").read_text() == "written"
