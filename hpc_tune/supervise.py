@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_tune.cluster.launchers import why_command_failed
 from hpc_tune.cluster.nodes import LauncherLines, Nodes, find_lost_hosts
@@ -146,6 +146,29 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
     return list(takewhile(lambda start: start.to_step <= start.from_step, reversed(starts)))
 
 
+def find_ending(
+    told: Mapping[str, Any], launcher: str, code: int, accuses: bool
+) -> tuple[str, str, int, str]:
+    """Return status, reason, exit code and kind of error of a start, by what its ranks ``told``, or
+    else by their launcher's exit code (pure).
+
+    ``accuses``: the launcher names nodes that are lost or whose ranks have died.
+    """
+    if code == EXIT_USER and told.get("exit_code") != EXIT_USER:
+        # The ranks have written nothing, and what is there now is another job's.
+        return _REFUSED, "the start was refused, see the message above", code, ""
+    positive = code if code > 0 else EXIT_FAILED
+    if told:
+        number, error = int(told.get("exit_code", positive)), str(told.get("error", ""))
+        return told["status"], str(told["reason"]), number, error
+    is_early = code in _EARLY_EXIT_CODES
+    if is_early and not accuses:
+        return "stopped", "a signal while it started", positive, ""
+    reason = f"{launcher} exited with code {code}, and there is no outcome.json"
+    # Where it accuses a node, the launcher has ended the others by that signal.
+    return "failed", reason, EXIT_FAILED if is_early else positive, ""
+
+
 class Supervisor:
     """Starts the ranks of one run until ``decide_next`` ends it."""
 
@@ -254,10 +277,10 @@ class Supervisor:
         if command.told:
             log.warning("%s: the global batch and the losses stay the same", command.told)
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
-        told = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
+        known = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
         if owner.has_ended(self._run_dir):  # else this start will be refused
-            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **told)
+            owner.note_start(self._run_dir, from_step=from_step, job=job_id, **known)
             try:
                 code, lines = self._launch(command.environment, before)
             finally:
@@ -268,40 +291,42 @@ class Supervisor:
         may_be_sick = code == EXIT_USER and _outcome_stamp(self._run_dir) == before
         if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
+        told = self._read_new_outcome(before)
+        accuses = bool(lines.find_suspects(False))
+        status, reason, exit_code, error = find_ending(told, self._argv[0], code, accuses)
+        if status == _REFUSED and (user := find_owner(self._run_dir)) is not None:
+            reason = f"run.dir={self._run_dir} is in use by {user}"
+        reason = self._end_reason(status, reason)
+        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
+        newest = _newest_step(self._run_dir)
+        start = StartRecord(from_step, newest, status, reason, exit_code, asked, job_id)
+        start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
+        start = replace(start, lost_nodes=lost, error=error)
+        has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER)
+        if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
+            return start
+        return replace(start, lost_nodes=self._exclude_suspects(start, told, lines))
+
+    def _read_new_outcome(self, before: object) -> dict[str, Any]:
+        """Return what the ranks have written of their end, nothing if they have not."""
         until_s = time.time() + _SETTLE_S
         while _outcome_stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
-        ended = (
-            outcome.read_outcome(self._run_dir) if _outcome_stamp(self._run_dir) != before else None
-        )
-        if code == EXIT_USER and (ended or {}).get("exit_code") != EXIT_USER:
-            # The ranks have written nothing, and what is there now is another job's.
-            ended = {"status": _REFUSED, "reason": _why_refused(self._run_dir)}
-        if ended is None:
-            reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
-            ended = {"status": "failed", "reason": reason}
-            if code in _EARLY_EXIT_CODES and not lines.find_suspects(False):
-                ended = {"status": "stopped", "reason": "a signal while it started"}
-            elif code in _EARLY_EXIT_CODES:  # the launcher has ended the others for a node's
-                code = EXIT_FAILED
-        exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
-        reason = self._end_reason(ended)
-        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
-        newest = _newest_step(self._run_dir)
-        start = StartRecord(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
-        start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
-        start = replace(start, error=str(ended.get("error", "")))
-        has_failed = start.status == "failed" or reason.endswith(_SENT_BY_LAUNCHER)
-        if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
-            return replace(start, lost_nodes=lost)
-        has_report = "exit_code" in ended
-        accused = find_lost_hosts(ended) | lines.find_suspects(has_report)
+        is_new = _outcome_stamp(self._run_dir) != before
+        return (outcome.read_outcome(self._run_dir) if is_new else None) or {}
+
+    def _exclude_suspects(
+        self, start: StartRecord, told: Mapping[str, Any], lines: LauncherLines
+    ) -> bool:
+        """Leave out those nodes that the launcher or the report accuses; see ``_exclude_nodes``."""
+        has_report = "exit_code" in told
+        accused = find_lost_hosts(told) | lines.find_suspects(has_report)
         if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
             accused = {}  # the next start takes less of it
-        has_cause = ended.get("error") == CheckpointError.__name__
+        progressed = start.to_step > start.from_step
+        has_cause = start.error == CheckpointError.__name__
         certain = lines.find_certain_suspects(has_report)
-        lost = self._exclude_nodes(command.nodes, accused, newest > from_step, has_cause, certain)
-        return replace(start, lost_nodes=lost)
+        return self._exclude_nodes(start.nodes, accused, progressed, has_cause, certain)
 
     def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
         """Run the launcher to its end; return its exit code, and what it said of nodes."""
@@ -339,16 +364,15 @@ class Supervisor:
         facts.report_excluded_nodes(self._run_dir, found)
         return lost
 
-    def _end_reason(self, ended: Mapping[str, object]) -> str:
+    def _end_reason(self, status: str, reason: str) -> str:
         """Return why the ranks ended: for a signal, by who has sent it."""
         if self._asked is not None and signal.Signals(self._asked).name in _OUTSIDE_SIGNALS:
             return signal.Signals(self._asked).name
         job = self._job
-        if ended["status"] != "done" and job is not None and job.scheduler.is_preempted(job.id):
+        if status != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; the user did not.
-        by_launcher = ended["reason"] in _OUTSIDE_SIGNALS
-        return f"{ended['reason']}{_SENT_BY_LAUNCHER}" if by_launcher else str(ended["reason"])
+        return f"{reason}{_SENT_BY_LAUNCHER}" if reason in _OUTSIDE_SIGNALS else reason
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever once outcome.json is written."""
@@ -410,13 +434,6 @@ def _outcome_stamp(run_dir: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
-
-
-def _why_refused(run_dir: Path) -> str:
-    owner = find_owner(run_dir)
-    if owner is None:
-        return "the start was refused, see the message above"
-    return f"run.dir={run_dir} is in use by {owner}"
 
 
 def _newest_step(run_dir: Path) -> int:

@@ -1,7 +1,8 @@
 """How a world fails: immediately, on every rank, with one line that names the lost ranks.
 
-A plain exit on failure hangs for ever in MPI's Finalize while peers wait, so every exit here is
-MPI's Abort or ``os._exit``. The causes: a time limit, a parent that disappears, an exception.
+    an error, in any thread of a rank -> end_world -> one rank reports -> every rank dies
+
+What leads here, by which sign and after how long, is in the table of world/watch.py.
 """
 
 import contextlib

@@ -179,7 +179,11 @@ def exit_soon() -> None:
 
 
 def die(who: str, exit_code: int) -> NoReturn:
-    """End the whole world now with this exit code; never returns. ``who`` is this rank."""
+    """End the whole world now with this exit code; never returns. ``who`` is this rank.
+
+    A plain exit hangs for ever in MPI's Finalize while peers wait, so it is MPI's Abort or
+    ``os._exit``.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_tune.rundir import owner
 from hpc_tune.rundir.owner import make_owner
-from hpc_tune.supervise import StartRecord, decide_next
+from hpc_tune.supervise import StartRecord, decide_next, find_ending
 
 GOOD = StartRecord(0, 10, "stopped", "SIGUSR1", 75, True, "7")
 
@@ -86,6 +86,30 @@ def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
     assert decide_next([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
     assert decide_next([LOST], 3600.0, True, too_few="1 of 2") == ("requeue", "1 of 2")
     assert decide_next([LOST], 3600.0, False, too_few="1 of 2") == ("give up", "1 of 2")
+
+
+REPORT = {"status": "failed", "reason": "a disk is full", "exit_code": 2, "error": "DiskError"}
+REFUSED = ("refused", "the start was refused, see the message above", 2, "")
+SILENT = "srun exited with code {}, and there is no outcome.json"
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "accuses", "ending"),
+    [
+        (REPORT, 1, True, ("failed", "a disk is full", 2, "DiskError")),
+        (REPORT, 2, False, ("failed", "a disk is full", 2, "DiskError")),
+        (REPORT | {"exit_code": 1}, 2, False, REFUSED),  # another job's
+        ({}, 2, False, REFUSED),
+        ({}, 1, False, ("failed", SILENT.format(1), 1, "")),
+        ({}, -9, False, ("failed", SILENT.format(-9), 1, "")),
+        ({}, 75, False, ("stopped", "a signal while it started", 75, "")),
+        ({}, 75, True, ("failed", SILENT.format(75), 1, "")),
+    ],
+)
+def test_how_the_ranks_ended_is_what_they_told_or_else_their_launchers_code(
+    told, code, accuses, ending
+):
+    assert find_ending(told, "srun", code, accuses) == ending
 
 
 # Stands for srun or mpirun: does what the next line of its script says, whatever it is to start.
