@@ -1,7 +1,7 @@
 """Answer a prompt or a chat with a model, with or without the adapter of a run, in one process.
 
 What is asked becomes tokens as rows of training do: the system prompt and tools through the chat
-template, typed control tokens as text. The answer is shown as it is learned, calls of tools too.
+template, typed special tokens as text. The answer is shown as it is learned, calls of tools too.
 """
 
 import json
@@ -167,7 +167,7 @@ def generate_answer(
 
 
 def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
-    """Return an answer without what ends it; other control tokens are part of it, as of calls."""
+    """Return an answer without what ends it; other special tokens are part of it, as of calls."""
     stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()

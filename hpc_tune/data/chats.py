@@ -1,9 +1,9 @@
 """Examples -> text, with the characters of it that are learned.
 
 A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
-it. Control tokens that people have typed into a message stay text: see ``controls.py``. Where no
+it. Special tokens that people have typed into a message stay text. Where no
 template writes the text (plain text, prompts and answers of a base model), it is tokenized as by a
-stock tokenizer, control tokens included.
+stock tokenizer, special tokens included.
 """
 
 from collections import Counter
@@ -39,11 +39,13 @@ TEMPLATE_ERRORS = (
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
+# In the words of files that were prepared before, which count it.
+_IN_ASCII = "the chat template writes a typed control token as JSON in ASCII"
 _END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}
 # What others call the assistant, in small letters.
 _ASSISTANT_NAMES = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
-# Turns that show which control tokens a template writes around them; the first that it renders.
+# Turns that show which special tokens a template writes around them; the first that it renders.
 _TRIAL_TURNS = (
     ("system", "user", "assistant", "tool", "assistant", "user"),
     ("system", "user", "assistant", "user"),
@@ -78,12 +80,12 @@ class Renderer:
         loss_on: LossOn,
         counters: Counters,
     ) -> None:
-        """Take the tokenizer with its chat template; ``stand_ins`` are in what is rendered."""
+        """Take the tokenizer with its chat template; ``escapes`` are in what is rendered."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
         self._templates = ChatTemplates(tokenizer.chat_template)
-        controls = list_special_tokens(tokenizer)
-        self.stand_ins = SpecialTokenEscapes(controls, self._turn_tokens(controls), counters)
-        self._answers = AnswerFinder(controls)
+        special = list_special_tokens(tokenizer)
+        self.escapes = SpecialTokenEscapes(special, self._turn_tokens(special), counters)
+        self._answers = AnswerFinder(special)
         self._written_roles: set[str] = set()  # by the template, as far as has been seen
         self._shows_tools = False
 
@@ -109,8 +111,8 @@ class Renderer:
         others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
-            messages = self.stand_ins.hide_in_messages(example.messages)
-            example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
+            messages = self.escapes.hide_in_messages(example.messages)
+            example = replace(example, messages=messages, tools=self.escapes.hide(example.tools))
             example, full = self._write(example)
         except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
             where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
@@ -123,7 +125,7 @@ class Renderer:
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"
             return f"the chat template refused the messages ({reason}){roles}"
         if ESCAPED_IN_JSON in full and example != typed:
-            return "the chat template writes a typed control token as JSON in ASCII"
+            return _IN_ASCII
         self._count_left_out(example, full)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
             return RenderedText(full, None, weights=_drop_unit_weights([example.weight]))
@@ -160,15 +162,15 @@ class Renderer:
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
         typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
-            messages = self.stand_ins.hide_in_messages(chat.messages)
-            chat = replace(chat, messages=messages, tools=self.stand_ins.hide(chat.tools))
+            messages = self.escapes.hide_in_messages(chat.messages)
+            chat = replace(chat, messages=messages, tools=self.escapes.hide(chat.tools))
             chat, text = self._write(chat, generation=True)
         except TEMPLATE_ERRORS as error:
             raise DataError(
                 f"the chat template refuses the messages: {first_line(error)[:_REASON_CHARS]}"
             ) from None
         if ESCAPED_IN_JSON in text and chat != typed:
-            raise DataError("the chat template writes a typed control token as JSON in ASCII")
+            raise DataError(_IN_ASCII)
         if (full := self._make_render(chat)(chat.messages)) is not None:
             self._count_left_out(chat, full)
         return RenderedText(text, None)
@@ -218,7 +220,7 @@ class Renderer:
         return "the chat template does not show where the answer begins"
 
     def _include_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
-        """Return the text, and an answer that no control token ends with the one that follows it.
+        """Return the text, and an answer that no special token ends with the one that follows it.
 
         It is added to the text where the answer is the last message. Where the template marks what
         is to be learned, that is all.
@@ -226,11 +228,14 @@ class Renderer:
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
         if not is_marked:
-            rendered = RenderedChat(self._make_render(chat), chat.messages, full)
+            rendered = self._rendered(chat, full)
             ended = self._answers.extend_to_next_opening(rendered, number, span)
         self._counters.unended_answers += ended is None
         self._counters.ended_by_next += ended is not None
         return ended or (full, span)
+
+    def _rendered(self, chat: Chat, full: str) -> RenderedChat:
+        return RenderedChat(self._make_render(chat), chat.messages, full, self._answers.special)
 
     def _make_render(self, chat: Chat) -> Render:
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
@@ -242,7 +247,7 @@ class Renderer:
         return render
 
     def _write(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
-        """Return a chat as the template takes it, and its text; raises one of REFUSALS.
+        """Return a chat as the template takes it, and its text; raises one of TEMPLATE_ERRORS.
 
         Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
         """
@@ -264,7 +269,7 @@ class Renderer:
             )
         if blocks is not None and len(blocks) == len(numbers):
             return [(block,) for block in blocks]
-        rendered = RenderedChat(self._make_render(chat), chat.messages, full)
+        rendered = self._rendered(chat, full)
         spans = self._answers.find(rendered, numbers)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]
@@ -318,10 +323,10 @@ class Renderer:
             else:
                 self._counters.count_role("left_out", role)
 
-    def _turn_tokens(self, controls: Sequence[str]) -> set[str]:
-        """Return the control tokens that are not an answer's own: those around turns, bos, eos.
+    def _turn_tokens(self, special: Sequence[str]) -> set[str]:
+        """Return the special tokens that are not an answer's own: those around turns, bos, eos.
 
-        All of them, where the template renders no turns, or none with a control token.
+        All of them, where the template renders no turns, or none with a special token.
         """
         named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
         for roles in _TRIAL_TURNS if self._templates else ():
@@ -330,9 +335,9 @@ class Renderer:
                 text = self._apply_template(turns, True, None)
             except TEMPLATE_ERRORS:
                 continue
-            around = {control for control in controls if control in text}
-            return named | (around or {*controls})
-        return {*controls}
+            around = {token for token in special if token in text}
+            return named | (around or {*special})
+        return {*special}
 
     def _learn_all_but(
         self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
@@ -385,7 +390,7 @@ class Renderer:
         tools: list[Any] | None,
         template: str | None = None,
     ) -> str:
-        """Render messages; raises one of REFUSALS if the template refuses them."""
+        """Render messages; raises one of TEMPLATE_ERRORS if the template refuses them."""
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -397,7 +402,7 @@ class Renderer:
 
 
 def find_answer_end(tokenizer: FastTokenizer) -> str | None:
-    """Return the control token that a chat template writes after an answer; None without one."""
+    """Return the special token that a chat template writes after an answer; None without one."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
@@ -409,7 +414,7 @@ def find_answer_end(tokenizer: FastTokenizer) -> str | None:
 
 
 def list_special_tokens(tokenizer: FastTokenizer) -> list[str]:
-    """Return the control tokens of a tokenizer, as text."""
+    """Return the special tokens of a tokenizer, as text."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     marked = {token.content for token in added if token.special}
     return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))

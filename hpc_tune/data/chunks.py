@@ -1,6 +1,6 @@
 """Raw data as chunks of work, and chunks as examples.
 
-    paths -> files (files.py) -> [Chunk] -> rows (lines.py, tables.py) -> Example (reading.py)
+    paths -> files (files.py) -> [Chunk] -> rows (raw_files.py) -> Example (reading.py)
 
 A chunk is a byte range of about 4 MiB, a Parquet row group, some record batches of Arrow data (such
 as Hugging Face datasets' save_to_disk writes), some documents of Megatron's, a file of CSV, a

@@ -12,9 +12,9 @@ _REMARKS = {
     "truncated": "cut at seq_len",
     "split": "texts split into pieces of seq_len",
     "unclear_answers": "answers not learned: the chat template does not show where they are",
-    "unended_answers": "answers end with no control token: the model will not learn where to stop"
+    "unended_answers": "answers end with no special token: the model will not learn where to stop"
     " (let the chat template end the assistant's turns with one)",
-    "ended_by_next": "answers learned with the control token that opens the next turn: the chat"
+    "ended_by_next": "answers learned with the special token that opens the next turn: the chat"
     " template ends them with none",
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as the data mark them",
@@ -31,10 +31,10 @@ _REMARKS = {
     f" takes one that writes them, {_TEMPLATE_EXAMPLE})",
     "lost_tools": "rows whose tools the chat template does not show (data.chat_template takes one"
     f" that does, {_TEMPLATE_EXAMPLE})",
-    "own_controls": "control tokens in answers, such as those of calls, learned as such",
-    "control_texts": "control tokens in people's text, taken as plain text",
+    "own_controls": "special tokens in answers, such as those of calls, learned as such",
+    "control_texts": "special tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
-    "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
+    "control_tokens": "special tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
     "weighted": "documents with weights in the loss other than 0 and 1",
     "cut_prompts": "prompts cut from the left, for the answers to fit into seq_len",

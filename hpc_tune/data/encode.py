@@ -3,7 +3,7 @@
     examples -> rendered text with the spans to learn -> tokenized in batches -> documents -> Blocks
 
 A text is tokenized once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
-control token only if it begins in one, since some swallow the white space after them. The first
+special token only if it begins in one, since some swallow the white space after them. The first
 token of a document never is. A mask is of uint8, 0 or 1; where a weight other than 1 is in it, of
 fp32: what each token counts in the loss.
 """
@@ -62,8 +62,8 @@ class Encoder:
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
         added = self._backend.get_added_tokens_decoder()
-        self._control_ids = [number for number, token in added.items() if token.special]
-        self._are_controls_text = splits_special_tokens(tokenizer)
+        self._special_ids = [number for number, token in added.items() if token.special]
+        self._are_special_text = splits_special_tokens(tokenizer)
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
@@ -162,8 +162,8 @@ class Encoder:
         yield from self._encode_short_texts(short)
 
     def _as_text(self, item: RenderedText) -> bool:
-        """Whether control tokens in it are text: those of a template never are."""
-        return item.is_plain and self._are_controls_text
+        """Whether special tokens in it are text: those of a template never are."""
+        return item.is_plain and self._are_special_text
 
     def _encode_batch(self, texts: list[str], as_text: bool) -> list[Any]:
         self._backend.encode_special_tokens = as_text
@@ -205,8 +205,8 @@ class Encoder:
         return item
 
     def _tokenize_chat(self, item: RenderedText, encoding: Any) -> tuple[list[int], list[Span]]:
-        """Return tokens and their characters, with typed control tokens as text."""
-        pieces = [] if item.is_plain else [*self._renderer.stand_ins.split(item.text)]
+        """Return tokens and their characters, with typed special tokens as text."""
+        pieces = [] if item.is_plain else [*self._renderer.escapes.split(item.text)]
         if all(typed is None for _, typed in pieces):
             return encoding.ids, encoding.offsets
         ids: list[int] = []
@@ -227,7 +227,7 @@ class Encoder:
     def _tokenize_as_text(self, token: str, is_inside: bool) -> list[int]:
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
-        if not {*ids}.isdisjoint(self._control_ids):  # plain text is merged into it, too
+        if not {*ids}.isdisjoint(self._special_ids):  # plain text is merged into it, too
             ids = [n for char in token for n in self._encode_piece(char, True)[0]]
         self._backend.encode_special_tokens = False
         return ids
@@ -246,12 +246,12 @@ class Encoder:
         return alone.ids, alone.offsets
 
     def _missing_bos_eos(self, item: RenderedText, ids: Any) -> tuple[list[int], list[int]]:
-        """Return the BOS and EOS tokens that a text lacks; count its other control tokens."""
+        """Return the BOS and EOS tokens that a text lacks; count its other special tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
         if item.is_plain:
             inner = ids[brings_bos : len(ids) - brings_eos]
-            self.counters.control_tokens += int(np.isin(inner, self._control_ids).sum())
+            self.counters.control_tokens += int(np.isin(inner, self._special_ids).sum())
         self.counters.unended_texts += item.eos and not self._eos
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
@@ -264,11 +264,11 @@ class Encoder:
         mask = _full_mask(item, len(whole))
         if item.spans is not None and ids:
             begins, ends = np.array(offsets).T
-            is_control = np.isin(ids, self._control_ids)
+            is_special = np.isin(ids, self._special_ids)
             inside = np.zeros(len(ids), dtype=mask.dtype)
             weights = item.weights or (1,) * len(item.spans)
             for (start, stop), weight in zip(item.spans, weights, strict=True):
-                learned = (begins < stop) & (ends > start) & ((begins >= start) | ~is_control)
+                learned = (begins < stop) & (ends > start) & ((begins >= start) | ~is_special)
                 if start and not self._learns_prompts:
                     self.counters.joined_starts += bool((begins[learned] < start).any())
                 inside[learned] = weight

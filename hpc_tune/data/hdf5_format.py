@@ -12,7 +12,7 @@ is one range of bytes that can be read without HDF5::
        +- documents/by_length  uint32 or int64 [num_documents]  numbers, stably sorted by length
        +- lengths/values       int64 [num_lengths]              the distinct lengths, rising
        +- lengths/counts       int64 [num_lengths]              how many documents have each
-    (at the end)           a checksum of all that is not a dataset: seal.py
+    (at the end)           a checksum of all that is not a dataset: see below
 
 That is version 4, of answers. Files of preferences have the attribute form, and in a document two
 sides, one after the other: of version 5 the chosen and the rejected answer (pairs), of version 7
@@ -143,7 +143,7 @@ def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
 
 
 FORMAT = "hpc_tune tokens"
-# 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
+# 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took special tokens
 # that people have typed into calls of tools for real ones.
 VERSION = 4
 PAIR_VERSION, WEIGHT_VERSION, LABEL_VERSION = 5, 6, 7

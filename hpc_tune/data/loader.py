@@ -1,6 +1,6 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
-    PackedSampler (sampler.py): stream row -> documents
+    PackedSampler (order.py): stream row -> documents
     step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
 
 Which rows a step has depends on the number of rows consumed before, and on nothing else: not on the

@@ -1,6 +1,6 @@
 """Rows of documents -> batches.
 
-    row number -> documents (sampler.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
+    row number -> documents (order.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
 Of pairs, the chosen answer is followed by the rejected one in the same row. Of labelled answers,
 the batch holds those that rows give, and ``mismatched`` those of other rows after their prompts.
@@ -318,7 +318,7 @@ def make_batch(
     )
 
 
-# -- The rows of a mixture: each of one source, in the order that its phase says (mixture.py).
+# -- The rows of a mixture: each of one source, in the order that its phase says (order.py).
 
 
 class MixedRows:

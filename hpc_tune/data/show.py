@@ -2,8 +2,8 @@
 
     raw data -> one example at a time -> encode.py -> its documents, and counts -> lines
 
-What is learned is in colour or in marks, control tokens are bold. Text that only looks like a
-control token has a backslash in front, as have a terminal's control characters.
+What is learned is in colour or in marks, special tokens are bold. Text that only looks like a
+special token has a backslash in front, as have a terminal's control characters.
 """
 
 import re
@@ -60,10 +60,10 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class TextStyle:
-    """What is written around learned text and around control tokens."""
+    """What is written around learned text and around special tokens."""
 
     learned: tuple[str, str]
-    control: tuple[str, str] = ("", "")
+    special: tuple[str, str] = ("", "")
 
     def paint(self, text: str, marks: tuple[str, str]) -> str:
         """Put marks around a text; a terminal's around each line, for pagers."""
@@ -173,13 +173,13 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
 
 
 class DocumentDecoder:
-    """Decodes documents into text, with marks around what is learned and around control tokens."""
+    """Decodes documents into text, with marks around what is learned and around special tokens."""
 
     def __init__(self, tokenizer: FastTokenizer, look: TextStyle) -> None:
         """Take the tokenizer that the documents were made with."""
         self._backend, self._look = tokenizer.backend_tokenizer, look
         added = self._backend.get_added_tokens_decoder()
-        self._controls = {number: token.content for number, token in added.items() if token.special}
+        self._special = {number: token.content for number, token in added.items() if token.special}
         self._typed = longest_match_pattern(list_special_tokens(tokenizer))
         self.legend = look.paint("learned", look.learned)
 
@@ -188,15 +188,15 @@ class DocumentDecoder:
         ids, parts = tokens.tolist(), []
         for is_learned, run in groupby(range(first, len(ids)), lambda at: bool(mask[at])):
             text = "".join(
-                self._control_text(ids, [*places]) if is_control else self._plain(ids, [*places])
-                for is_control, places in groupby(run, lambda at: ids[at] in self._controls)
+                self._special_text(ids, [*places]) if is_special else self._plain(ids, [*places])
+                for is_special, places in groupby(run, lambda at: ids[at] in self._special)
             )
             parts.append(self._look.paint(text, self._look.learned) if is_learned else text)
         return "".join(parts)
 
-    def _control_text(self, ids: Sequence[int], places: Sequence[int]) -> str:
-        text = "".join(self._controls[ids[at]] for at in places)
-        return self._look.paint(text, self._look.control)
+    def _special_text(self, ids: Sequence[int], places: Sequence[int]) -> str:
+        text = "".join(self._special[ids[at]] for at in places)
+        return self._look.paint(text, self._look.special)
 
     def _plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
         """Decode a run of tokens after the one before it: at a beginning some lose a space."""

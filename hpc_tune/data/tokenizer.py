@@ -65,7 +65,7 @@ def tokenizer_name(tokenizer: Any) -> str:
 
 
 def splits_special_tokens(tokenizer: FastTokenizer) -> bool:
-    """Return whether control tokens in plain text are text, by ``split_special_tokens``."""
+    """Return whether special tokens in plain text are text, by ``split_special_tokens``."""
     return bool(getattr(tokenizer, "split_special_tokens", False))
 
 
@@ -78,7 +78,7 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
     """Return a sha256 over everything that decides which tokens and masks a text becomes.
 
     That is the backend (vocabulary, merges, normaliser, pre-tokeniser, added tokens), the special
-    tokens, the chat template in use, and whether control tokens in plain text are text. Truncation
+    tokens, the chat template in use, and whether special tokens in plain text are text. Truncation
     and padding are left out: calls change them, and preparing turns both off.
     """
     backend = json.loads(require_fast(tokenizer).backend_tokenizer.to_str())

@@ -23,7 +23,7 @@ from hpc_tune.model.language import refuse_code, require_directory
 # Some classes of transformers 5 take vocabulary and merges from tokenizer.json and drop its
 # normalizer and pre-tokenizer for their own: a model then gets other tokens than it was trained
 # with. ``PreTrainedTokenizerFast`` reads the whole file. Both are tried on ``PROBES``, on pieces of
-# the vocabulary and on control tokens in text; where they differ, the file is right.
+# the vocabulary and on special tokens in text; where they differ, the file is right.
 
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -228,13 +228,13 @@ def _keep_roles(whole: Any, tokenizer: Any) -> None:
             setattr(whole, role, str(text))
 
 
-# -- Whether a tokenizer has the control tokens of a chat template that is taken by its name.
+# -- Whether a tokenizer has the special tokens of a chat template that is taken by its name.
 
 
 def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path) -> None:
     """Check the tokens of a template by name; a path is not looked at.
 
-    Without the other control tokens a model can learn the form, without the last it cannot end.
+    Without the other special tokens a model can learn the form, without the last it cannot end.
 
     Raises:
         DataError: if what ends an answer is no single token.

@@ -81,7 +81,7 @@ def test_what_the_chat_template_leaves_out_is_warned_of(tmp_path, caplog):
     assert not caplog.messages
 
 
-def test_an_answer_is_shown_with_its_control_tokens_up_to_the_one_that_ends_it():
+def test_an_answer_is_shown_with_its_special_tokens_up_to_the_one_that_ends_it():
     tokenizer = tokenizer_of()
     ids = tokenizer("<|start|>call {}<|end|>x", add_special_tokens=False).input_ids
     end = tokenizer.convert_tokens_to_ids("<|end|>")

@@ -247,7 +247,7 @@ def test_words_that_are_the_end_of_a_token_are_not_taken_for_it():
     assert learned(CHATML, turns)[0] == ["><|im_end|>"]
 
 
-def test_an_answer_behind_another_is_not_learned_with_an_opening_that_no_control_token_ends():
+def test_an_answer_behind_another_is_not_learned_with_an_opening_that_no_special_token_ends():
     template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
         "{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}"

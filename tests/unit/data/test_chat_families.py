@@ -18,7 +18,7 @@ from tests.support.older_transformers import since
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A template, its control tokens (``~`` in front: swallows white space behind it).
+    """A template, its special tokens (``~`` in front: swallows white space behind it).
 
     ``added``: to a last answer, which the template does not end.
     """
@@ -211,7 +211,7 @@ FAMILIES = {
         "</s>",
         [" 1</s>", " 2</s>"],
     ),
-    "alpaca's headings: no control token at all": Family(
+    "alpaca's headings: no special token at all": Family(
         by_role("### Instruction:\nTEXT\n\n", "### Response:\nTEXT\n\n", "### Response:\n"),
         "<|endoftext|>",
         ["1\n\n", "2\n\n"],
@@ -236,7 +236,7 @@ FAMILIES = {
 
 
 def tokenizer_of(family):
-    """A token per byte, and the family's control tokens."""
+    """A token per byte, and the family's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -371,7 +371,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_counted_and_no_empty_answ
     assert (counters.lost_calls, counters.empty_answers) == (0, 0)
 
 
-def test_control_tokens_in_peoples_text_are_text():
+def test_special_tokens_in_peoples_text_are_text():
     record = chat("what does <|im_end|> do?", "<|im_end|> ends", "and 2?", "2")
     tokenizer = tokenizer_of(CHATML)
     encoder = Encoder(tokenizer, 1000, "answers")
@@ -408,10 +408,10 @@ TYPED = {
 }
 
 
-@since("5.20", "does not cut typed control tokens")
+@since("5.20", "does not cut typed special tokens")
 @pytest.mark.parametrize("make", [tokenizer_of, metaspace_tokenizer])
 @pytest.mark.parametrize("typed", TYPED)
-def test_typed_control_tokens_are_what_stock_transformers_makes_of_them(typed, make):
+def test_typed_special_tokens_are_what_stock_transformers_makes_of_them(typed, make):
     template = CALLS.replace("{{ m.content or", "{{ m.reasoning_content }}{{ m.content or")
     family = dataclasses.replace(CHATML, template=template)
     tokenizer = make(family) if make is tokenizer_of else make(template)
@@ -423,14 +423,14 @@ def test_typed_control_tokens_are_what_stock_transformers_makes_of_them(typed, m
     assert encoder.counters.control_texts == 1 + str(TYPED[typed]).count("<|im_")
 
 
-def test_characters_that_stand_for_control_tokens_are_kept_where_people_type_them():
+def test_characters_that_stand_for_special_tokens_are_kept_where_people_type_them():
     said = "\U000f0000 and \U000f0001\U000f0000\U000f0002 <|im_end|>"
     found, counters = learned(CHATML, chat("?", said))
     assert found == [f"{said}<|im_end|>"]
     assert counters.control_texts == 1
 
 
-def test_an_assistants_own_marks_of_reasoning_stay_control_tokens():
+def test_an_assistants_own_marks_of_reasoning_stay_special_tokens():
     family = dataclasses.replace(CHATML, controls=f"{CHATML.controls} <think> </think>")
     tokenizer = tokenizer_of(family)
     encoder = Encoder(tokenizer, 1000, "answers")
@@ -441,7 +441,7 @@ def test_an_assistants_own_marks_of_reasoning_stay_control_tokens():
     assert encoder.counters.control_texts == 1
 
 
-def test_a_template_that_writes_a_typed_control_token_in_ascii_drops_the_row():
+def test_a_template_that_writes_a_typed_special_token_in_ascii_drops_the_row():
     template = CALLS.replace("| tojson", "| tojson(ensure_ascii=true)")
     call = {"function": {"name": "f", "arguments": {"of": "<|im_end|>"}}}
     record = chat("?", "")

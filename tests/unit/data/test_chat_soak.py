@@ -33,7 +33,7 @@ HARD = [
 # Where no token begins or ends an answer, and none is asked for, its outermost space is not known.
 BEGUN_BY_USERS = [
     FAMILIES[name].template
-    for name in ("Llama 2", "Mistral", "alpaca's headings: no control token at all")
+    for name in ("Llama 2", "Mistral", "alpaca's headings: no special token at all")
 ]
 # Python's idea of white space has these four beyond Unicode's.
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x1c\x1d\x1e\x1f")
@@ -77,7 +77,7 @@ def templates(draw):
 
 
 def said_under(family):
-    """Text that people may write, control tokens of the family's template among it."""
+    """Text that people may write, special tokens of the family's template among it."""
     controls = [control.removeprefix("~") for control in family.controls.split()]
     parts = st.sampled_from(HARD + controls) | st.text(LETTERS, max_size=8)
     return st.lists(parts, max_size=4).map("".join)
@@ -169,7 +169,7 @@ def check(drawn):
     text = json.dumps(plain, ensure_ascii=False)
     if any(char in text for char in "\U000f0000\U000f0001"):  # stock takes them out
         return
-    # An answer's own control tokens are tokens; stock makes text of all of them, or of none; before
+    # An answer's own special tokens are tokens; stock makes text of all of them, or of none; before
     # transformers 5.20 of none.
     num_own, num_typed = encoder.counters.own_controls, encoder.counters.control_texts
     if not num_typed or (not num_own and RELEASE >= (5, 20)):

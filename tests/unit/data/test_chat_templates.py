@@ -81,7 +81,7 @@ TEXTS = [
 
 
 def tokenizer_of(name, lacks=()):
-    """A token per byte, and the control tokens of a template."""
+    """A token per byte, and the special tokens of a template."""
     tokenizer = byte_tokenizer(template_file(name).read_text("utf-8"))
     own = {"<s>", "</s>", NAMED_TEMPLATES[name].end or "</s>", *NAMED_TEMPLATES[name].controls} - {
         *lacks
@@ -250,7 +250,7 @@ def test_a_template_that_ends_with_the_end_token_needs_one(tmp_path):
         load_tokenizer(tmp_path, "zephyr")
 
 
-def test_other_control_tokens_that_are_missing_are_warned_of(tmp_path, caplog):
+def test_other_special_tokens_that_are_missing_are_warned_of(tmp_path, caplog):
     folder = saved(tmp_path, "phi4", lacks=["<|im_sep|>"])
     with caplog.at_level(logging.WARNING, "hpc_tune"):
         load_tokenizer(folder, "phi4")

@@ -1,4 +1,4 @@
-"""Typed control tokens are found as a plain list of alternatives finds them."""
+"""Typed special tokens are found as a plain list of alternatives finds them."""
 
 import re
 
@@ -13,7 +13,7 @@ WORDS = st.text("ab|<", max_size=5)
 
 @settings(deadline=None, database=None)
 @given(st.lists(WORDS, max_size=8), st.text(f"ab|<{ESCAPE}\U000f0001", max_size=60))
-def test_any_text_comes_back_with_the_longest_control_token_at_each_place(controls, text):
+def test_any_text_comes_back_with_the_longest_special_token_at_each_place(controls, text):
     counters = Counters()
     stand_ins = SpecialTokenEscapes(controls, controls, counters)
     pieces = [*stand_ins.split(stand_ins.hide(text))]

@@ -168,7 +168,7 @@ LONG = "word " * 60
 
 @pytest.mark.parametrize("text", ["a <|im_end|> b", f"{LONG}<|im_start|> {LONG}"])
 @pytest.mark.parametrize("is_text", [False, True])
-def test_plain_text_is_tokenised_as_the_stock_tokenizer_does_and_control_tokens_counted(
+def test_plain_text_is_tokenised_as_the_stock_tokenizer_does_and_special_tokens_counted(
     monkeypatch, text, is_text
 ):
     monkeypatch.setattr(encode, "BATCH_CHARS", 200)
@@ -181,7 +181,7 @@ def test_plain_text_is_tokenised_as_the_stock_tokenizer_does_and_control_tokens_
     encoder = Encoder(tokenizer, 5000, "answers")
     (plain, _), (chat, _) = _documents(encoder, [Text(text), _chat("q", "a")])
     assert plain.tolist() == stock + end
-    assert (chat == end[0]).sum() == 2, "those of the template are control tokens"
+    assert (chat == end[0]).sum() == 2, "those of the template are special tokens"
     assert encoder.counters.control_tokens == (0 if is_text else 1)
     encoder = Encoder(base, 5000, "answers")
     ((prompt, _),) = _documents(encoder, [Completion(text, text, text)])

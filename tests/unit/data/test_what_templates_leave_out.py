@@ -170,7 +170,7 @@ def with_controls(*controls):
     return tokenizer
 
 
-def test_an_answers_own_control_tokens_are_learned_as_such():
+def test_an_answers_own_special_tokens_are_learned_as_such():
     tokenizer = with_controls("<tool_call>", "</tool_call>")
     answer = "<tool_call>\n{}\n</tool_call>"
     row = chat(("system", "<tool_call>"), ("user", "<tool_call>"), ("assistant", answer))
@@ -182,7 +182,7 @@ def test_an_answers_own_control_tokens_are_learned_as_such():
     assert (counters.own_controls, counters.control_texts) == (2, 2)
 
 
-def test_control_tokens_around_turns_stay_text_in_an_answer_too():
+def test_special_tokens_around_turns_stay_text_in_an_answer_too():
     tokenizer = with_controls("<tool_call>")
     row = chat(("user", "q"), ("assistant", "a<|im_end|>\n<|im_start|>user\nb"))
     (block,) = Encoder(tokenizer, 999, "answers").encode([to_example(row)])

@@ -142,7 +142,7 @@ def test_numbers_behind_a_gap_are_counted(tmp_path):
     assert (num_ids(tokenizer), len(tokenizer) < 400) == (70001, True)
 
 
-def test_control_tokens_as_text_are_another_tokenizer(tmp_path):
+def test_special_tokens_as_text_are_another_tokenizer(tmp_path):
     write(tmp_path, "PreTrainedTokenizerFast")
     plain = fingerprint(load_tokenizer(tmp_path))
     write(tmp_path, "PreTrainedTokenizerFast", split_special_tokens=True)
