@@ -17,9 +17,13 @@ from typing import Literal
 from hpc_tune.errors import DataError
 
 HubKind = Literal["model", "dataset"]
-SNAPSHOTS, BLOBS, MAIN_REF = "snapshots", "blobs", "main"
+_SNAPSHOTS, _BLOBS, _REFS, _MAIN = "snapshots", "blobs", "refs", "main"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
 _MIN_PREFIX = 7  # characters of a revision, as git shortens it
+PREFIXES: dict[HubKind, str] = {"model": "models--", "dataset": "datasets--"}
+_REVISION = re.compile(r"[0-9a-f]{40}")
+# Parts of a path in the cache that say nothing of what is there.
+NAMELESS = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}|[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,36 @@ class Snapshot:
 
 def is_cache(folder: Path) -> bool:
     """Return whether a folder is that of one dataset or model in the hub's cache."""
-    return (folder / SNAPSHOTS).is_dir() and (
-        (folder / BLOBS).is_dir() or (folder / "refs").is_dir()
+    return (folder / _SNAPSHOTS).is_dir() and (
+        (folder / _BLOBS).is_dir() or (folder / _REFS).is_dir()
     )
+
+
+def model_name(path: Path) -> tuple[str, str | None] | None:
+    """Return the hub's name of the model in whose folder of the cache a path is, and the revision
+    where the path is that of one; None of a path that is in no such folder.
+    """
+    prefix = PREFIXES["model"]
+    cached = next((part for part in reversed(path.parts) if part.startswith(prefix)), None)
+    if cached is None:
+        return None
+    revision = path.name if _REVISION.fullmatch(path.name) else None
+    return cached.removeprefix(prefix).replace("--", "/"), revision
+
+
+def _cache_of(folder: Path) -> Path | None:
+    """Return the folder of the cache that ``folder`` is, or whose ``snapshots`` it is."""
+    if folder.name == _SNAPSHOTS and is_cache(folder.parent):
+        return folder.parent
+    return folder if is_cache(folder) else None
 
 
 def list_revisions(folder: Path) -> list[Path]:
     """Return the folders of all revisions that a folder of the cache has."""
-    return sorted(path for path in (folder / SNAPSHOTS).iterdir() if path.is_dir())
+    return sorted(path for path in (folder / _SNAPSHOTS).iterdir() if path.is_dir())
 
 
-def find_snapshot(folder: Path, revision: str = MAIN_REF) -> Snapshot | None:
+def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
     """Return a revision of a folder of the cache, by its own name or by one of ``refs``.
 
     None: it is not there. Where refs/main is not there, either, the only revision is meant by it.
@@ -54,7 +77,7 @@ def find_snapshot(folder: Path, revision: str = MAIN_REF) -> Snapshot | None:
     why = f"refs/{revision}" if named else "as named"
     if not chosen and len(revision) >= _MIN_PREFIX:
         chosen = [path for path in found if path.name.startswith(revision)]
-    if not chosen and revision == MAIN_REF:
+    if not chosen and revision == _MAIN:
         chosen, why = found, "the only one"
     if len(chosen) != 1:
         return None
@@ -79,10 +102,10 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
     if match is None:
         return None
     owner, short, revision = match.groups()
-    folder = cache_folder(os.environ) / f"{kind}s--{owner}--{short}"
+    folder = cache_folder(os.environ) / f"{PREFIXES[kind]}{owner}--{short}"
     if not is_cache(folder):
         return None
-    found = find_snapshot(folder, revision or MAIN_REF)
+    found = find_snapshot(folder, revision or _MAIN)
     if found is None:
         others = ", ".join(f"{owner}/{short}@{path.name}" for path in list_revisions(folder)[:5])
         what = f"revision {revision}" if revision else "refs/main"
@@ -97,9 +120,24 @@ def cache_hint(name: str, kind: HubKind) -> str:
     return f"; nor is a {kind} of that name in the hub's cache, {cache_folder(os.environ)}"
 
 
+def advise_on_snapshots(folder: Path, setting: str) -> str | None:
+    """Return which snapshots a model's folder of the cache has, to be named by ``setting`` in its
+    place; None of another folder.
+    """
+    if (cache := _cache_of(folder)) is None:
+        return None
+    names = " or ".join(f"{setting}={path}" for path in list_revisions(cache))
+    main = find_snapshot(cache)
+    which = f" ({main.why}: {main.path.name})" if main and main.others else ""
+    return (
+        f"{setting}={folder}: a folder of the hub's cache, not of a model; name its snapshot: "
+        f"{names}{which}"
+    )
+
+
 def _read_ref(folder: Path, reference: str) -> str:
     try:
-        return (folder / "refs" / reference).read_text(encoding="utf-8").strip()
+        return (folder / _REFS / reference).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -116,16 +154,14 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     Raises:
         DataError: if there is none, or several to choose from.
     """
-    if folder.name == SNAPSHOTS and is_cache(folder.parent):
-        folder = folder.parent
-    if not is_cache(folder):
+    if (cache := _cache_of(folder)) is None:
         return None
-    revisions = list_revisions(folder)
+    revisions = list_revisions(cache)
     if not revisions:
-        raise DataError(f"{folder} is a folder of the hub's cache without any snapshot in it")
-    if (found := find_snapshot(folder)) is None:
+        raise DataError(f"{cache} is a folder of the hub's cache without any snapshot in it")
+    if (found := find_snapshot(cache)) is None:
         raise DataError(
-            f"{folder} is a folder of the hub's cache with {len(revisions)} revisions, and "
+            f"{cache} is a folder of the hub's cache with {len(revisions)} revisions, and "
             f"refs/main names none of them; name one: {' or '.join(map(str, revisions[:5]))}"
         )
     return found.path, list(found.others)
@@ -133,7 +169,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
 
 def own_name(file: Path) -> Path:
     """Return the path by which files are told apart: of two names of one blob there are two."""
-    if file.is_symlink() and file.resolve().parent.name == BLOBS:
+    if file.is_symlink() and file.resolve().parent.name == _BLOBS:
         return file.parent.resolve() / file.name
     return file.resolve()
 
@@ -143,7 +179,7 @@ def refuse_several_revisions(files: Iterable[Path]) -> None:
     found: dict[Path, set[str]] = {}
     for file in files:
         parts = file.absolute().parts
-        at = len(parts) - 1 - parts[::-1].index(SNAPSHOTS) if SNAPSHOTS in parts else 0
+        at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS) if _SNAPSHOTS in parts else 0
         root = Path(*parts[:at])
         if at and len(parts) > at + 2 and is_cache(root):
             found.setdefault(root, set()).add(parts[at + 1])
@@ -152,5 +188,5 @@ def refuse_several_revisions(files: Iterable[Path]) -> None:
             raise DataError(
                 f"data.path names files of {len(revisions)} revisions of {root}, which are the same"
                 f" dataset at different times; name one: "
-                f"{' or '.join(str(root / SNAPSHOTS / name) for name in sorted(revisions)[:5])}"
+                f"{' or '.join(str(root / _SNAPSHOTS / name) for name in sorted(revisions)[:5])}"
             )

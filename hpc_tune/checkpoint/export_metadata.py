@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
+from hpc_tune.hub_cache import NAMELESS, model_name
 from hpc_tune.model.tokenizer import (
     load_tokenizer,
     may_have_own_class,
@@ -30,11 +30,6 @@ from hpc_tune.safe_yaml import load_yaml
 #
 # a folder of the hub's cache (models--OWNER--NAME/snapshots/REVISION) -> OWNER/NAME, REVISION
 # any other folder                                                     -> its own name
-
-
-_CACHE_PREFIX = "models--"
-_NAMELESS_FOLDER = re.compile(r"snapshots|blobs|refs|[0-9a-f]{40}|[0-9a-f]{64}")
-_REVISION = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -52,13 +47,11 @@ class BaseName:
 def find_base_name(base: Path) -> BaseName:
     """Return the name of the base model in the folder ``base``, through links as people know it."""
     path = Path(os.path.abspath(base))
-    for parts in (path.parts, path.resolve().parts):
-        cached = next((part for part in reversed(parts) if part.startswith(_CACHE_PREFIX)), None)
-        if cached is not None:
-            name = cached.removeprefix(_CACHE_PREFIX).replace("--", "/")
-            known = _REVISION.fullmatch(parts[-1])
-            return BaseName(name, name, parts[-1] if known else None)
-    named = (part for part in reversed(path.parts) if not _NAMELESS_FOLDER.fullmatch(part))
+    for place in (path, path.resolve()):
+        if (cached := model_name(place)) is not None:
+            name, revision = cached
+            return BaseName(name, name, revision)
+    named = (part for part in reversed(path.parts) if not NAMELESS.fullmatch(part))
     return BaseName(next(named), str(path))
 
 

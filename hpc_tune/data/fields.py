@@ -6,9 +6,26 @@ from typing import Any
 
 import numpy as np
 
+# Fields by what they hold; which form of a row has them, FORMS in records.py says.
+CHAT_FIELDS = ("messages", "conversations")
+CHOSEN_FIELDS = ("chosen", "chosen_response", "preferred_output")
+REJECTED_FIELDS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+LABEL_FIELDS = ("label", "kto_tag")
+PREFERENCE_FIELDS = ("chosen", "rejected", "kto_tag")  # that say what a row is by themselves
+
 
 class WrongRecord(ValueError):
     """A record that is no example; the reader adds file and line to the message."""
+
+
+def require_object(record: Any) -> None:
+    """Refuse a row that has no fields.
+
+    Raises:
+        WrongRecord: if it is no object.
+    """
+    if not isinstance(record, dict):
+        raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
 
 
 def parse_json_text(value: Any, where: str, blank: Any) -> Any:
@@ -244,7 +261,7 @@ def _read_call(given: Any, where: str) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-# -- Cells of a table that hold a chat in another form than a list of messages.
+# -- Values of a field that hold a chat in another form than a list of messages.
 #
 # JSON text of messages, as files of one type per column keep them -> the messages
 # an object of messages and tools, or JSON text of one             -> the messages; the row's tools
@@ -267,7 +284,6 @@ ROLES = {
     "tool_call": "assistant",
 }
 _KNOWN_ROLES = {*ROLES, "developer"}
-_CHAT_FIELDS = ("messages", "conversations")
 
 
 def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
@@ -321,7 +337,7 @@ def _find_chat(value: Any) -> tuple[Any, Any] | None:
 
 
 def _find_inner_key(value: dict[str, Any]) -> str | None:
-    return next((name for name in _CHAT_FIELDS if is_chat(value.get(name))), None)
+    return next((name for name in CHAT_FIELDS if is_chat(value.get(name))), None)
 
 
 def _is_list_per_key(value: dict[str, Any]) -> bool:

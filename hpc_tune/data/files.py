@@ -21,6 +21,7 @@ from hpc_tune.data.dataset_card import glob_files, train_files
 from hpc_tune.errors import DataError
 from hpc_tune.files import why_pointer
 from hpc_tune.hub_cache import (
+    PREFIXES,
     cache_hint,
     choose_snapshot,
     is_cache,
@@ -275,7 +276,7 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
 
 def _advise_on_cache(folder: Path, cached: Sequence[Path]) -> str:
     """Return what to do about a folder that holds some of the hub's cache."""
-    data = [path for path in cached if not path.name.startswith("models--")]
+    data = [path for path in cached if not path.name.startswith(PREFIXES["model"])]
     if not data:
         return (
             f"{folder} has {cached[0].name} within it, a model in the hub's cache, which is no "

@@ -14,7 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_tune.data.fields import (
+    CHAT_FIELDS,
+    CHOSEN_FIELDS,
+    LABEL_FIELDS,
     MARK_FIELDS,
+    REJECTED_FIELDS,
     WrongRecord,
     format_value,
     is_unset,
@@ -23,6 +27,7 @@ from hpc_tune.data.fields import (
     parse_input,
     read_tools,
     read_weight,
+    require_object,
     unpack_chats,
 )
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, read_turns, to_example
@@ -66,10 +71,7 @@ def split_chats(
     rests = chosen[same:], rejected[same:]
     for name, rest in zip(names, rests, strict=True):
         if not rest:
-            raise WrongRecord(
-                f"{name} is only what the other begins with, expected an answer of its own after"
-                " the prompt"
-            )
+            raise _no_own_answer(name)
         if not same or rest[0]["role"] != "assistant":
             raise WrongRecord(
                 f"{both} do not begin with the same prompt: they differ in message {same + 1}, "
@@ -102,11 +104,14 @@ def split_texts(chosen: str, rejected: str, names: Sequence[str]) -> tuple[Promp
         )
     for name, answer in zip(names, answers, strict=True):
         if not answer:
-            raise WrongRecord(
-                f"{name} is only what the other begins with, expected an answer of its own after"
-                " the prompt"
-            )
+            raise _no_own_answer(name)
     return Completion(same.rstrip(), "", plain_prompt=same), answers[0], answers[1]
+
+
+def _no_own_answer(name: str) -> WrongRecord:
+    return WrongRecord(
+        f"{name} is only what the other begins with, expected an answer of its own after the prompt"
+    )
 
 
 def _split_turns(text: str, name: str) -> Messages:
@@ -133,22 +138,15 @@ def _as_completion(prompt: Messages) -> Completion | None:
     return Completion(said[-1], "", f"{plain}\n\nAssistant: ", history=history)
 
 
-CHOSEN_FIELDS = ("chosen", "chosen_response", "preferred_output")
-REJECTED_FIELDS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
-LABEL_FIELDS = ("label", "kto_tag")
-_CHAT_FIELDS = ("messages", "conversations")
+# -- The form of a pair: a chosen and a rejected answer, their prompt, and what it may have beside.
+
+
 _TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
-_COMMON_FIELDS = ("tools", "functions", *MARK_FIELDS)
-_OTHER_FIELDS = ("system", "system_prompt", "history", "context", "rejected_tools")
-# All fields of rows of pairs.
 PAIR_FIELDS = frozenset(
     (
-        *CHOSEN_FIELDS,
-        *REJECTED_FIELDS,
-        *_CHAT_FIELDS,
-        *_TEXT_FIELDS,
-        *_COMMON_FIELDS,
-        *_OTHER_FIELDS,
+        *(*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, *_TEXT_FIELDS),
+        *("system", "system_prompt", "history", "context", "tools", "functions", "rejected_tools"),
+        *MARK_FIELDS,
     )
 )
 _EXPECTED_PAIRS = (
@@ -185,9 +183,9 @@ def to_pair(record: Any) -> PreferencePair:
         WrongRecord: if it is none.
         NotLearned: if it is marked as not to be learned.
     """
-    _require_object(record)
+    require_object(record)
     record = unpack_chats(
-        parse_input(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *_CHAT_FIELDS, "prompt")
+        parse_input(record), (*CHOSEN_FIELDS, *REJECTED_FIELDS, *CHAT_FIELDS, "prompt")
     )
     better, worse = _only_field(record, CHOSEN_FIELDS), _only_field(record, REJECTED_FIELDS)
     if better is None and worse is None:
@@ -218,7 +216,7 @@ def to_labelled(record: Any) -> LabelledAnswers:
         WrongRecord: if it has none.
         NotLearned: if it is marked as not to be learned.
     """
-    _require_object(record)
+    require_object(record)
     field, worse = _only_field(record, LABEL_FIELDS), _only_field(record, REJECTED_FIELDS)
     if field is None and worse is not None:
         pair = to_pair(record)
@@ -272,17 +270,12 @@ def find_answer_start(chat: Chat) -> int:
     return [*is_learned].index(True)
 
 
-def _require_object(record: Any) -> None:
-    if not isinstance(record, dict):
-        raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
-
-
 def _other_objective(record: dict[str, Any]) -> str:
     """Return which objective takes a row that is no pair."""
     if has_label(record):
         return "answers with a label are for tune.objective=kto; "
     if any(
-        not is_unset(record.get(name)) for name in (*_CHAT_FIELDS, "completion", "output", "text")
+        not is_unset(record.get(name)) for name in (*CHAT_FIELDS, "completion", "output", "text")
     ):
         return "answers alone are for tune.objective=sft; "
     return ""
@@ -303,7 +296,7 @@ def _split_row(
     record: dict[str, Any], better: str | None, worse: str | None
 ) -> tuple[Prompt, Answer, Answer]:
     """Return prompt, chosen and rejected; ``better``, ``worse``: the fields of the latter."""
-    whole = next((name for name in _CHAT_FIELDS if not is_unset(record.get(name))), None)
+    whole = next((name for name in CHAT_FIELDS if not is_unset(record.get(name))), None)
     if better is None and worse != "rejected" and whole is not None:
         return _split_ms_swift_row(record, whole, str(worse))
     if better is None or worse is None:
@@ -318,8 +311,7 @@ def _split_row(
             parts = split_chats(chosen, rejected, names)
             _require_same_prompt(record, parts[0], names)
             return parts
-    if (odd := _explain_mixed_sides((chosen, rejected), names)) is not None:
-        raise WrongRecord(odd)
+    _refuse_mixed_sides((chosen, rejected), names)
     if (prompt := _read_prompt(record)) is not None:
         return prompt, chosen, rejected
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -330,15 +322,14 @@ def _split_row(
     )
 
 
-def _explain_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) -> str | None:
-    """Return what to say of a whole chat beside an answer that is text."""
+def _refuse_mixed_sides(sides: tuple[Answer, Answer], names: tuple[str, str]) -> None:
+    """Refuse a whole chat beside an answer that is text."""
     for side, name, other in zip(sides, names, reversed(names), strict=True):
         if isinstance(side, list) and side[0]["role"] != "assistant":
-            return (
+            raise WrongRecord(
                 f"{name} is a whole chat and {other} is text: expected two whole chats, or a prompt"
                 " and two answers; data.bad_rows=skip leaves such rows out"
             )
-    return None
 
 
 def _split_ms_swift_row(
@@ -407,7 +398,7 @@ def _read_prompt(record: dict[str, Any]) -> Prompt | None:
     if not is_unset(given) and not isinstance(given, str):
         return _read_turns(given, "prompt")
     if is_unset(given):
-        for name in _CHAT_FIELDS:
+        for name in CHAT_FIELDS:
             if not is_unset(record.get(name)):
                 return _read_turns(record[name], name)
     field = next((name for name in _TEXT_FIELDS if not is_unset(record.get(name))), None)
@@ -525,7 +516,7 @@ def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat
         )
     if all(message["role"] == "assistant" for message in example.messages):
         raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
-    if "completion" in record and not any(record.get(name) for name in _CHAT_FIELDS):
+    if "completion" in record and not any(record.get(name) for name in CHAT_FIELDS):
         return _unlearn_before(example, find_answer_start(example))
     begin = _find_last_round(example.messages) if is_round else len(example.messages) - 1
     return _unlearn_before(example, begin)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.fields import MARK_FIELDS, WrongRecord
+from hpc_tune.data.fields import LABEL_FIELDS, MARK_FIELDS, PREFERENCE_FIELDS, WrongRecord
 from hpc_tune.data.files import COMPRESSIONS
-from hpc_tune.data.preferences import LABEL_FIELDS
 from hpc_tune.data.reading import Reading, choose_columns
-from hpc_tune.data.records import PREFERENCE_FIELDS, Text
+from hpc_tune.data.records import Text
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20
@@ -287,7 +286,6 @@ PARQUET_ROWS = 256
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEAD = 1  # rows of names
 _MARK_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
-_READ_BYTES = 1 << 20
 _FILE_MAGIC = b"ARROW1"
 
 Rows = Iterator[tuple[int, Any]]
@@ -302,7 +300,7 @@ def open_parquet(file: Path) -> Any:
     import pyarrow.parquet
 
     with _as_data_error(f"{file} cannot be read as Parquet"):
-        opened = pyarrow.parquet.ParquetFile(file, buffer_size=_READ_BYTES)
+        opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES)
         opened.schema_arrow.names  # noqa: B018  # of a damaged file they may be no text
         return opened
 

@@ -14,12 +14,18 @@ from typing import Any, Literal
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.fields import ADVANTAGE_FIELDS, MARK_FIELDS, WrongRecord, refuse_advantages
-from hpc_tune.data.preferences import (
+from hpc_tune.data.fields import (
+    ADVANTAGE_FIELDS,
+    CHAT_FIELDS,
     CHOSEN_FIELDS,
     LABEL_FIELDS,
-    PAIR_FIELDS,
+    PREFERENCE_FIELDS,
     REJECTED_FIELDS,
+    WrongRecord,
+    refuse_advantages,
+)
+from hpc_tune.data.preferences import (
+    PAIR_FIELDS,
     LabelledAnswers,
     PreferencePair,
     has_label,
@@ -28,7 +34,7 @@ from hpc_tune.data.preferences import (
 )
 from hpc_tune.data.records import (
     EXPECTED_FIELDS,
-    PREFERENCE_FIELDS,
+    FORMS,
     Chat,
     Completion,
     Example,
@@ -42,24 +48,11 @@ from hpc_tune.errors import DataError
 BadRows = Literal["refuse", "skip"]
 SplitPart = Literal["all", "train", "held-out"]
 Row = Example | Tokens | PreferencePair | LabelledAnswers
-# The fields of each form, the one by which it is known first, and those that any form may have.
-_FORMS = (
-    ("messages",), ("conversations",), ("instruction", "input", "output"),
-    ("prompt", "completion", "response"), ("text",),
-)  # fmt: skip
-_FURTHER_FIELDS = {
-    "messages": ("system", "tools", "functions", *MARK_FIELDS),
-    "conversations": ("system", "tools", "functions", *MARK_FIELDS),
-    "instruction": ("system", "tools", "functions", "history", *MARK_FIELDS),
-    "prompt": ("system", "tools", "functions", *MARK_FIELDS),
-    "text": MARK_FIELDS,
-}
 _QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
 _ANSWER_FIELDS = ("output", "completion", "answer", "response")
 KNOWN_FIELDS = frozenset(
     itertools.chain(
-        *_FORMS,
-        *_FURTHER_FIELDS.values(),
+        *(form.own + form.shares for form in FORMS),
         _QUESTION_FIELDS,
         _ANSWER_FIELDS,
         PREFERENCE_FIELDS,
@@ -172,8 +165,8 @@ def _rename_fields(
     kept = dict(row)
     if reading.columns:
         wanted = {new for _, new in reading.columns}
-        forms = [form for form in _FORMS if wanted.intersection(form)]
-        others = {name for form in _FORMS if forms and form not in forms for name in form}
+        forms = [form for form in FORMS if wanted.intersection(form.own)]
+        others = {name for form in FORMS if forms and form not in forms for name in form.own}
         groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
         is_said = reading.form == "answers" and bool(forms)  # which answers are learned
         others.update(*(g for g in groups if is_said or wanted.intersection(g)))
@@ -190,8 +183,9 @@ def _rename_fields(
         }
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
-    form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
-    of_form = {*form, *_FURTHER_FIELDS.get(form[0], ())} - {"response"}  # it is read renamed alone
+    form = next((form for form in FORMS if renamed.get(form.needs[0]) is not None), None)
+    of_form = {*form.own, *form.shares} if form else set()
+    of_form.discard("response")  # it is read renamed alone
     if reading.form != "answers":
         of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
     read = of_form.intersection(kept) | names.keys()
@@ -208,7 +202,7 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
     """
     has = [name for name, value in row.items() if value is not None]
     system = {"system_prompt": "system"} if "system_prompt" in has and "system" not in has else {}
-    if any(name in has for name in ("messages", "conversations")):
+    if any(name in has for name in CHAT_FIELDS):
         return system
     if "text" in has:
         return {}
@@ -216,7 +210,7 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
     answers = [name for name in _ANSWER_FIELDS if name in has]
     if not questions or not answers:
         return {}
-    pairs = {"instruction": "output", "prompt": "completion"}
+    pairs = {form.needs[0]: form.needs[1] for form in FORMS if len(form.needs) > 1}
     names: dict[str, str] = {}
     question = next((q for q, a in pairs.items() if q in has and a in has), None)
     if question is None:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.data.fields import (
+    CHAT_FIELDS,
     MARK_FIELDS,
+    PREFERENCE_FIELDS,
     ROLES,
     WrongRecord,
     format_value,
@@ -19,19 +21,14 @@ from hpc_tune.data.fields import (
     read_calls,
     read_tools,
     read_weight,
+    require_object,
     unpack_chats,
 )
 
-EXPECTED_FIELDS = (
-    "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
-    " prompt and completion, text; data.columns={NAME: prompt, OTHER: completion} names fields that"
-    " are called something else"
-)
 # Turns that are calls of tools as JSON text: of LLaMA-Factory, of ms-swift.
 _CALL_ROLES = ("function_call", "tool_call")
-_BLANK_FIELDS = [("messages", ""), ("conversations", "")]
+_BLANK_FIELDS = [(name, "") for name in CHAT_FIELDS]
 _CALL_KEYS = ("tool_calls", "function_call")
-PREFERENCE_FIELDS = ("chosen", "rejected", "kto_tag")
 
 
 class NotLearned(Exception):
@@ -113,23 +110,17 @@ def to_example(record: Any) -> Example:
         WrongRecord: if it is no object, has none of the known fields, or one of the wrong type.
         NotLearned: if it is marked so as a whole.
     """
-    if not isinstance(record, dict):
-        raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
-    readers: dict[str, Callable[[dict[str, Any]], Example]] = {
-        "messages": lambda fields: _read_dialogue(fields, "messages"),
-        "conversations": lambda fields: _read_dialogue(fields, "conversations"),
-        "instruction": _read_alpaca,
-        "prompt": _read_completion,
-        "text": lambda fields: Text(_required_string(fields, "text")),
-    }
+    require_object(record)
     _refuse_preferences(record)
     record = _unpack_chats(record)
-    fields = [
-        f for f in readers if record.get(f) is not None and (f, record[f]) not in _BLANK_FIELDS
-    ]
-    if fields:
-        field = next((field for field in fields if record[field] != []), fields[0])
-        return _apply_marks(readers[field](record), record)
+    given = {
+        name: value
+        for name, value in record.items()
+        if value is not None and (name, value) not in _BLANK_FIELDS
+    }
+    if forms := [form for form in FORMS if form.needs[0] in given]:
+        form = next((form for form in forms if given[form.needs[0]] != []), forms[0])
+        return _apply_marks(form.read(record), record)
     raise WrongRecord(f"found {list_fields(record)}; {_advise_on_form(record) or EXPECTED_FIELDS}")
 
 
@@ -138,7 +129,7 @@ def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
 
     A completion that is the text of a chat, but of no answer, stays text after a prompt as text.
     """
-    record = unpack_chats(record, ("messages", "conversations"))
+    record = unpack_chats(record, CHAT_FIELDS)
     both = unpack_chats(record, ("prompt", "completion"))
     are_messages = is_chat(both.get("prompt")) or _role_at(both.get("completion"), 0) == "assistant"
     return both if are_messages else record
@@ -183,7 +174,7 @@ def _apply_marks(example: Example, record: dict[str, Any]) -> Example:
 def _refuse_preferences(record: dict[str, Any]) -> None:
     """Refuse rows for preference tuning: half of their answers are examples of what not to say."""
     fields = [name for name in PREFERENCE_FIELDS if record.get(name) is not None]
-    answers = ("completion", "output", "messages", "conversations")
+    answers = ("completion", "output", *CHAT_FIELDS)
     if isinstance(record.get("label"), bool) and any(record.get(name) for name in answers):
         fields.append("label")
     if fields:
@@ -197,9 +188,9 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
 def _advise_columns(record: dict[str, Any]) -> str:
     """Return the columns by which the better answers of a row of preferences are learned."""
     answers = ("chosen", "output", "completion", "response")
-    record = unpack_chats(record, ("messages", "conversations", *answers))
+    record = unpack_chats(record, (*CHAT_FIELDS, *answers))
     has = [name for name, value in record.items() if not is_unset(value)]
-    whole = next((name for name in ("messages", "conversations") if name in has), None)
+    whole = next((name for name in CHAT_FIELDS if name in has), None)
     answer = next((name for name in answers if name in has), "ANSWER")
     if whole is not None and _role_at(record[whole], -1) == "assistant":
         return f"{whole}: {whole}"
@@ -456,3 +447,44 @@ def _required_string(record: dict[str, Any], field: str) -> str:
     if not isinstance(record[field], str):
         raise WrongRecord(f"{field} is {json_type_name(record[field])}, expected text")
     return record[field]
+
+
+# -- The known forms of a row that is learned, in the order in which it is taken for one.
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """A form of rows: fields that it ``needs``, and is known by the first of; those that it
+    ``may_have``, and those that it ``shares`` with other forms; what reads it; its name.
+    """
+
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...]
+    shares: tuple[str, ...]
+    read: Callable[[dict[str, Any]], Example]
+    name: str = ""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The fields that say that a row is of this form."""
+        return self.needs + self.may_have
+
+
+_SHARED = ("system", "tools", "functions", *MARK_FIELDS)
+_HISTORY = ("history", *_SHARED)  # as queries and responses of ms-swift have it, too
+FORMS = (
+    RecordForm(("messages",), (), _SHARED, lambda row: _read_dialogue(row, "messages"), "chat"),
+    RecordForm(
+        *(("conversations",), (), _SHARED),
+        lambda row: _read_dialogue(row, "conversations"),
+        "ShareGPT",
+    ),
+    RecordForm(("instruction", "output"), ("input",), _HISTORY, _read_alpaca, "alpaca"),
+    RecordForm(("prompt", "completion"), ("response",), _SHARED, _read_completion),
+    RecordForm(("text",), (), MARK_FIELDS, lambda row: Text(_required_string(row, "text"))),
+)
+_NAMES = (f"{' and '.join(f.needs)}{f' ({f.name})' if f.name else ''}" for f in FORMS)
+EXPECTED_FIELDS = (
+    f"expected one of: {', '.join(_NAMES)}; data.columns={{NAME: prompt, OTHER: completion}} names"
+    " fields that are called something else"
+)

@@ -22,7 +22,7 @@ from torch import nn
 
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.files import why_pointer
-from hpc_tune.hub_cache import SNAPSHOTS, cache_hint, find_snapshot, is_cache, list_revisions
+from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
 from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
 from hpc_tune.model.loss import decoder_of
@@ -45,16 +45,10 @@ def require_directory(directory: Path) -> None:
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
         )
-    root = directory.parent if directory.name == SNAPSHOTS else directory
-    if is_cache(root) and not (directory / "config.json").is_file():
-        names = " or ".join(f"model.path={path}" for path in list_revisions(root))
-        main = find_snapshot(root)
-        which = f" ({main.why}: {main.path.name})" if main and main.others else ""
-        raise DataError(
-            f"model.path={directory}: a folder of the hub's cache, not of a model; name its "
-            f"snapshot: {names}{which}"
-        )
-    if why := why_pointer(directory / "config.json"):
+    config = directory / "config.json"
+    if not config.is_file() and (advice := advise_on_snapshots(directory, "model.path")):
+        raise DataError(advice)
+    if why := why_pointer(config):
         raise DataError(why)
 
 

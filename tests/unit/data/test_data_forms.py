@@ -4,13 +4,14 @@ import bz2
 import csv
 import gzip
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_tune.data import chunks, raw_files
+from hpc_tune.data import chunks, raw_files, records
 from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.fields import WrongRecord
@@ -283,3 +284,9 @@ def test_a_packed_file_whose_name_does_not_say_so_is_told(tmp_path):
     file.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}'))
     with pytest.raises(DataError, match=r"compressed by gzip; .* ends with \.gz"):
         _read(file)
+
+
+def test_the_docs_name_the_fields_of_each_form():
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    for form in records.FORMS:
+        assert not [name for name in form.own + form.shares if f"`{name}`" not in text], form.needs
