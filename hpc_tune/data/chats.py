@@ -111,8 +111,6 @@ class Renderer:
         others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
-            messages = self.escapes.hide_in_messages(example.messages)
-            example = replace(example, messages=messages, tools=self.escapes.hide(example.tools))
             example, full = self._write(example)
         except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
             where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
@@ -162,8 +160,6 @@ class Renderer:
             return RenderedText("\n\n".join(texts), None, is_plain=True, bos=True)
         typed = chat = replace(chat, messages=self._fill_null_content(chat.messages))
         try:
-            messages = self.escapes.hide_in_messages(chat.messages)
-            chat = replace(chat, messages=messages, tools=self.escapes.hide(chat.tools))
             chat, text = self._write(chat, generation=True)
         except TEMPLATE_ERRORS as error:
             raise DataError(
@@ -247,10 +243,13 @@ class Renderer:
         return render
 
     def _write(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
-        """Return a chat as the template takes it, and its text; raises one of TEMPLATE_ERRORS.
+        """Return a chat as the template takes it, with typed special tokens hidden, and its text;
+        raises one of TEMPLATE_ERRORS.
 
         Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
         """
+        messages = self.escapes.hide_in_messages(chat.messages)
+        chat = replace(chat, messages=messages, tools=self.escapes.hide(chat.tools))
         try:
             return chat, self._apply_template(chat.messages, generation, chat.tools)
         except TEMPLATE_ERRORS:

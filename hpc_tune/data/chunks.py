@@ -13,6 +13,7 @@ by one batch), however large the file.
 import ast
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import struct
@@ -32,8 +33,10 @@ from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.files import (
     KNOWN_KINDS,
     FileKind,
+    FoundFiles,
     Paths,
     as_list,
+    describe_left_out,
     find_files,
     find_kind,
     join_paths,
@@ -77,13 +80,13 @@ class MegatronIndex:
         return self._read("<i4", _HEADER.size, self.num_sequences)
 
     def pointers(self, start: int, stop: int) -> np.ndarray:
-        """Return where sequences begin, in bytes; behind the last one the file ends."""
+        """Return where sequences begin, in bytes; after the last one the file ends."""
         at = _HEADER.size + 4 * self.num_sequences + 8 * start
         found = self._read("<i8", at, min(stop, self.num_sequences) - start)
         return np.append(found, self.data.stat().st_size) if stop > self.num_sequences else found
 
     def documents(self, start: int, stop: int) -> np.ndarray:
-        """Return the first sequence of documents, and behind the last one all sequences."""
+        """Return the first sequence of documents, and after the last one all sequences."""
         at = _HEADER.size + 12 * self.num_sequences + 8 * start
         return self._read("<i8", at, stop - start)
 
@@ -169,9 +172,8 @@ def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> lis
         return []
     starts = np.append(0, ends)[sequences]
     step = max(chunk_bytes, -(-last // max_chunks))
-    marks = np.unique(np.searchsorted(starts[:-1], np.arange(0, last, step)))
-    marks = np.unique([0, *marks.tolist(), index.num_documents]).tolist()
-    return [*zip(marks, marks[1:], strict=False)]
+    cuts = np.unique(np.searchsorted(starts[:-1], np.arange(0, last, step)))
+    return [*itertools.pairwise(np.unique([0, *cuts.tolist(), index.num_documents]).tolist())]
 
 
 def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple[int, Tokens]]:
@@ -190,12 +192,16 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
         yield number, Tokens(tokens, f"{data}, document {number}")
 
 
-def describe_megatron_tokenizer(name: str) -> str:
-    """Return that nothing says which tokenizer made the tokens; ``name``: of the model's."""
-    return (
-        "Megatron's files do not say which tokenizer made their tokens: they are taken for those "
-        f"of {name}; look at them with show"
-    )
+def describe_unread(found: FoundFiles, tokenizer: str) -> Iterator[str]:
+    """Yield what of a source is not read and why, and that no file of Megatron says which tokenizer
+    made its tokens; ``tokenizer``: the name of the model's.
+    """
+    yield from describe_left_out(found)
+    if any(find_kind(file) == "megatron" for file in found.files):
+        yield (
+            "Megatron's files do not say which tokenizer made their tokens: they are taken for "
+            f"those of {tokenizer}; look at them with show"
+        )
 
 
 # -- ``builtin:pydocs``: questions about Python's standard library, its docstrings as answers.
@@ -424,11 +430,11 @@ def _cut_file(file: Path) -> list[Chunk]:
         num_groups = raw_files.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
     if kind == "arrow":
-        marks = raw_files.cut_batches(file, CHUNK_BYTES)
-        return [Chunk(kind, str(file), a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        cuts = raw_files.cut_batches(file, CHUNK_BYTES)
+        return [Chunk(kind, str(file), *cut) for cut in itertools.pairwise(cuts)]
     if kind == "megatron":
-        marked = cut_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
-        return [Chunk(kind, str(file), a, b) for a, b in marked]
+        ranges = cut_megatron_documents(file, CHUNK_BYTES, MAX_CHUNKS_PER_FILE)
+        return [Chunk(kind, str(file), *cut) for cut in ranges]
     if kind == "jsonl" and raw_files.is_array(file):
         return [Chunk("array", str(file), 0, size)]
     if kind == "csv" or raw_files.is_compressed(file):

@@ -19,6 +19,7 @@ from hpc_tune.config.data import Form
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, RenderedText, Renderer
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters
+from hpc_tune.data.hdf5_format import Side
 from hpc_tune.data.preferences import (
     LabelledAnswers,
     PreferencePair,
@@ -107,7 +108,7 @@ class Encoder:
         (tokens, _) = self.tokenize([rendered])[0]
         return [int(token) for token in tokens]
 
-    def tokenize(self, rendered: list[RenderedText]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def tokenize(self, rendered: list[RenderedText]) -> list[Side]:
         """Return tokens and loss mask of each text, whole. All are of chats, or none is."""
         encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         return [
@@ -184,7 +185,7 @@ class Encoder:
         if not rendered:
             return
         rendered = [self._head(item) for item in rendered]
-        documents: list[tuple[np.ndarray, np.ndarray]] = []
+        documents: list[Side] = []
         for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
             documents += self._pieces(item, tokens) if item.split else self._cut(item, tokens, mask)
         yield from self._make_block(documents)
@@ -256,9 +257,7 @@ class Encoder:
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
 
-    def _add_mask(
-        self, item: RenderedText, ids: list[int], offsets: list[Span]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _add_mask(self, item: RenderedText, ids: list[int], offsets: list[Span]) -> Side:
         bos, eos = self._missing_bos_eos(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
         mask = _full_mask(item, len(whole))
@@ -276,9 +275,7 @@ class Encoder:
         mask[:1] = 0
         return whole, mask
 
-    def _pieces(
-        self, item: RenderedText, tokens: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _pieces(self, item: RenderedText, tokens: np.ndarray) -> list[Side]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
@@ -293,9 +290,7 @@ class Encoder:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
 
-    def _cut(
-        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _cut(self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray) -> list[Side]:
         """Cut an example at ``seq_len``; drop it if nothing in it is learned."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
@@ -308,7 +303,7 @@ class Encoder:
             self.counters.truncated += 1
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
-    def _make_block(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Block]:
+    def _make_block(self, documents: list[Side]) -> Iterator[Block]:
         if not documents:
             return
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
@@ -325,7 +320,7 @@ class Encoder:
 
 
 def _full_mask(item: RenderedText, length: int) -> np.ndarray:
-    """Return the mask of a text that is learned as a whole, and behind whose end no span is."""
+    """Return the mask of a text that is learned as a whole, and after whose end no span is."""
     if item.weights:
         return np.full(length, item.weights[-1], dtype=np.float32)
     return np.ones(length, dtype=np.uint8)
@@ -354,7 +349,6 @@ def _cut_text(text: str) -> Iterator[str]:
 # sides of a labelled answer are never in one row, and each is cut by itself.
 
 
-Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask
 _SAME = "the two answers are the same to the model"
 _OTHER_PROMPT = "the prompt has other tokens before one answer than before the other"
 _TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"

@@ -142,6 +142,7 @@ def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
     yield start, end
 
 
+Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took special tokens
 # that people have typed into calls of tools for real ones.
@@ -308,7 +309,7 @@ class TokenStore:
         """Tokens in the file."""
         return len(self.tokens)
 
-    def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+    def document(self, document: int) -> Side:
         """Return a document's tokens and loss mask, both of shape [length].
 
         A mask with weights is of fp32: what each token counts in the loss.
@@ -341,7 +342,7 @@ class TokenStore:
         borders = self.borders[:]
         return int(max(borders.max(), (np.diff(self.offsets[:]) - borders).max()))
 
-    def sides(self, document: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def sides(self, document: int) -> list[Side]:
         """Return tokens and loss mask of each side: of preferences two, or one without the other.
 
         Raises:
@@ -350,9 +351,7 @@ class TokenStore:
         tokens, mask = self.document(document)
         if self.borders is None:
             return [(tokens, mask)]
-        border = int(self.borders[document])
-        sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
-        return sides if border < len(tokens) else sides[:1]
+        return split_sides(tokens, mask, int(self.borders[document]))
 
     def require_form(self, form: Form) -> None:
         """Check what the file was prepared for.
@@ -367,20 +366,18 @@ class TokenStore:
                 "data, which is prepared for the objective"
             )
 
-    def require_tokenizer(self, tokenizer: FastTokenizer, mark: str) -> None:
+    def require_tokenizer(self, tokenizer: FastTokenizer, fingerprint: str) -> None:
         """Check that ``tokenizer``, chat template included, is the one that the file was made with.
-
-        ``mark`` is its fingerprint.
 
         Raises:
             DataError: if it is another one: its numbers would mean other words.
         """
         made_with = self.attributes.tokenizer_fingerprint
-        if mark != made_with:
+        if fingerprint != made_with:
             raise DataError(
                 f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
                 f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
-                f" model's tokenizer is {tokenizer_name(tokenizer)} ({mark[:12]}, "
+                f" model's tokenizer is {tokenizer_name(tokenizer)} ({fingerprint[:12]}, "
                 f"{num_ids(tokenizer)} tokens); vocabulary, special tokens and chat template must "
                 "be the same. Set model.path or data.chat_template to what it was made with, or "
                 f"{PREPARE_AGAIN}"
@@ -431,6 +428,12 @@ class TokenStore:
         ]
         if wrong:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
+
+
+def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[Side]:
+    """Return the sides of a document whose first one has ``border`` tokens: two, or one alone."""
+    sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
+    return sides if border < len(tokens) else sides[:1]
 
 
 def compute_sizes(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:

@@ -18,7 +18,7 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, empty_batch
 from hpc_tune.config.data import Form
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.hdf5_format import Side, TokenStore
 from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
 from hpc_tune.errors import ConfigError, DataError
 
@@ -32,17 +32,17 @@ _Histogram = tuple[np.ndarray, np.ndarray, Indexed]
 def sort_by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
     """Return sizes (rising), how many documents have each, and their numbers in that order.
 
-    With ``limit`` of them, which a permutation of all their numbers draws: always the same ones.
+    With ``limit`` of them, which a permutation of all their numbers selects: always the same ones.
     """
     if limit is None or limit >= store.num_documents:
         return store.length_values, store.length_counts, store.by_length
-    numbers = draw_documents(store.num_documents, limit)
+    numbers = select_documents(store.num_documents, limit)
     sizes = store.sizes(0, store.num_documents)[numbers]
     values, counts = np.unique(sizes, return_counts=True)
     return values, counts, numbers[np.argsort(sizes, kind="stable")]
 
 
-def draw_documents(num_documents: int, limit: int) -> np.ndarray:
+def select_documents(num_documents: int, limit: int) -> np.ndarray:
     """Return the numbers of ``limit`` documents, rising, int64."""
     shuffle = Shuffle(num_documents, "limit")
     return np.sort(np.array([shuffle(at) for at in range(limit)], dtype=np.int64))
@@ -58,7 +58,7 @@ def count_learned_tokens(store: TokenStore, seq_len: int, limit: int | None = No
         return store.attributes.counters.loss_tokens
     if not is_whole:
         masks = (
-            _learned_mask(store, int(n)) for n in draw_documents(store.num_documents, limit or 0)
+            _learned_mask(store, int(n)) for n in select_documents(store.num_documents, limit or 0)
         )
         return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
     return sum(_count_learned_by_piece(store, seq_len))
@@ -69,7 +69,7 @@ def count_tokens(store: TokenStore, limit: int | None = None) -> tuple[int, int]
     if limit is None or limit >= store.num_documents:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
     tokens = learned = 0
-    for number in draw_documents(store.num_documents, limit):
+    for number in select_documents(store.num_documents, limit):
         mask = _learned_mask(store, int(number))
         tokens, learned = tokens + len(mask), learned + int(np.count_nonzero(mask))
     return tokens, learned
@@ -96,7 +96,6 @@ def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
 
 
 ROUND_TO = 8
-Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 
 
 class Rows(Protocol):
@@ -269,7 +268,7 @@ def _pairs(read: Sequence[ReadRow]) -> PreferencePairs:
 
 
 def make_batch(
-    rows: list[list[tuple[np.ndarray, np.ndarray]]],
+    rows: list[list[Side]],
     seq_len: int,
     first_row: int,
     row_stride: int = 1,

@@ -263,11 +263,12 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
 
 def find_answer_start(chat: Chat) -> int:
     """Return with which message the answer of a pair or with a label begins: the first learned."""
-    is_learned = (
-        message["role"] == "assistant" and number not in chat.unlearned
+    learned = (
+        number
         for number, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and number not in chat.unlearned
     )
-    return [*is_learned].index(True)
+    return next(learned, len(chat.messages))
 
 
 def _other_objective(record: dict[str, Any]) -> str:

@@ -117,15 +117,15 @@ class Ranks:
 SINGLE_RANK = Ranks()
 
 
-def cache_name(paths: Paths, mark: str, settings: PrepareSettings) -> str:
-    """Return a file name for data prepared from ``paths`` by the tokenizer of fingerprint ``mark``.
+def cache_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
+    """Return a file name for data prepared from ``paths``; ``tokenizer``: its fingerprint.
 
     It is another one if the source, the settings or the tokenizer change.
     """
     first, *others = as_list(paths)
     stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
     stem += f"-and-{len(others)}" if others else ""
-    return f"{stem}-{_cache_key(paths, mark, settings)}.h5"
+    return f"{stem}-{_cache_key(paths, tokenizer, settings)}.h5"
 
 
 def plan_preparation(
@@ -137,10 +137,10 @@ def plan_preparation(
         DataError: if the source is missing, empty or of no known kind, or the tokenizer is not a
         fast one.
     """
-    out, mark = Path(out), fingerprint(tokenizer)
+    out, made_by = Path(out), fingerprint(tokenizer)
     attributes = Attributes(
         tokenizer=tokenizer_name(tokenizer),
-        tokenizer_fingerprint=mark,
+        tokenizer_fingerprint=made_by,
         vocab_size=num_ids(tokenizer),
         seq_len=settings.seq_len,
         loss_on=settings.loss_on,
@@ -149,7 +149,7 @@ def plan_preparation(
         hpc_tune_version=__version__,
         form=settings.reading.form,
     )
-    parts = out.with_name(f".{out.name}.{_cache_key(paths, mark, settings)}.parts")
+    parts = out.with_name(f".{out.name}.{_cache_key(paths, made_by, settings)}.parts")
     chunks = tuple(list_chunks(paths))
     return PreparePlan(out, hash_file_ends(paths), chunks, settings, attributes, parts)
 
@@ -305,13 +305,13 @@ def _file_stamp(file: Path, ranks: Ranks) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _cache_key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
+def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     values, version = asdict(settings), PAIR_VERSION
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
     meaning = _LABELS_MEANING_VERSION if settings.reading.form == "labels" else _MEANING_VERSION
-    facts = [version, meaning, __version__, identity(paths), mark, *values.values()]
+    facts = [version, meaning, __version__, identity(paths), tokenizer, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -327,13 +327,13 @@ def cut_batches(file: Path, num_bytes: int) -> list[int]:
     Raises:
         DataError: if it is no such file.
     """
-    marks, filled, number = [0], 0, 0
+    cuts, filled, number = [0], 0, 0
     for number, batch in enumerate(_read_batches(file), 1):
         filled += _batch_bytes(batch)
         if filled >= num_bytes:
-            marks.append(number)
+            cuts.append(number)
             filled = 0
-    return marks if marks[-1] == number else [*marks, number]
+    return cuts if cuts[-1] == number else [*cuts, number]
 
 
 def _batch_bytes(batch: Any) -> int:
@@ -362,7 +362,7 @@ def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Fi
             first += batch.num_rows
     if wanted:
         columns = choose_columns(file, wanted[0].schema.names, reading, findings)
-        yield from _read_rows(file, _cut_batches(wanted, columns), first)
+        yield from _read_rows(file, _slice_batches(wanted, columns), first)
 
 
 def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
@@ -409,7 +409,7 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
         with _as_data_error(what):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
-        for number, row in _read_rows(file, _cut_batches(batches, columns), 0):
+        for number, row in _read_rows(file, _slice_batches(batches, columns), 0):
             while ragged and ragged[0].number - _CSV_HEAD <= number + shift:
                 yield _make_ragged_error(ragged.pop(0))
                 shift += 1
@@ -424,7 +424,7 @@ def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
     )
 
 
-def _cut_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
+def _slice_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
     for batch in batches:
         for at in range(0, batch.num_rows, PARQUET_ROWS):
             yield batch.slice(at, PARQUET_ROWS).select(columns)

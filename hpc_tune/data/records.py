@@ -410,6 +410,10 @@ def _read_alpaca(record: dict[str, Any]) -> Completion:
 
 def _read_history(turns: Any) -> tuple[tuple[str, str], ...]:
     """Return alpaca's earlier turns: a list of [question, answer]."""
+    if turns and not isinstance(turns, list | tuple):
+        raise WrongRecord(
+            f"history is {json_type_name(turns)}, expected a list of [question, answer]"
+        )
     for turn in turns or ():
         if not isinstance(turn, list | tuple) or [*map(type, turn)] != [str, str]:
             raise WrongRecord(f"history has {format_value(turn)}, expected [question, answer]")

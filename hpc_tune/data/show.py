@@ -19,11 +19,11 @@ import numpy as np
 from hpc_tune.config.data import Form
 from hpc_tune.data.answers import longest_match_pattern
 from hpc_tune.data.chats import list_special_tokens
-from hpc_tune.data.chunks import describe_megatron_tokenizer, is_builtin, list_chunks, read_chunk
+from hpc_tune.data.chunks import describe_unread, is_builtin, list_chunks, read_chunk
 from hpc_tune.data.counts import Counters, Findings
-from hpc_tune.data.encode import Side, make_encoder
-from hpc_tune.data.files import Paths, describe_left_out, find_files, find_kind, join_paths
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.encode import make_encoder
+from hpc_tune.data.files import Paths, find_files, join_paths
+from hpc_tune.data.hdf5_format import Side, TokenStore, split_sides
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
@@ -82,18 +82,16 @@ def show(
     tokenizer: FastTokenizer,
     settings: PrepareSettings,
     num_rows: int,
-    look: TextStyle,
+    style: TextStyle,
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` rows of raw data, and the counts of the others.
 
     Raises:
         DataError: for raw data that cannot be used, with file and line.
     """
-    decoder, reading = DocumentDecoder(tokenizer, look), settings.reading
+    decoder, reading = DocumentDecoder(tokenizer, style), settings.reading
     found = None if is_builtin(join_paths(paths)) else find_files(paths)
-    notes = [*describe_left_out(found)] if found else []
-    if found and any(find_kind(file) == "megatron" for file in found.files):
-        notes.append(describe_megatron_tokenizer(tokenizer_name(tokenizer)))
+    notes = [*describe_unread(found, tokenizer_name(tokenizer))] if found else []
     yield (
         f"{join_paths(paths)}, as the model with the tokenizer {tokenizer_name(tokenizer)} gets "
         f"it: data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
@@ -127,10 +125,10 @@ def show(
 
 
 def show_prepared(
-    store: TokenStore, tokenizer: FastTokenizer, num_rows: int, look: TextStyle
+    store: TokenStore, tokenizer: FastTokenizer, num_rows: int, style: TextStyle
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` documents of prepared data."""
-    decoder = DocumentDecoder(tokenizer, look)
+    decoder = DocumentDecoder(tokenizer, style)
     yield f"{store.path}, as it was prepared; {decoder.legend}"
     for number in range(min(num_rows, store.num_documents)):
         is_desirable = None if store.labels is None else bool(store.labels[number])
@@ -175,13 +173,13 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
 class DocumentDecoder:
     """Decodes documents into text, with marks around what is learned and around special tokens."""
 
-    def __init__(self, tokenizer: FastTokenizer, look: TextStyle) -> None:
+    def __init__(self, tokenizer: FastTokenizer, style: TextStyle) -> None:
         """Take the tokenizer that the documents were made with."""
-        self._backend, self._look = tokenizer.backend_tokenizer, look
+        self._backend, self._style = tokenizer.backend_tokenizer, style
         added = self._backend.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
         self._typed = longest_match_pattern(list_special_tokens(tokenizer))
-        self.legend = look.paint("learned", look.learned)
+        self.legend = style.paint("learned", style.learned)
 
     def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
         """Return a document as text, from its token ``first`` on."""
@@ -191,12 +189,12 @@ class DocumentDecoder:
                 self._special_text(ids, [*places]) if is_special else self._plain(ids, [*places])
                 for is_special, places in groupby(run, lambda at: ids[at] in self._special)
             )
-            parts.append(self._look.paint(text, self._look.learned) if is_learned else text)
+            parts.append(self._style.paint(text, self._style.learned) if is_learned else text)
         return "".join(parts)
 
     def _special_text(self, ids: Sequence[int], places: Sequence[int]) -> str:
         text = "".join(self._special[ids[at]] for at in places)
-        return self._look.paint(text, self._look.special)
+        return self._style.paint(text, self._style.special)
 
     def _plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
         """Decode a run of tokens after the one before it: at a beginning some lose a space."""
@@ -255,8 +253,7 @@ def _read_documents(block: Block) -> Iterator[ShownDocument]:
         if block.borders is None:
             yield ShownDocument([(tokens, mask)])
             continue
-        border = int(block.borders[number])
-        sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
+        sides = split_sides(tokens, mask, int(block.borders[number]))
         if block.labels is None:
             yield ShownDocument(sides)
         else:

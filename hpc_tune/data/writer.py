@@ -59,8 +59,8 @@ def new_hash() -> Any:
 
 def combine_hashes(hashes: Sequence[Any], has_labels: bool) -> str:
     """Return the hash of the documents from those of ``HASHED_DATASETS``, in their order."""
-    mark = _LABELS_SALT if has_labels else b""
-    return hashlib.sha256(b"".join(h.digest() for h in hashes) + mark).hexdigest()
+    salt = _LABELS_SALT if has_labels else b""
+    return hashlib.sha256(b"".join(h.digest() for h in hashes) + salt).hexdigest()
 
 
 def verify_content(store: TokenStore) -> None:
@@ -94,19 +94,19 @@ def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) ->
     """
     status, name = store.path.stat(), str(store.path.resolve())
     times = status.st_mtime_ns, status.st_ctime_ns
-    mark = [store.attributes.content, status.st_size, *times]
+    stamp = [store.attributes.content, status.st_size, *times]
     try:
-        marks = dict(json.loads(known.read_text(encoding="utf-8")))
+        verified = dict(json.loads(known.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        marks = {}
-    if marks.get(name) == mark:
+        verified = {}
+    if verified.get(name) == stamp:
         return
     if not is_new:
         if status.st_size > _LARGE_BYTES:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify_content(store)
     with contextlib.suppress(OSError):  # it is verified again then
-        write_file(known, json.dumps({**marks, name: mark}))
+        write_file(known, json.dumps({**verified, name: stamp}))
 
 
 def _hash_column(values: Column) -> Any:

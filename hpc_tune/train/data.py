@@ -15,15 +15,13 @@ from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end
-from hpc_tune.data.chunks import describe_megatron_tokenizer, is_builtin, list_source_files
+from hpc_tune.data.chunks import describe_unread, is_builtin, list_source_files
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import (
     Paths,
     as_list,
-    describe_left_out,
     describe_read,
     find_files,
-    find_kind,
     join_paths,
 )
 from hpc_tune.data.hdf5_format import TokenStore, find_prepared
@@ -111,7 +109,7 @@ class LazyTokenizer:
         return load_tokenizer(self.model_dir, self._chat_template)
 
     @cached_property
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """Its fingerprint: half a second for 50,000 tokens."""
         return fingerprint(self.tokenizer)
 
@@ -246,7 +244,7 @@ def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> N
 def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str) -> None:
     """Refuse data of whose first ``most_rows`` rows none has a token that carries loss.
 
-    Prepared data may be so: with a longer seq_len than the run's, all answers may be behind it.
+    Prepared data may be so: with a longer seq_len than the run's, all answers may be beyond it.
 
     Raises:
         DataError: if the loss would be one over no tokens.
@@ -271,14 +269,14 @@ def open_sources(
     training, held_out = list_training_sources(data), list_eval_sources(data)
     apart = [] if data.eval_fraction else held_out
     comm.on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
-    tokenizings = {data.chat_template: own}
+    tokenizers = {data.chat_template: own}
 
     def ready(wanted: SourceConfig) -> OpenSource:
         template = wanted.data.chat_template
-        tokenizing = tokenizings.setdefault(template, LazyTokenizer(own.model_dir, template))
-        what = wanted.path, wanted.data, tokenizing, comm, run_dir, wanted.part, form
+        lazy = tokenizers.setdefault(template, LazyTokenizer(own.model_dir, template))
+        what = wanted.path, wanted.data, lazy, comm, run_dir, wanted.part, form
         with name_in_errors(wanted):
-            return apply_limit(wanted, open_or_prepare(*what), tells=comm.is_rank_0)
+            return apply_limit(wanted, open_or_prepare(*what), warns=comm.is_rank_0)
 
     return [*map(ready, training)], [*map(ready, held_out)]
 
@@ -332,7 +330,7 @@ def open_or_prepare(
         store = TokenStore.open(file)
         store.require_form(form)
         if comm.is_rank_0:
-            store.require_tokenizer(own.tokenizer, own.mark)
+            store.require_tokenizer(own.tokenizer, own.fingerprint)
             if (rows := embedding_rows(own.model_dir)) is not None:
                 highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
                 store.require_embeddings(rows, highest)
@@ -351,7 +349,7 @@ def open_or_prepare(
 
     out = comm.on_rank_0(
         "looking at the data",
-        lambda: folder / cache_name(path, own.mark, prepare_settings(data, part, form)),
+        lambda: folder / cache_name(path, own.fingerprint, prepare_settings(data, part, form)),
     )
     was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:
@@ -395,12 +393,8 @@ def prepare_file(
         listing = find_files(path)
         if len(listing.files) > 1:
             log.info("%s: %s", join_paths(path), describe_read(listing))
-        for line in describe_left_out(listing):
+        for line in describe_unread(listing, tokenizer_name(tokenizer)):
             log.warning("%s: %s", join_paths(path), line)
-        if any(find_kind(file) == "megatron" for file in listing.files):
-            log.warning(
-                "%s: %s", join_paths(path), describe_megatron_tokenizer(tokenizer_name(tokenizer))
-            )
     log.info("prepared %s: %s", name, counters)
 
 

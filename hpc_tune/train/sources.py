@@ -105,10 +105,10 @@ def name_in_errors(source: SourceConfig | OpenSource) -> Iterator[None]:
         raise DataError(f"{source.setting}: {error}") from None
 
 
-def apply_limit(wanted: SourceConfig, store: TokenStore, tells: bool = True) -> OpenSource:
+def apply_limit(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
     """Return a source with the documents that it is limited to; say it where it has fewer."""
     limit, num = wanted.limit, store.num_documents
-    if limit is not None and limit > num and tells:
+    if limit is not None and limit > num and warns:
         log.warning("%s: limit=%d, and it has %d documents", wanted.setting, limit, num)
     whole = limit is None or limit >= num
     return OpenSource(wanted.name, wanted.setting, store, None if whole else limit)

@@ -15,9 +15,9 @@ from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import (
     PackedRows,
     count_learned_tokens,
-    draw_documents,
     make_batch,
     micro_batches,
+    select_documents,
 )
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
@@ -204,7 +204,7 @@ def test_a_batch_has_the_weights_of_its_labels_row_by_row(tmp_path):
 @pytest.mark.parametrize("limit", [None, 11])
 def test_a_source_of_a_mixture_has_learned_tokens_whatever_they_weigh(tmp_path, limit):
     store, _ = _prepare(tmp_path, ROWS)
-    numbers = range(30) if limit is None else draw_documents(30, limit)
+    numbers = range(30) if limit is None else select_documents(30, limit)
     by_hand = sum(int(np.count_nonzero(store.document(n)[1])) for n in map(int, numbers))
     assert count_learned_tokens(store, 64, limit) == by_hand
 

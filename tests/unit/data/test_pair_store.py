@@ -15,7 +15,7 @@ from hpc_tune.data.encode import PreferenceEncoder
 from hpc_tune.data.hdf5_format import TokenStore, append_checksum
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder
-from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_tokens, draw_documents
+from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_tokens, select_documents
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
@@ -379,7 +379,7 @@ def test_a_labelled_answer_takes_as_much_of_a_row_as_its_longer_side(tmp_path):
     own = [int(store.sides(n)[0][1].sum()) for n in range(60)]
     assert count_learned_tokens(store, ORDER.seq_len) == sum(own)
     assert count_learned_tokens(store, ORDER.seq_len, 20) == sum(
-        own[n] for n in draw_documents(60, 20)
+        own[n] for n in select_documents(60, 20)
     )
 
 

@@ -249,6 +249,11 @@ def test_an_answer_may_be_a_call_of_a_tool():
 
 
 def test_a_row_that_is_marked_is_not_learned():
+    unlearned = [{"role": "assistant", "content": "a", "weight": 0}]
+    with pytest.raises(NotLearned):
+        to_labelled(
+            {"prompt": [{"role": "user", "content": "q"}], "completion": unlearned, "label": 1}
+        )
     with pytest.raises(NotLearned):
         to_pair({**PAIRS["trl, text"], "train": False})
 

@@ -10,7 +10,7 @@ from hpc_tune.data.packed_rows import (
     PackedRows,
     count_learned_tokens,
     count_tokens,
-    draw_documents,
+    select_documents,
     sort_by_length,
 )
 from hpc_tune.data.writer import Block, write_store
@@ -43,14 +43,14 @@ def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch
 
 @pytest.mark.parametrize("limit", [1, 7, 150, 199])
 def test_tokens_of_a_limit_are_those_of_its_documents(store, limit):
-    used = [store.document(int(number)) for number in draw_documents(200, limit)]
+    used = [store.document(int(number)) for number in select_documents(200, limit)]
     by_hand = sum(len(tokens) for tokens, _ in used), sum(int(mask.sum()) for _, mask in used)
     assert count_tokens(store, limit) == by_hand
 
 
 def test_the_same_documents_are_drawn_each_time_and_more_of_them_include_the_fewer(store):
-    few, more = draw_documents(200, 20), draw_documents(200, 50)
-    assert few.tolist() == draw_documents(200, 20).tolist() == sorted(set(few.tolist()))
+    few, more = select_documents(200, 20), select_documents(200, 50)
+    assert few.tolist() == select_documents(200, 20).tolist() == sorted(set(few.tolist()))
     assert set(few) < set(more)
     assert few.max() > 100, "not the first ones"
 
