@@ -255,11 +255,11 @@ def group_by_answer(
 
 
 class AnswerFinder:
-    """Finds answers in texts of one template, whose special tokens are given as text."""
+    """Finds answers in texts of one template, whose special tokens match ``special``."""
 
     def __init__(self, special_tokens: Sequence[str]) -> None:
-        """``special``: what they match."""
-        self._ends, self.special = tuple(special_tokens), longest_match_pattern(special_tokens)
+        """Take the special tokens as text."""
+        self._tokens, self.special = tuple(special_tokens), longest_match_pattern(special_tokens)
         self._next_special = re.compile(rf"\s*({self.special.pattern})")
 
     def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
@@ -287,8 +287,8 @@ class AnswerFinder:
         """
         answer = full[slice(*span)].rstrip()
         words = (message.get("content") or "").rpartition("</think>")[2].strip()
-        is_own = words.endswith(self._ends) and answer.endswith(words)
-        return answer.endswith(self._ends) and not is_own
+        is_own = words.endswith(self._tokens) and answer.endswith(words)
+        return answer.endswith(self._tokens) and not is_own
 
     def extend_to_next_opening(
         self, chat: RenderedChat, number: int, span: Span
@@ -347,9 +347,9 @@ class AnswerFinder:
         start = chat.prompt_end(number, full) or self._start_after_prompt(chat, number)
         limit = chat.next_content_start(number)
         alone = (chat.first(number + 1) or "").rstrip()
-        if start is None or not alone.endswith(self._ends):
+        if start is None or not alone.endswith(self._tokens):
             return None
-        end = max((token for token in self._ends if alone.endswith(token)), key=len)
+        end = max((token for token in self._tokens if alone.endswith(token)), key=len)
         stop = self._find_most_similar_end(full[:limit], start, alone.removesuffix(end), end)
         names = [call.get("function", call)["name"] for call in calls]
         if stop is None or not any(name in full[start:stop] for name in names):
@@ -412,7 +412,7 @@ class AnswerFinder:
         first = self._next_special.match(after)
         rest = after[first.end() :] if first else after
         stop = len(full) - len(rest)
-        return stop if full.endswith(rest) and full[:stop].endswith(self._ends) else None
+        return stop if full.endswith(rest) and full[:stop].endswith(self._tokens) else None
 
     def _shared_end_length(self, chat: RenderedChat, number: int, after: str) -> int:
         """Return the length of a special token at the start of ``after`` that ends others' turns.
