@@ -7,13 +7,7 @@ field_messages, type.field_output, field ...               -> data.columns, one 
 from collections.abc import Iterator
 from typing import Any
 
-from hpc_tune.convert.preferences import (
-    SFT,
-    answers_rule,
-    find_axolotl_objective,
-    ignored_rule,
-    map_seq_len,
-)
+from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
     ForeignConfig,
     Ignored,
@@ -21,21 +15,14 @@ from hpc_tune.convert.rules import (
     Outcome,
     Rule,
     Unsupported,
-    advise_cut,
-    convert_split,
     each,
-    explain_chat_template,
-    explain_hub_data,
-    is_data_path,
-    lacking,
-    packing,
-    usable_file,
 )
 
 _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
-_BY_KEYS = Ignored("the form of a record is found by its keys")
+_BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
+_ENDING = Ignored("the ending of a file says its kind")
 _LEARNED = Ignored("the assistant's answers are learned, each up to the token that ends it")
 # Types whose records have the fields of ours; axolotl writes some of them in words of its own.
 _CHAT_TYPES = ("chat_template", "sharegpt")
@@ -75,23 +62,6 @@ _PREFERENCE_KEYS = {
 _READ_AS = {"conversations": "messages"}  # a name that is known as well as the field's own
 
 
-def data_rules() -> dict[str, Rule]:
-    """Return the rules for all keys of datasets, and of those for evaluation and pretraining."""
-    ours = {"datasets": "data.path", "pretraining_dataset": "data.path"}
-    ours["test_datasets"] = "data.eval_path"
-    rules: dict[str, Rule] = {}
-    for part, setting in ours.items():
-        rules[part] = Unsupported(
-            f"set {setting} to a file, a folder or a list of them", to_do=True
-        )
-        rules[f"{part}.path"] = rules[f"{part}.data_files"] = _path(part, setting)
-        rules |= {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()}
-        rules[f"{part}.split"] = _split(part, setting)
-        rules[f"{part}.skip"] = _part(setting, "{value}:")
-        rules |= each(_shards(part, setting), f"{part}.shards {part}.shards_idx")
-    return rules
-
-
 def list_usable_files(part: str, theirs: ForeignConfig) -> list[str]:
     """Return the files of all datasets of a part that hpc_tune can read."""
     return [file for item in theirs.items(part) for file in _usable_files(item)]
@@ -101,24 +71,26 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
     path = str(item.get("path", ""))
     named = item.get("data_files")
     if named is None:
-        return [path] if is_data_path(path) else []
+        return [path] if rules.is_data_path(path) else []
     names = [str(name) for name in (named if isinstance(named, list) else [named])]
-    if is_data_path(path) and path not in names:
+    if rules.is_data_path(path) and path not in names:
         names = [name if name.startswith("/") else f"{path.rstrip('/')}/{name}" for name in names]
     elif path not in (*_LOADERS, *names):
         return []  # files of a repository of the hub
-    return names if all(usable_file(name) for name in names) else []
+    return names if all(rules.usable_file(name) for name in names) else []
 
 
 def _path(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
-            return Ignored("the ending of a file says its kind")
+            return _ENDING
         named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
         item = named[0]
         if not _usable_files(item):
             return (
-                _unusable(ours) if item.get("path") in _LOADERS else explain_hub_data(value, ours)
+                _unusable(ours)
+                if item.get("path") in _LOADERS
+                else rules.explain_hub_data(value, ours)
             )
         files = list_usable_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
@@ -134,11 +106,11 @@ def _unusable(ours: str) -> Unsupported:
 
 def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
-    if find_axolotl_objective(theirs) != SFT:
+    if theirs.has_preferences:
         kind = name.partition(".")[0]
         if kind == "chat_template":
             return Ignored("prompt and answers are written by the chat template")
-        return explain_chat_template(kind)
+        return rules.explain_chat_template(kind)
     if name in _COLUMNS:
         return Mapped({"data.columns": _all_columns(theirs)})
     if name in _TEXT_TYPES:
@@ -161,7 +133,7 @@ def _type(value: Any, theirs: ForeignConfig) -> Outcome:
 def _column(value: Any, theirs: ForeignConfig) -> Outcome:
     columns = _all_columns(theirs)
     if not isinstance(value, str):
-        return Unsupported("it is no name of a column", to_do=True)
+        return Unsupported(rules.NO_COLUMN, to_do=True)
     if value in columns:
         return Mapped({"data.columns": columns})
     if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_READ_AS):
@@ -169,19 +141,9 @@ def _column(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("data.columns reads it as something else for another dataset", to_do=True)
 
 
-def _preference_column(value: Any, theirs: ForeignConfig) -> Outcome:
-    return (
-        _column(value, theirs)
-        if find_axolotl_objective(theirs) != SFT
-        else ignored_rule(find_axolotl_objective, "")(value, theirs)
-    )
-
-
 def _format(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_axolotl_objective(theirs) == SFT or str(value).strip() in _BARE_FIELDS:
-        return ignored_rule(find_axolotl_objective, "prompt and answers stand in their columns")(
-            value, theirs
-        )
+    if str(value).strip() in _BARE_FIELDS:
+        return Ignored("prompt and answers stand in their columns")
     return Unsupported(
         "the chat template writes prompt and answers: write it as a Jinja file, and set "
         "data.chat_template",
@@ -194,7 +156,7 @@ def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
     columns: dict[str, str] = {}
     for part in LISTS:
         for item in theirs.items(part):
-            for name, field in _find_renamed(item, find_axolotl_objective(theirs) != SFT):
+            for name, field in _find_renamed(item, theirs.has_preferences):
                 if name != field and field not in columns.values():
                     columns.setdefault(name, field)
     return columns
@@ -213,20 +175,7 @@ def _split(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
         is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
-        return convert_split(value, ours, _only_file(part, theirs), is_whole)
-
-    return rule
-
-
-def _part(ours: str, wanted: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if not str(value).isdecimal():
-            return Unsupported("it is no number of records", to_do=True)
-        return (
-            Ignored("off in their config")
-            if not int(value)
-            else advise_cut(wanted.format(value=value), ours)
-        )
+        return rules.convert_split(value, ours, _only_file(part, theirs), is_whole)
 
     return rule
 
@@ -237,7 +186,7 @@ def _shards(part: str, ours: str) -> Rule:
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
             return Unsupported("cut the data beforehand", to_do=True)
-        return advise_cut(f"{index}::{shards}", ours, _only_file(part, theirs))
+        return rules.advise_cut(f"{index}::{shards}", ours, _only_file(part, theirs))
 
     return rule
 
@@ -279,7 +228,7 @@ def _template(value: Any, theirs: ForeignConfig) -> Outcome:
         return Ignored("data.chat_template says it")
     if name.startswith("tokenizer_default"):
         return Ignored("the tokenizer's chat template; data.chat_template names another")
-    return explain_chat_template(name)
+    return rules.explain_chat_template(name)
 
 
 def _jinja(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -288,46 +237,41 @@ def _jinja(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"data.chat_template": value})
 
 
-CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
-_OF_A_DATASET: dict[str, Rule] = {
-    **CHAT_TEMPLATE,
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+    remark = "longer rows are cut and counted; there they are dropped"
+    return preferences.map_seq_len(theirs.whole("sequence_len"), theirs, remark)
+
+
+def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.has_preferences:
+        return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
+    instead = "what is longer than data.seq_len loses its end, and is counted"
+    if value == "truncate":
+        return Ignored(instead)
+    return Unsupported(f"{instead}; none is dropped: drop it beforehand", to_do=True)
+
+
+_CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
+_MAPPED: dict[str, Rule] = {
+    **_CHAT_TEMPLATE,
     "conversation": _template,
     "type": _type,
     **each(_column, " ".join(_FIELD_KEYS)),
-    **each(_preference_column, " ".join(_PREFERENCE_KEYS)),
-    **each(
-        _format,
-        "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
+    **preferences.only_preferences(
+        {
+            **each(_column, " ".join(_PREFERENCE_KEYS)),
+            **each(
+                _format,
+                "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
+            ),
+        }
     ),
-    "roles_to_train": answers_rule(_roles_to_train, find_axolotl_objective),
-    **each(answers_rule(_turn_end, find_axolotl_objective), "train_on_eos train_on_eot"),
+    "roles_to_train": preferences.if_preferences(preferences.ONLY_ANSWERS, _roles_to_train),
+    **each(
+        preferences.if_preferences(preferences.ONLY_ANSWERS, _turn_end), "train_on_eos train_on_eot"
+    ),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
-    **each(_BY_KEYS, "field_human field_model roles.* input_format"),
-    "ds_type": Ignored("the ending of a file says its kind"),
-    **each(Ignored("all keys of a message are given to the template"), "field_thinking"),
-    **each(Ignored("data are prepared by all ranks, each a part"), "preprocess_shards"),
-    "trust_remote_code": lacking("no code of a data set is run"),
-    **each(
-        lacking("name the files of that configuration or revision", to_do=True),
-        "name revision",
-    ),
-    **each(
-        lacking("write the prompt as a Jinja file; set data.chat_template", to_do=True),
-        "type.format type.no_input_format type.system_format",
-    ),
-    "type.system_prompt": lacking("give each record a system field", to_do=True),
-    "message_field_training_detail": lacking("an answer is learned as a whole", to_do=True),
-    "drop_system_message": lacking("take the system messages out of the data", to_do=True),
-    **each(
-        lacking("the template splits reasoning from answers, if it knows it", to_do=True),
-        "split_thinking template_thinking_key",
-    ),
-    "input_transform": lacking("change the records beforehand", to_do=True),
-    **each(
-        Ignored("training on rewards or a teacher's probabilities alone uses it"),
-        "logprobs_field temperature step_separator max_completion_length train_on_last_step_only",
-    ),
     **each(
         Unsupported(
             "there are no random tokens; builtin:pydocs is there to try things out", to_do=True
@@ -335,36 +279,51 @@ _OF_A_DATASET: dict[str, Rule] = {
         "length sequence_length min_input_id max_input_id seed",
     ),
 }
+_IGNORED = {
+    rules.FOUND_BY_KEYS: "field_human field_model roles.* input_format",
+    _ENDING.why: "ds_type",
+    "all keys of a message are given to the template": "field_thinking",
+    "data are prepared by all ranks, each a part": "preprocess_shards",
+    "training on rewards or a teacher's probabilities alone uses it": "logprobs_field temperature "
+    "step_separator max_completion_length train_on_last_step_only",
+}
+_LACKING = {"no code of a data set is run": "trust_remote_code"}
+_TO_DO = {
+    "name the files of that configuration or revision": "name revision",
+    "write the prompt as a Jinja file; set data.chat_template": "type.format type.no_input_format "
+    "type.system_format",
+    "give each record a system field": "type.system_prompt",
+    "an answer is learned as a whole": "message_field_training_detail",
+    "take the system messages out of the data": "drop_system_message",
+    "the template splits reasoning from answers, if it knows it": "split_thinking "
+    "template_thinking_key",
+    "change the records beforehand": "input_transform",
+}
+_OF_A_DATASET = rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
 
 
-def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
-    remark = "longer rows are cut and counted; there they are dropped"
-    return map_seq_len(theirs.whole("sequence_len"), find_axolotl_objective(theirs), remark)
+def _rules_of_a_part(part: str, ours: str) -> dict[str, Rule]:
+    """Return the rules for all keys of datasets, or of those for evaluation or pretraining."""
+    return {
+        part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
+        **each(_path(part, ours), f"{part}.path {part}.data_files"),
+        f"{part}.split": _split(part, ours),
+        f"{part}.skip": rules.records(ours, "{}:"),
+        **each(_shards(part, ours), f"{part}.shards {part}.shards_idx"),
+        **{f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()},
+    }
 
 
-def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    return packing(theirs.is_on("sample_packing"), theirs)
-
-
-def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_axolotl_objective(theirs) != SFT:
-        return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
-    if value == "truncate":
-        return Ignored("what is longer than data.seq_len loses its end, and is counted")
-    return Unsupported(
-        "what is longer than data.seq_len loses its end, and is counted; none is dropped: drop it "
-        "beforehand",
-        to_do=True,
-    )
-
-
-def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    return Mapped({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
-
-
-LENGTHS: dict[str, Rule] = {
+DATA: dict[str, Rule] = {
+    **_rules_of_a_part("datasets", "data.path"),
+    **_rules_of_a_part("test_datasets", "data.eval_path"),
+    **_rules_of_a_part("pretraining_dataset", "data.path"),
+    **_CHAT_TEMPLATE,
     "sequence_len": _seq_len,
     "excess_length_strategy": _too_long,
-    "sample_packing": _packing,
-    "train_on_inputs": answers_rule(_loss_on, find_axolotl_objective),
+    "sample_packing": rules.PACKING,
+    "train_on_inputs": preferences.if_preferences(
+        preferences.ONLY_ANSWERS,
+        rules.switch(Mapped({"data.loss_on": "all"}), Mapped({"data.loss_on": "answers"})),
+    ),
 }

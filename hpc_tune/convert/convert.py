@@ -199,10 +199,10 @@ def convert(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     given = dict(flatten(theirs, tool.lists))
     written = {key: value for key, value in resolve_references(given).items() if value is not None}
     values = parse_numbers(written)
-    defaults = tool.defaults(ForeignConfig(values, ranks))
-    known = ForeignConfig({**defaults, **values}, ranks)
-    if another := tool.wrong_task(known):
-        raise ConfigError(another.message(known, tool.name))
+    defaults = tool.defaults(ForeignConfig(tool, values, ranks))
+    known = ForeignConfig(tool, {**defaults, **values}, ranks)
+    if refused := next(filter(None, (one.message(known) for one in tool.refusals)), None):
+        raise ConfigError(refused)
     named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
     sheet = _OutcomeSheet()
     for key in [*given, *(key for key in defaults if key not in given)]:

@@ -5,18 +5,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.rules import (
-    LAYOUT,
+    IS_OFF,
     NO_ADAPTERS,
-    OFF,
     ForeignConfig,
     Ignored,
     Mapped,
     Outcome,
     Rule,
     Unsupported,
-    is_path,
-    lacking,
+    each,
 )
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
@@ -26,11 +25,17 @@ _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
 _END_REMARK = "its end is reached in the last step here, and one step after it there"
 # Of balance between experts.
-ROUTER_LOSS = lacking(
+ROUTER_LOSS = (
     "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
-    "set it if balance is to be learned",
-    to_do=True,
+    "set it if balance is to be learned"
 )
+HELD_OUT_LOSS = "held-out loss is measured at the start, the end and train.eval_every_steps"
+PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
+NO_TRACKER = (
+    "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
+)
+OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
+SHAPE = "the model is what config.json of model.path says: change it there"
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB_REMARK = "embeddings too, whose state theirs keeps in fp32"
@@ -52,20 +57,18 @@ def only_value(value: str, why: str) -> Rule:
     return rule
 
 
-def first_adapter(method: Callable[[ForeignConfig], str]) -> Rule:
-    """Rule for the adapter to begin with."""
+def _first_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.method == "full":
+        return Unsupported("merge it into the model first, and name that in model.path", to_do=True)
+    if isinstance(value, str) and "," not in value and rules.is_path(value):
+        remark = "its rank, alpha and targets must be the config's"
+        return Mapped({"tune.init_from": value}, remark)
+    return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
 
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if method(theirs) == "full":
-            return Unsupported(
-                "merge it into the model first, and name that in model.path", to_do=True
-            )
-        if isinstance(value, str) and "," not in value and is_path(value):
-            remark = "its rank, alpha and targets must be the config's"
-            return Mapped({"tune.init_from": value}, remark)
-        return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
 
-    return rule
+def first_adapter(reference: str = "") -> Rule:
+    """Rule for the adapter to begin with; ``reference`` is the key of the reference's."""
+    return preferences.reference_adapter(_first_adapter, reference)
 
 
 def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -96,8 +99,6 @@ def early_stop(share: str) -> Rule:
     """Rule for the evaluations after which a run that gets no better ends."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if value in OFF:
-            return Ignored("off in their config")
         if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
             remark = "the held-out loss counts, also that of the start"
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
@@ -107,15 +108,7 @@ def early_stop(share: str) -> Rule:
             to_do=True,
         )
 
-    return rule
-
-
-def neftune(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for noise on embeddings."""
-    if value in OFF:
-        return Ignored("off in their config")
-    remark = "by the tokens of a document; there by those of a row, with padding"
-    return Mapped({"tune.neftune_alpha": value}, remark)
+    return rules.unless_off(rule)
 
 
 def has_max_steps(theirs: ForeignConfig) -> bool:
@@ -123,8 +116,7 @@ def has_max_steps(theirs: ForeignConfig) -> bool:
     return theirs.number("max_steps") > 0
 
 
-def max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for max_steps, where -1 is none."""
+def _max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     if has_max_steps(theirs):
         return Mapped({"train.max_steps": value})
     return Ignored("unset in their config: train.epochs decides")
@@ -137,8 +129,7 @@ def epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"train.epochs": value})
 
 
-def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for warmup as steps, or as a share of them."""
+def _warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     try:
         share = float(str(value))
     except ValueError:
@@ -152,18 +143,18 @@ def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"optim.warmup_ratio": share})
 
 
-def warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for warmup as steps, of which 0 let a share of all steps decide."""
+def _warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of a number of steps, of which 0 let a share of all steps decide."""
     if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
         return Ignored("0 of them: warmup_ratio decides, as it does there")
-    return warmup(value, theirs)
+    return _warmup(value, theirs)
 
 
-def warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for warmup as a share of all steps, over which a number of them wins."""
+def _warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of a share of all steps, over which a number of them wins."""
     if theirs.number("warmup_steps") > 0:
         return Ignored("warmup_steps decides, as it does there")
-    return warmup(value, theirs)
+    return _warmup(value, theirs)
 
 
 def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
@@ -207,16 +198,11 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
     return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
-def schedule_arguments(keys: str, why: str) -> dict[str, Rule]:
-    """Rule for arguments of a schedule: told by ``why`` where optim.schedule took them."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
-        if name in _TAKES_ARGUMENTS:
-            return Ignored(why)
-        return Unsupported(ONE_SCHEDULE, to_do=True)
-
-    return {f"{_KWARGS}.{key}": rule for key in keys.split()}
+def _schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
+    name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
+    if name in _TAKES_ARGUMENTS:
+        return Ignored("optim.schedule, optim.restarts and optim.decay_ratio say it")
+    return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
 def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
@@ -233,7 +219,7 @@ def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
 
 
 def _known_warmup_steps(theirs: ForeignConfig) -> int:
-    taken = warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
+    taken = _warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
     return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
 
 
@@ -249,7 +235,7 @@ def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
             "plan says whether it fits"
         )
-    return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
+    return Unsupported(rules.ONLY_ADAMW, to_do=True)
 
 
 def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
@@ -264,17 +250,15 @@ def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Ou
     return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
 
 
-def deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for DeepSpeed's own config, or the name of its file."""
+def _deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value).lower()
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return Ignored(LAYOUT + asked)
+    return Ignored(rules.LAYOUT + asked)
 
 
-def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for when checkpoints are saved."""
+def _save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     match value:
         case "best":
             return Mapped({"checkpoint.keep_best": True})
@@ -285,8 +269,8 @@ def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
-def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for the steps between checkpoints; below 1 it is a share of the run."""
+def _save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of the steps between checkpoints; below 1 it is a share of the run."""
     if isinstance(value, float) and value < 1:
         return Unsupported(
             "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
@@ -294,41 +278,98 @@ def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"checkpoint.every_steps": value})
 
 
-def modules_to_save(method: Callable[[ForeignConfig], str]) -> Rule:
+def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if not value:
-            return Ignored("off in their config")
-        if method(theirs) == "full":
-            return NO_ADAPTERS
-        names = value.split(",") if isinstance(value, str) else value
-        return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
-
-    return rule
+    if not value:
+        return IS_OFF
+    if theirs.method == "full":
+        return NO_ADAPTERS
+    return Mapped({"tune.modules_to_save": split_names(value)})
 
 
-def trainable_tokens(method: Callable[[ForeignConfig], str]) -> Rule:
-    """Rule for numbers of tokens whose rows of the embedding are trained."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if not value:
-            return Ignored("off in their config")
-        if method(theirs) == "full":
-            return NO_ADAPTERS
-        return Mapped({"tune.trainable_tokens": value})
-
-    return rule
+def split_names(value: Any) -> list[str]:
+    """Return names, which stand in a list or with commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names]
 
 
-def patterns(theirs_key: str, ours: str, method: Callable[[ForeignConfig], str]) -> dict[str, Rule]:
+def patterns(theirs_key: str, ours: str) -> dict[str, Rule]:
     """Rules for peft's ranks or scales of some layers, by a pattern each."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if method(theirs) == "full":
+        if theirs.method == "full":
             return NO_ADAPTERS
         start = f"{theirs_key}."
         found = {key: value for key, value in theirs.values.items() if key.startswith(start)}
         return Mapped({ours: {key.removeprefix(start): value for key, value in found.items()}})
 
-    return {theirs_key: Ignored("off in their config"), f"{theirs_key}.*": rule}
+    return {theirs_key: IS_OFF, f"{theirs_key}.*": rule}
+
+
+_NEFTUNE_REMARK = "by the tokens of a document; there by those of a row, with padding"
+NEFTUNE = preferences.if_preferences(
+    preferences.NO_NOISE,
+    rules.unless_off(lambda value, theirs: Mapped({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)),
+)
+# Keys that axolotl and LLaMA-Factory have in common.
+TRAINER = rules.table(
+    {
+        "learning_rate": "optim.lr",
+        "weight_decay": "optim.weight_decay",
+        "adam_beta1": "optim.beta1",
+        "adam_beta2": "optim.beta2",
+        "adam_epsilon": "optim.eps",
+        "max_grad_norm": "optim.clip_norm",
+        "max_steps": _max_steps,
+        "warmup_steps": _warmup_steps,
+        "warmup_ratio": _warmup_ratio,
+        "tf32": "train.tf32",
+        "seed": "train.seed",
+        "output_dir": "run.dir",
+        "save_steps": _save_steps,
+        "save_strategy": _save_strategy,
+        "save_total_limit": "checkpoint.keep",
+        "lora_alpha": "tune.alpha",
+        "loraplus_lr_ratio": "optim.lora_b_ratio",
+        "simpo_gamma": "tune.gamma",
+        "neftune_noise_alpha": NEFTUNE,
+        "reward_model": preferences.OF_REWARDS,
+        **each(_deepspeed, "deepspeed deepspeed.*"),
+        **each(
+            _schedule_argument,
+            "lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.num_decay_steps "
+            "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.warmup_type "
+            "lr_scheduler_kwargs.decay_type",
+        ),
+    },
+    ignored={
+        PREPARED: "dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory "
+        "dataloader_drop_last streaming group_by_length",
+        rules.LARGEST_MICRO_BATCH: "auto_find_batch_size",
+        rules.LAYOUT: "fsdp fsdp_config fsdp_config.* accelerator_config.* "
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+        rules.READ_BY_REGIONS: "low_cpu_mem_usage",
+        "run.timeout and run.host_timeout end a job that hangs": "ddp_timeout",
+        "mpirun, srun or torchrun start the ranks": "local_rank use_ray ray_run_name "
+        "ray_num_workers resources_per_worker resources_per_worker.*",
+        rules.METRICS: "logging_steps debug",
+        HELD_OUT_LOSS: "eval_strategy",
+        rules.COMPILED: "torch_compile_backend torch_compile_mode",
+        "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr_rate",
+        "embeddings have no adapters": "loraplus_lr_embedding",
+        "checkpoint.keep_best takes the loss": "metric_for_best_model greater_is_better",
+    },
+    lacking={
+        rules.DTYPES: "fp16",
+        "no code of a model directory is run: its type must be known": "trust_remote_code",
+        NO_TRACKER: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
+        "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
+    },
+    to_do={
+        SHAPE: "rope_scaling",
+        rules.ONLY_ADAMW: "optim_args optim_target_modules",
+        "cross entropy of the next token is the only loss": "label_smoothing_factor",
+        "set checkpoint.keep_best=true, and export that": "load_best_model_at_end",
+        rules.OTHER_STATE: "resume_from_checkpoint",
+    },
+)

@@ -2,396 +2,37 @@
 
 from typing import Any
 
-from hpc_tune.convert.hf_trainer import (
-    NF4,
-    ROUTER_LOSS,
-    convert_schedule,
-    deepspeed,
-    early_stop,
-    epochs,
-    eval_steps,
-    first_adapter,
-    max_steps,
-    modules_to_save,
-    neftune,
-    only_value,
-    optimizer,
-    save_steps,
-    save_strategy,
-    schedule_arguments,
-    val_size,
-    warmup_ratio,
-    warmup_steps,
-)
-from hpc_tune.convert.preferences import (
-    LLAMA_FACTORY_PREFERENCES,
-    SFT,
-    answers_rule,
-    dropout_rule,
-    find_llama_factory_objective,
-    llama_factory_preference_defaults,
-    map_seq_len,
-    noise_rule,
-    reference_adapter_rule,
-)
+from hpc_tune.convert import hf_trainer, preferences, rules
 from hpc_tune.convert.rules import (
-    LAYOUT,
     NO_ADAPTERS,
-    NO_TRACKER,
+    SFT,
     ForeignConfig,
     Ignored,
     Mapped,
     Outcome,
+    Refusal,
     Rule,
     Tool,
     Unsupported,
-    adapter_rule,
-    convert_targets,
-    dora_rule,
     each,
-    explain_chat_template,
-    first_records,
-    global_batch,
-    lacking,
-    model_path,
-    packing,
-    rslora_rule,
-    same,
 )
-from hpc_tune.convert.wrong_tasks import find_llama_factory_task
 
-# -- LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks.
-
-
-_PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
-IGNORED_KEYS: dict[str, Rule] = {
-    "do_train": Ignored("the command trains"),
-    **each(Ignored("data.path names the file itself"), "dataset_dir"),
-    **each(Ignored("datasets of a folder are one"), "mix_strategy"),
-    **each(
-        Ignored(_PREPARED),
-        "overwrite_cache preprocessing_num_workers preprocessing_batch_size tokenized_path "
-        "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
-        "dataloader_pin_memory dataloader_drop_last streaming buffer_size group_by_length "
-        "data_shared_file_system dataloader_in_order dataloader_multiprocessing_context "
-        "train_sampling_strategy length_column_name sortish_sampler",
-    ),
-    **each(
-        Ignored("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
-        "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
-        "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
-    ),
-    **each(
-        Ignored("metrics.jsonl and tensorboard/ in run.dir have each step"),
-        "logging_steps logging_strategy logging_dir logging_first_step plot_loss log_level "
-        "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node "
-        "log_level_replica logging_nan_inf_filter skip_memory_metrics print_param_status debug "
-        "include_effective_tokens_per_second",
-    ),
-    **each(Ignored("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
-    **each(
-        Ignored("the micro-batch is the largest that fits"),
-        "per_device_eval_batch_size auto_find_batch_size eval_accumulation_steps",
-    ),
-    **each(
-        Ignored("held-out loss is measured at the start, the end and train.eval_every_steps"),
-        "eval_strategy do_eval eval_on_start eval_delay prediction_loss_only bf16_full_eval "
-        "fp16_full_eval eval_do_concat_batches eval_use_gather_object batch_eval_metrics",
-    ),
-    "average_tokens_across_devices": Ignored("a loss is a sum over the tokens of all ranks"),
-    "ignore_pad_token_for_loss": Ignored("padding is neither attended to nor learned"),
-    "label_names": Ignored("data.loss_on says what is learned"),
-    "torch_empty_cache_steps": Ignored("the governor acts before memory ends"),
-    "init_special_tokens": Ignored("no tokens are added"),
-    **each(
-        Ignored("python -m hpc_tune export --to merged merges an adapter"),
-        "export_dir export_size export_device export_legacy_format",
-    ),
-    **each(Ignored("train.seed is the seed of everything"), "data_seed"),
-    **each(
-        Ignored("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
-        "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc use_unsloth_gc "
-        "activation_checkpointing activation_checkpointing_kwargs.*",
-    ),
-    **each(
-        Ignored("one decoder block is compiled, for all"),
-        "torch_compile_backend torch_compile_mode",
-    ),
-    **each(
-        Ignored("attention and loss are PyTorch's own"),
-        "flash_attn attn enable_liger_kernel use_liger_kernel liger_kernel_config.* use_unsloth "
-        "use_v1_kernels",
-    ),
-    **each(
-        Ignored("ranks read their regions of the files of model.path"),
-        "low_cpu_mem_usage use_fast_tokenizer cache_dir model_revision offload_folder "
-        "quantization_device_map",
-    ),
-    **each(
-        Ignored("mpirun, srun or torchrun start the ranks"),
-        "use_ray ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers "
-        "resources_per_worker resources_per_worker.* placement_strategy ray_init_kwargs.* "
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend local_rank",
-    ),
-    **each(
-        Ignored(LAYOUT),
-        "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.* "
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
-        "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
-    ),
-    "double_quantization": Ignored(NF4),
-    **schedule_arguments(
-        "num_cycles num_decay_steps min_lr_ratio warmup_type decay_type",
-        "optim.schedule, optim.restarts and optim.decay_ratio say it",
-    ),
-    **each(
-        Ignored("optim.min_lr_ratio says it"),
-        "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
-    ),
-    **each(
-        Ignored("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
-    ),
-    "remove_unused_columns": Ignored("the form of a record is found by its keys"),
-}
-_BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
+# Its ipo, simpo and orpo are losses of stage dpo, of means over an answer's tokens as here, and
+# pref_ftx is the chosen answer's mean loss, per pair.
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
-def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for reasoning, which false takes out of their data."""
-    if str(value).lower() != "false":
-        return Unsupported(_BY_TEMPLATE, to_do=True)
-    return Unsupported(
-        "there reasoning is taken out of the answers, and an empty block of it ends the prompts: "
-        "take it out of the data; an empty block that the chat template writes is learned here, "
-        "and counted",
-        to_do=True,
-    )
-
-
-UNSUPPORTED_KEYS: dict[str, Rule] = {
-    "quantization_method": only_value("bnb", NF4),
-    "quantization_type": only_value("nf4", NF4),
-    "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
-    "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
-    "resume_from_checkpoint": lacking(
-        "their state cannot be read; tune.init_from takes adapters", to_do=True
-    ),
-    "load_best_model_at_end": lacking("set checkpoint.keep_best=true, and export that", to_do=True),
-    "disable_shuffling": lacking("rows are always shuffled, by train.seed", to_do=True),
-    "mask_history": lacking("every answer of a chat is learned", to_do=True),
-    "interleave_probs": lacking(
-        "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
-        "documents",
-        to_do=True,
-    ),
-    "tool_format": lacking(_BY_TEMPLATE, to_do=True),
-    "enable_thinking": _thinking,
-    "default_system": lacking("begin each record's messages with a system message", to_do=True),
-    "adapter_folder": lacking("tune.init_from names the folder of the adapter itself", to_do=True),
-    "split_special_tokens": lacking(
-        "set it in the tokenizer_config.json of model.path", to_do=True
-    ),
-    "train_from_scratch": lacking("a run begins with the weights of model.path", to_do=True),
-    "eval_on_each_dataset": lacking("the held-out loss is one for all data"),
-    "use_mca": lacking("Megatron is not used; plan proposes a layout"),
-    "create_new_adapter": lacking("merge the first adapter into the model", to_do=True),
-    **each(
-        lacking("adapters begin as in LoRA, with B at 0", to_do=True),
-        "pissa_init pissa_iter pissa_convert",
-    ),
-    "loraplus_lr_embedding": Ignored("embeddings have no adapters"),
-    **each(
-        lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
-        "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules "
-        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
-        "galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale "
-        "apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front "
-        "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
-        "badam_mask_mode badam_verbose",
-    ),
-    **each(
-        lacking("tune.method is lora, dora, qlora or full", to_do=True),
-        "module_dropout oft_rank oft_block_size oft_target",
-    ),
-    **each(
-        lacking("cross entropy of the next token is the only loss", to_do=True),
-        "label_smoothing_factor use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha",
-    ),
-    "moe_aux_loss_coef": ROUTER_LOSS,
-    **each(
-        lacking("the model is what config.json of model.path says", to_do=True),
-        "rope_scaling shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "
-        "add_special_tokens new_special_tokens_config",
-    ),
-    "do_predict": lacking("a run trains: python -m hpc_tune generate answers prompts", to_do=True),
-    **each(
-        Ignored("python -m hpc_tune generate answers prompts"),
-        "predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
-        "temperature num_beams infer_backend infer_dtype do_sample repetition_penalty "
-        "length_penalty skip_special_tokens use_kv_cache use_cache eval_num_beams "
-        "generation_max_length generation_num_beams generation_config generation_config.* "
-        "include_for_metrics vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank "
-        "vllm_config vllm_config.* sglang_maxlen sglang_mem_fraction sglang_tp_size "
-        "sglang_config sglang_config.* sglang_lora_backend",
-    ),
-    **each(
-        lacking("set train.float8=true with train.compile=true, if the GPU has it", to_do=True),
-        "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
-    ),
-    **each(
-        lacking("KTransformers is not used"),
-        "use_kt kt_optimize_rule cpu_infer chunk_size mode kt_maxlen kt_use_cuda_graph kt_mode "
-        "kt_force_think",
-    ),
-    **each(
-        Ignored("there is no quantization of what was trained"),
-        "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
-        "export_quantization_maxlen",
-    ),
-    **each(
-        lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
-        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-    ),
-    **each(
-        lacking("images, sound and video are not trained on"),
-        "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps "
-        "video_maxlen media_dir freeze_vision_tower freeze_multi_modal_projector "
-        "freeze_language_model image_do_pan_and_scan crop_to_patches use_audio_in_video "
-        "audio_sampling_rate visual_inputs image_resolution train_mm_proj_only",
-    ),
-    **each(
-        lacking("nothing is uploaded; run.dir has export/"),
-        "push_to_hub hub_model_id hub_strategy hub_token hf_hub_token ms_hub_token om_hub_token "
-        "hub_private_repo hub_always_push hub_revision export_hub_model_id",
-    ),
-    **each(
-        lacking(NO_TRACKER),
-        "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode "
-        "swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret project "
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
-    ),
-    **each(lacking("dtypes follow model.dtype"), "upcast_layernorm upcast_lmhead_output"),
-}
+def _objective(theirs: ForeignConfig) -> str | None:
+    if theirs.get("stage") == "dpo":
+        return _LOSSES.get(str(theirs.get("pref_loss", "sigmoid")))
+    return "kto" if theirs.get("stage") == "kto" else SFT
 
 
 def _method(theirs: ForeignConfig) -> str:
-    if theirs.get("finetuning_type") == "full":
-        return "full"
-    if str(theirs.get("quantization_bit")) == "4":
-        return "qlora"
-    return "dora" if theirs.is_on("use_dora") else "lora"
-
-
-def _finetuning_type(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("lora", "full"):
-        return Mapped({"tune.method": _method(theirs)})
-    return Unsupported("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
-
-
-def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _method(theirs) == "qlora":
-        return Mapped({"tune.method": "qlora"})
-    return Unsupported("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
-
-
-def _split_names(value: Any) -> list[str]:
-    names = value if isinstance(value, list) else str(value).split(",")
-    return [str(name).strip() for name in names]
-
-
-def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _method(theirs) == "full":
-        return NO_ADAPTERS
-    names = _split_names(value)
-    if names == ["all"]:
-        return Mapped({"tune.targets": "all-linear"})
-    return convert_targets(names, "model_name_or_path", theirs)
-
-
-def _template(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.get("stage") == "pt":
-        return Ignored("records with text have no template")
-    return explain_chat_template(value)
-
-
-def _dataset(ours: str) -> Rule:
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        names = _split_names(value)
-        folder = theirs.get("dataset_dir", "data")
-        advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
-        kinds = "alpaca, ShareGPT and messages"
-        kinds = (
-            kinds
-            if find_llama_factory_objective(theirs) == SFT
-            else "with ranking or kto_tag: both kinds"
-        )
-        advice += f"to it ({kinds} are understood)"
-        if len(names) > 1:
-            advice += ", as a list"
-        return Unsupported(advice, to_do=True)
-
-    return rule
-
-
-def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    return Mapped({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
-
-
-def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_llama_factory_objective(theirs) != SFT:
-        remark = (
-            "training on preferences does not pack there; true is faster, and a row then holds "
-        )
-        remark += "several documents, so make the batch smaller"
-        return Mapped({"data.packing": False}, remark)
-    return packing(theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs)
-
-
-def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
-    remark = "what is longer loses its end; prompts lose too there"
-    return map_seq_len(theirs.whole("cutoff_len"), find_llama_factory_objective(theirs), remark)
-
-
-def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
-    return global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
-    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
-    lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
-    if lowest >= 0 and peak > 0:
-        ratio = lowest / peak
-    return convert_schedule(value, ratio, theirs)
-
-
-def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
-    is_pure = theirs.is_on("pure_bf16")
-    if not is_pure and not theirs.is_on("bf16"):
-        return Ignored("model.dtype=auto takes what the device has")
-    if not is_pure or _method(theirs) != "full":
-        return Mapped({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
-    remark = "tune.param_dtype=fp32 loses no small updates and takes twice the memory"
-    return Mapped({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, remark)
-
-
-def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
-    is_off = theirs.is_on("disable_gradient_checkpointing")
-    return Mapped({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
-
-
-def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
-    names = _split_names(value)
-    trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
-    if not set(names) <= {"none", "tensorboard", *trackers}:
-        return Unsupported(NO_TRACKER)
-    ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
-    return Mapped(ours | ({"run.trackers": trackers} if trackers else {}))
-
-
-def _use_cpu(value: Any, theirs: ForeignConfig) -> Outcome:
-    return (
-        Mapped({"run.device": "cpu"}) if theirs.is_on("use_cpu") else Ignored("off in their config")
+    return rules.choose_method(
+        is_full=theirs.get("finetuning_type") == "full",
+        is_4_bit=str(theirs.get("quantization_bit")) == "4",
+        is_dora=theirs.is_on("use_dora"),
     )
 
 
@@ -412,68 +53,325 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     if theirs.get("finetuning_type") != "full":
         rank = theirs.whole("lora_rank") if theirs.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
-    return defaults | llama_factory_preference_defaults(theirs)
+    if theirs.has_preferences:
+        defaults["pref_beta"] = 0.1
+    return defaults | ({"simpo_gamma": 0.5} if theirs.objective == "simpo" else {})
+
+
+def _stage(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.has_preferences:
+        return preferences.take_objective(theirs)
+    if value == "pt":
+        return Ignored("records with text are learned as a whole")
+    return Ignored("tune.objective=sft is the default")
+
+
+def _reference(value: Any, theirs: ForeignConfig) -> Outcome:
+    if value == theirs.get("model_name_or_path"):
+        return preferences.SAME_REFERENCE
+    return Unsupported(
+        preferences.OTHER_REFERENCE + "leave it out there, or stay with it", to_do=True
+    )
+
+
+def _reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
+    if value == theirs.get("adapter_name_or_path"):
+        return Ignored("the adapter of tune.init_from is the reference's, too")
+    return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
+
+
+def _finetuning_type(value: Any, theirs: ForeignConfig) -> Outcome:
+    if value in ("lora", "full"):
+        return rules.take_method(value, theirs)
+    return Unsupported(rules.ALL_METHODS, to_do=True)
+
+
+def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.method == "qlora":
+        return rules.take_method(value, theirs)
+    return Unsupported(rules.ONLY_4_BITS, to_do=True)
+
+
+def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.method == "full":
+        return NO_ADAPTERS
+    names = hf_trainer.split_names(value)
+    if names == ["all"]:
+        return Mapped({"tune.targets": "all-linear"})
+    return rules.convert_targets(names, "model_name_or_path", theirs)
+
+
+def _template(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.get("stage") == "pt":
+        return Ignored("records with text have no template")
+    return rules.explain_chat_template(value)
+
+
+def _dataset(ours: str) -> Rule:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        names = hf_trainer.split_names(value)
+        folder = theirs.get("dataset_dir", "data")
+        kinds = "alpaca, ShareGPT and messages"
+        kinds = "with ranking or kto_tag: both kinds" if theirs.has_preferences else kinds
+        return Unsupported(
+            f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} to it "
+            f"({kinds} are understood){', as a list' if len(names) > 1 else ''}",
+            to_do=True,
+        )
+
+    return rule
+
+
+def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
+
+
+def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.has_preferences:
+        remark = f"training on preferences does not pack there; {rules.NOT_PACKED}"
+        return Mapped({"data.packing": False}, remark)
+    return rules.apply_rule(
+        rules.PACKING, theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs
+    )
+
+
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+    remark = "what is longer loses its end; prompts lose too there"
+    return preferences.map_seq_len(theirs.whole("cutoff_len"), theirs, remark)
+
+
+def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
+    return rules.global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
+    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
+    lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
+    if lowest >= 0 and peak > 0:
+        ratio = lowest / peak
+    return hf_trainer.convert_schedule(value, ratio, theirs)
+
+
+def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
+    is_pure = theirs.is_on("pure_bf16")
+    if not is_pure and not theirs.is_on("bf16"):
+        return Ignored("model.dtype=auto takes what the device has")
+    if not is_pure or theirs.method != "full":
+        return Mapped({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
+    return Mapped({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
+
+
+def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
+    is_off = theirs.is_on("disable_gradient_checkpointing")
+    return Mapped({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
+
+
+def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
+    names = hf_trainer.split_names(value)
+    trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
+    if not set(names) <= {"none", "tensorboard", *trackers}:
+        return Unsupported(hf_trainer.NO_TRACKER)
+    ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
+    return Mapped(ours | ({"run.trackers": trackers} if trackers else {}))
+
+
+_BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
+
+
+def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of reasoning, which false takes out of their data."""
+    if str(value).lower() != "false":
+        return Unsupported(_BY_TEMPLATE, to_do=True)
+    return Unsupported(
+        "there reasoning is taken out of the answers, and an empty block of it ends the prompts: "
+        "take it out of the data; an empty block that the chat template writes is learned here, "
+        "and counted",
+        to_do=True,
+    )
 
 
 _MAPPED: dict[str, Rule] = {
-    "model_name_or_path": model_path,
-    "adapter_name_or_path": reference_adapter_rule(
-        first_adapter(_method), find_llama_factory_objective, "ref_model_adapters"
-    ),
+    "model_name_or_path": rules.model_path,
+    "adapter_name_or_path": hf_trainer.first_adapter(reference="ref_model_adapters"),
     "quantization_bit": _bits,
+    "quantization_method": hf_trainer.only_value("bnb", hf_trainer.NF4),
+    "quantization_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
     "template": _template,
     "finetuning_type": _finetuning_type,
-    "use_dora": dora_rule(_method),
-    "use_rslora": rslora_rule(_method),
-    "lora_rank": adapter_rule("tune.rank", _method),
-    "lora_alpha": adapter_rule("tune.alpha", _method),
-    "additional_target": modules_to_save(_method),
-    "lora_dropout": dropout_rule(
-        adapter_rule("tune.dropout", _method), find_llama_factory_objective
-    ),
+    "use_dora": rules.DORA,
+    "use_rslora": rules.switch("tune.rslora"),
+    "lora_rank": "tune.rank",
+    "additional_target": hf_trainer.modules_to_save,
+    "lora_dropout": preferences.if_preferences(preferences.NO_DROPOUT_THERE, "tune.dropout"),
     "lora_target": _targets,
-    "loraplus_lr_ratio": adapter_rule("optim.lora_b_ratio", _method),
     "dataset": _dataset("data.path"),
     "eval_dataset": _dataset("data.eval_path"),
-    "val_size": val_size,
-    "eval_steps": eval_steps("val_size"),
+    "val_size": hf_trainer.val_size,
+    "eval_steps": hf_trainer.eval_steps("val_size"),
     "cutoff_len": _seq_len,
-    "max_samples": first_records("data.path"),
+    "max_samples": rules.records("data.path", ":{}"),
     **each(_packing, "packing neat_packing"),
-    "train_on_prompt": answers_rule(_loss_on, find_llama_factory_objective),
+    "train_on_prompt": preferences.if_preferences(preferences.ONLY_ANSWERS, _loss_on),
+    "enable_thinking": _thinking,
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
-    "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
-    "warmup_ratio": warmup_ratio,
-    "warmup_steps": warmup_steps,
-    "weight_decay": same("optim.weight_decay"),
-    "adam_beta1": same("optim.beta1"),
-    "adam_beta2": same("optim.beta2"),
-    "adam_epsilon": same("optim.eps"),
-    "max_grad_norm": same("optim.clip_norm"),
-    "optim": optimizer,
-    "num_train_epochs": epochs,
-    "max_steps": max_steps,
+    "optim": hf_trainer.optimizer,
+    "num_train_epochs": hf_trainer.epochs,
     **each(_bf16, "bf16 pure_bf16"),
-    "tf32": same("train.tf32"),
     "disable_gradient_checkpointing": _recompute,
-    "torch_compile": same("train.compile"),
-    **each(deepspeed, "deepspeed deepspeed.*"),
-    "early_stopping_steps": early_stop("val_size"),
-    "neftune_noise_alpha": noise_rule(neftune, find_llama_factory_objective),
-    "save_steps": save_steps,
-    "save_total_limit": same("checkpoint.keep"),
-    "output_dir": same("run.dir"),
+    "torch_compile": "train.compile",
+    "early_stopping_steps": hf_trainer.early_stop("val_size"),
     "report_to": _report_to,
-    "run_name": same("run.name"),
-    "seed": same("train.seed"),
-    "full_determinism": same("train.deterministic"),
-    "use_cpu": _use_cpu,
-    "save_strategy": save_strategy,
+    "run_name": "run.name",
+    "full_determinism": "train.deterministic",
+    "use_cpu": rules.switch(Mapped({"run.device": "cpu"})),
+    # Of training on preferences.
+    "stage": _stage,
+    "pref_beta": "tune.beta",
+    "kto_chosen_weight": "tune.desirable_weight",
+    "kto_rejected_weight": "tune.undesirable_weight",
+    **preferences.only_preferences(
+        {
+            "pref_loss": preferences.OBJECTIVE_SAYS_IT,
+            "pref_ftx": preferences.sft_weight(),
+            "dpo_label_smoothing": preferences.SMOOTHING,
+            "ld_alpha": rules.lack(
+                "tokens after the shorter answer's length count in full", to_do=True
+            ),
+            "ref_model": _reference,
+            "ref_model_adapters": _reference_adapter,
+        }
+    ),
+    **each(
+        preferences.OF_REWARDS,
+        "pref_bco_weight reward_model_adapters reward_model_type ppo_epochs ppo_buffer_size "
+        "ppo_score_norm ppo_target ppo_whiten_rewards ref_model_quantization_bit "
+        "reward_model_quantization_bit",
+    ),
 }
+_IGNORED = {
+    "the command trains": "do_train",
+    "data.path names the file itself": "dataset_dir",
+    "datasets of a folder are one": "mix_strategy",
+    hf_trainer.PREPARED: "overwrite_cache preprocessing_num_workers preprocessing_batch_size "
+    "tokenized_path dataloader_persistent_workers buffer_size data_shared_file_system "
+    "dataloader_in_order dataloader_multiprocessing_context train_sampling_strategy "
+    "length_column_name sortish_sampler",
+    "run.dir has checkpoints, each with the optimizer; a new run has a new one": "save_only_model "
+    "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
+    "ignore_data_skip restore_callback_states_from_checkpoint",
+    rules.METRICS: "logging_strategy logging_dir logging_first_step plot_loss log_level "
+    "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node log_level_replica "
+    "logging_nan_inf_filter skip_memory_metrics print_param_status "
+    "include_effective_tokens_per_second",
+    rules.LARGEST_MICRO_BATCH: "per_device_eval_batch_size eval_accumulation_steps",
+    hf_trainer.HELD_OUT_LOSS: "do_eval eval_on_start eval_delay prediction_loss_only "
+    "bf16_full_eval fp16_full_eval eval_do_concat_batches eval_use_gather_object "
+    "batch_eval_metrics",
+    "a loss is a sum over the tokens of all ranks": "average_tokens_across_devices",
+    "padding is neither attended to nor learned": "ignore_pad_token_for_loss",
+    "data.loss_on says what is learned": "label_names",
+    "the governor acts before memory ends": "torch_empty_cache_steps",
+    "no tokens are added": "init_special_tokens",
+    rules.MERGED_BY_EXPORT: "export_dir export_size export_device export_legacy_format",
+    "train.seed is the seed of everything": "data_seed",
+    "it is the Trainer's; disable_gradient_checkpointing is what counts there": "use_unsloth_gc "
+    "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc "
+    "activation_checkpointing activation_checkpointing_kwargs.*",
+    hf_trainer.OWN_KERNELS: "flash_attn attn enable_liger_kernel use_liger_kernel "
+    "liger_kernel_config.* use_unsloth use_v1_kernels",
+    rules.READ_BY_REGIONS: "use_fast_tokenizer cache_dir model_revision offload_folder "
+    "quantization_device_map",
+    "mpirun, srun or torchrun start the ranks": "ray_storage_path ray_storage_filesystem "
+    "placement_strategy ray_init_kwargs.*",
+    rules.LAYOUT: "ddp_static_graph ddp_backend parallelism_config.* tensor_model_parallel_size "
+    "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+    "sequence_parallel virtual_pipeline_model_parallel_size",
+    hf_trainer.NF4: "double_quantization",
+    "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr",
+    rules.FOUND_BY_KEYS: "remove_unused_columns",
+    "python -m hpc_tune generate answers prompts": "predict_with_generate compute_accuracy "
+    "max_new_tokens max_length top_k top_p temperature num_beams infer_backend infer_dtype "
+    "do_sample repetition_penalty length_penalty skip_special_tokens use_kv_cache use_cache "
+    "eval_num_beams generation_max_length generation_num_beams generation_config "
+    "generation_config.* include_for_metrics vllm_maxlen vllm_gpu_util vllm_enforce_eager "
+    "vllm_max_lora_rank vllm_config vllm_config.* sglang_maxlen sglang_mem_fraction sglang_tp_size "
+    "sglang_config sglang_config.* sglang_lora_backend",
+    "there is no quantization of what was trained": "export_quantization_bit "
+    "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
+}
+_MEDIA_KEYS = (
+    "media_dir visual_inputs image_max_pixels image_min_pixels image_resolution "
+    "video_max_pixels video_min_pixels video_fps video_maxlen image_do_pan_and_scan "
+    "crop_to_patches use_audio_in_video audio_sampling_rate freeze_vision_tower "
+    "freeze_multi_modal_projector freeze_language_model train_mm_proj_only"
+)
+_LACKING = {
+    "the held-out loss is one for all data": "eval_on_each_dataset",
+    "Megatron is not used; plan proposes a layout": "use_mca",
+    "KTransformers is not used": "use_kt kt_optimize_rule cpu_infer chunk_size mode kt_maxlen "
+    "kt_use_cuda_graph kt_mode kt_force_think",
+    "images, sound and video are not trained on": _MEDIA_KEYS,
+    "nothing is uploaded; run.dir has export/": "push_to_hub hub_token hf_hub_token ms_hub_token "
+    "om_hub_token hub_private_repo hub_always_push export_hub_model_id",
+    hf_trainer.NO_TRACKER: "swanlab_run_name swanlab_api_key swanlab_logdir "
+    "swanlab_lark_webhook_url swanlab_lark_secret project trackio_bucket_id "
+    "trackio_static_space_id",
+    "dtypes follow model.dtype": "upcast_layernorm upcast_lmhead_output",
+}
+_TO_DO = {
+    rules.SHUFFLED: "disable_shuffling",
+    "every answer of a chat is learned": "mask_history",
+    "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
+    "documents": "interleave_probs",
+    _BY_TEMPLATE: "tool_format",
+    rules.SYSTEM_MESSAGE: "default_system",
+    "tune.init_from names the folder of the adapter itself": "adapter_folder",
+    "set it in the tokenizer_config.json of model.path": "split_special_tokens",
+    "a run begins with the weights of model.path": "train_from_scratch",
+    "merge the first adapter into the model": "create_new_adapter",
+    "adapters begin as in LoRA, with B at 0": "pissa_init pissa_iter pissa_convert",
+    rules.ONLY_ADAMW: "use_galore use_apollo use_badam use_adam_mini use_muon galore_target "
+    "galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
+    "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
+    "apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block "
+    "badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose",
+    "tune.method is lora, dora, qlora or full": "module_dropout oft_rank oft_block_size oft_target",
+    "cross entropy of the next token is the only loss": "use_dft_loss use_asft_loss asft_alpha "
+    "use_eaft_loss eaft_alpha",
+    hf_trainer.ROUTER_LOSS: "moe_aux_loss_coef",
+    hf_trainer.SHAPE: "shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "
+    "add_special_tokens new_special_tokens_config",
+    "a run trains: python -m hpc_tune generate answers prompts": "do_predict",
+    rules.FLOAT8: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+    "no parts are frozen: adapters are trained, or all weights": "freeze_trainable_layers "
+    "freeze_trainable_modules freeze_extra_modules",
+}
+_MEDIA_TEMPLATE = (
+    r"(?:^|_)(?:vl|vision|video|audio|omni|ocr)(?:_|$)|llava|mllama|pixtral|paligemma|minicpm_[vo]"
+    r"|glm4(?:_5)?v|intern_?vl|intern_s1"
+)
+
+
+def _is_other_stage(value: Any, theirs: ForeignConfig) -> bool:
+    return value not in ("sft", "pt", "dpo", "kto")
+
+
+def _is_bco(value: Any, theirs: ForeignConfig) -> bool:
+    return theirs.get("stage") == "dpo" and preferences.is_on(value, theirs)
+
+
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
-    {**_MAPPED, **LLAMA_FACTORY_PREFERENCES, **IGNORED_KEYS, **UNSUPPORTED_KEYS},
+    rules.join_tables(hf_trainer.TRAINER, rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
     _defaults,
-    find_llama_factory_task,
+    _method,
+    _objective,
+    (
+        Refusal("stage", _is_other_stage, *preferences.REWARDS),
+        preferences.refuse_loss("pref_loss"),
+        Refusal("pref_bco_weight", _is_bco, *preferences.OTHER_LOSS),
+        Refusal("template", preferences.matches(_MEDIA_TEMPLATE), *preferences.IMAGES),
+        Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.IMAGES),
+    ),
 )

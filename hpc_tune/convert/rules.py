@@ -1,6 +1,6 @@
 """What can become of a key of another tool's config, and what the rules of all tools share.
 
-key, value -> rule -> Mapped | Automatic | Unsupported
+key, value -> its row in the tool's table -> Mapped | Ignored | Unsupported
 """
 
 import json
@@ -12,14 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import COMPRESSIONS, KINDS
 from hpc_tune.errors import ConfigError
 
-LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
-NO_TRACKER = (
-    "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
-)
+SFT = "sft"
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
+ALL_METHODS = "tune.method is lora, dora, qlora or full; lora is used"
+ONLY_4_BITS = "only tune.method=qlora has a quantized base, of 4 bits"
+NO_COLUMN = "it is no name of a column"
+# Reasons that several tools have keys for.
+LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
+LARGEST_MICRO_BATCH = "the micro-batch is the largest that fits"
+METRICS = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
+READ_BY_REGIONS = "ranks read their regions of the files of model.path"
+COMPILED = "one decoder block is compiled, for all"
+MERGED_BY_EXPORT = "python -m hpc_tune export --to merged merges an adapter"
+FOUND_BY_KEYS = "the form of a record is found by its keys"
+ONLY_ADAMW = "AdamW is the only optimizer; find optim.lr again"
+DTYPES = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
+FLOAT8 = "set train.float8=true with train.compile=true, if the GPU has it"
+SHUFFLED = "rows are always shuffled, by train.seed"
+OTHER_STATE = "their state cannot be read; tune.init_from takes adapters"
+SYSTEM_MESSAGE = "begin each record's messages with a system message"
+NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
+RECOMPUTE_INSTEAD = "parallel.recompute=full saves that memory"
+PURE_BF16 = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
 
 
 @dataclass(frozen=True)
@@ -29,8 +47,24 @@ class ForeignConfig:
     ``ranks`` is the number of ranks it was made for.
     """
 
+    tool: "Tool"
     values: dict[str, Any]
     ranks: int
+
+    @property
+    def method(self) -> str:
+        """tune.method of a run that trains the same weights."""
+        return self.tool.method(self)
+
+    @property
+    def objective(self) -> str | None:
+        """tune.objective; None for a loss on preferences with no counterpart."""
+        return self.tool.objective(self)
+
+    @property
+    def has_preferences(self) -> bool:
+        """Whether it trains on preferences."""
+        return self.objective != SFT
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, or ``default``."""
@@ -95,36 +129,54 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
-class WrongTask:
-    """Their config is for another training: ``what`` it is, and what to do ``instead``.
+class Refusal:
+    """A training that has no counterpart here: ``what`` it is, and what to do ``instead``.
 
-    ``keys`` say so in the config.
+    A config is for it if one of ``keys``, with spaces between them (of lists without the number),
+    has a value for which ``is_meant`` holds.
     """
 
-    keys: tuple[str, ...]
+    keys: str
+    is_meant: Callable[[Any, ForeignConfig], bool]
     what: str
     instead: str
 
-    def message(self, theirs: ForeignConfig, tool: str) -> str:
-        """Return the one message for people."""
-        said = ", ".join(f"{key} = {format_value(theirs.get(key))}" for key in self.keys[:3])
+    def message(self, theirs: ForeignConfig) -> str | None:
+        """Return the one message for people; None if it is not for this config."""
+        found = [
+            key
+            for key, value in theirs.values.items()
+            if _without_numbers(key) in self.keys.split() and self.is_meant(value, theirs)
+        ]
+        if not found:
+            return None
+        said = ", ".join(f"{key} = {format_value(theirs.get(key))}" for key in found[:3])
         return (
             f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning and "
             "preferences (dpo, ipo, simpo, orpo, kto) of text alone. Nothing is converted. "
-            f"{self.instead.format(tool=tool)}"
+            f"{self.instead.format(tool=theirs.tool.name)}"
         )
 
 
+IS_OFF = Ignored("off in their config")
 NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
+METHOD_SAYS_IT = Ignored("tune.method says it")
+UNUSED = Ignored("training on preferences alone uses it")
 Outcome = Mapped | Ignored | Unsupported
-Rule = Outcome | Callable[[Any, ForeignConfig], Outcome]
+# A setting that takes the value as it is; what becomes of the key whatever its value; a function.
+Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
+_OF_ADAPTERS = (
+    *("tune.rank", "tune.alpha", "tune.dropout", "tune.rslora"),
+    *("tune.modules_to_save", "tune.trainable_tokens", "optim.lora_b_ratio"),
+)
+_OF_OBJECTIVES = ("tune.beta", "tune.gamma", "tune.desirable_weight", "tune.undesirable_weight")
 
 
 @dataclass(frozen=True)
 class Tool:
     """Another tool: its rules by key (``part.*``: all keys below it; of lists without the number).
 
-    ``wrong_task`` returns why a config cannot be converted at all: it is for another training.
+    ``refusals``: configs for what cannot be converted at all; the first that holds counts.
     ``lists`` names the keys whose lists are taken apart, since they have keys in them.
     ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
     take something else.
@@ -133,21 +185,54 @@ class Tool:
     name: str
     rules: dict[str, Rule]
     defaults: Callable[[ForeignConfig], dict[str, Any]]
-    wrong_task: Callable[[ForeignConfig], WrongTask | None]
+    method: Callable[[ForeignConfig], str]
+    objective: Callable[[ForeignConfig], str | None]
+    refusals: tuple[Refusal, ...]
     lists: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
         """Return what becomes of a key; None: it is not known."""
-        parts = [part for part in key.split(".") if not part.isdecimal()]
-        names = [
-            ".".join(parts),
-            *(".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1)),
-        ]
-        rule = next((self.rules[name] for name in names if name in self.rules), None)
+        name = _without_numbers(key)
+        parts = name.split(".")
+        above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
+        rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
         if key not in theirs.values:
-            is_part = any(name.startswith(f"{names[0]}.") for name in self.rules)
+            is_part = any(other.startswith(f"{name}.") for other in self.rules)
             return Ignored("empty in their config") if rule or is_part else None
-        return rule(theirs.values[key], theirs) if callable(rule) else rule
+        return None if rule is None else apply_rule(rule, theirs.values[key], theirs)
+
+
+def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of a value by a rule."""
+    if isinstance(rule, str):
+        return _take_over(rule, value, theirs)
+    return rule(value, theirs) if callable(rule) else rule
+
+
+def _take_over(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
+    """Take a value over as it is, where the method and the objective use the setting."""
+    if ours in _OF_ADAPTERS and theirs.method == "full":
+        return NO_ADAPTERS
+    if ours in _OF_OBJECTIVES:
+        if not theirs.has_preferences:
+            return UNUSED
+        if not uses_setting(theirs, ours):
+            return IS_OFF if value in OFF else Ignored(f"{theirs.objective} does not use it")
+    return Mapped({ours: value})
+
+
+def uses_setting(theirs: ForeignConfig, ours: str) -> bool:
+    """Return whether the objective of a config uses a number of objectives, such as tune.beta."""
+    return ours.removeprefix("tune.") in tune_of(theirs).numbers
+
+
+def tune_of(theirs: ForeignConfig) -> TuneConfig:
+    """Return the section tune with the objective of a config."""
+    return TuneConfig.model_validate({"objective": theirs.objective})
+
+
+def _without_numbers(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
 def format_value(value: Any) -> str:
@@ -156,78 +241,112 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+# -- Tables, and what makes a row of a row.
+
+
+def table(
+    rows: dict[str, Rule],
+    ignored: dict[str, str] | None = None,
+    lacking: dict[str, str] | None = None,
+    to_do: dict[str, str] | None = None,
+) -> dict[str, Rule]:
+    """Return rows, and those of keys that give no setting: of each reason the keys, with spaces.
+
+    ``ignored``: what hpc_tune decides itself. ``lacking``: what it lacks, unless a config switches
+    it off. ``to_do``: what it lacks, and the user must see to.
+    """
+    added = [each(Ignored(why), keys) for why, keys in (ignored or {}).items()]
+    added += [each(lack(instead), keys) for instead, keys in (lacking or {}).items()]
+    added += [each(lack(instead, to_do=True), keys) for instead, keys in (to_do or {}).items()]
+    return join_tables(rows, *added)
+
+
+def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
+    """Return one table of several, no two of which have the same key."""
+    joined: dict[str, Rule] = {}
+    for one in tables:
+        assert not (twice := joined.keys() & one.keys()), f"{twice} have two rules"
+        joined |= one
+    return joined
+
+
 def each(rule: Rule, keys: str) -> dict[str, Rule]:
     """Give one rule to several keys, with spaces between them."""
-    return dict.fromkeys(keys.split(), rule)
+    return join_tables(*({key: rule} for key in keys.split()))
 
 
-def same(ours: str, remark: str = "") -> Rule:
-    """Take a value over as it is."""
-    return lambda value, theirs: Mapped({ours: value}, remark)
-
-
-def lacking(instead: str, to_do: bool = False) -> Rule:
+def lack(instead: str, to_do: bool = False) -> Rule:
     """Rule for what hpc_tune lacks: left, unless their config switches it off."""
+    return unless_off(Unsupported(instead, to_do))
+
+
+def unless_off(rule: Rule) -> Rule:
+    """Give what ``rule`` gives, unless their config switches it off."""
+    return lambda value, theirs: IS_OFF if value in OFF else apply_rule(rule, value, theirs)
+
+
+def switch(on: Rule, off: Rule = IS_OFF) -> Rule:
+    """Rule for a key that is true or not."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        return Ignored("off in their config") if value in OFF else Unsupported(instead, to_do)
+        is_on = str(value).lower() == "true"
+        return apply_rule(on if is_on else off, is_on, theirs)
 
     return rule
 
 
-def adapter_rule(ours: str, method: Callable[[ForeignConfig], str]) -> Rule:
-    """Take a value of adapters over, unless all weights are trained."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        return NO_ADAPTERS if method(theirs) == "full" else Mapped({ours: value})
-
-    return rule
+# -- Rules that several tools have.
 
 
-def dora_rule(method: Callable[[ForeignConfig], str]) -> Rule:
-    """Rule for the switch for DoRA, which tune.method says here."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if str(value).lower() != "true":
-            return Ignored("tune.method says it")
-        match method(theirs):
-            case "full":
-                return NO_ADAPTERS
-            case "qlora":
-                return Unsupported("tune.method=dora has no 4-bit base", True)
-        return Mapped({"tune.method": "dora"})
-
-    return rule
+def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
+    """Return tune.method."""
+    return "full" if is_full else "qlora" if is_4_bit else "dora" if is_dora else "lora"
 
 
-def rslora_rule(method: Callable[[ForeignConfig], str]) -> Rule:
-    """Rule for the switch for a scale of alpha / sqrt(rank)."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if str(value).lower() != "true":
-            return Ignored("off in their config")
-        return NO_ADAPTERS if method(theirs) == "full" else Mapped({"tune.rslora": True})
-
-    return rule
+def take_method(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for a key that says, maybe with others, which weights are trained."""
+    return Mapped({"tune.method": theirs.method})
 
 
-def global_batch(
-    theirs: ForeignConfig, rows: str, accumulation: str, ranks_per_row: int = 1
-) -> Mapped:
+def _dora(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.method == "full":
+        return NO_ADAPTERS
+    if theirs.method == "qlora":
+        return Unsupported("tune.method=dora has no 4-bit base", True)
+    return Mapped({"tune.method": "dora"})
+
+
+DORA = switch(_dora, METHOD_SAYS_IT)
+OFFLOAD_PARAMS = switch(
+    Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along"),
+    Ignored("plan says whether the weights need it: parallel.offload_params"),
+)
+NOT_PACKED = "true is faster; a row then holds several documents, so make the batch smaller"
+PACKING = switch(
+    Mapped({"data.packing": True}, "documents in a row do not see each other"),
+    Mapped({"data.packing": False}, NOT_PACKED),
+)
+
+
+def global_batch(theirs: ForeignConfig, rows: str, accumulation: str, *shared_by: str) -> Mapped:
     """Return the global batch of rows per rank, accumulation and data-parallel ranks.
+
+    ``shared_by`` names numbers of ranks that share a row; a key that is not there counts as 1.
 
     Raises:
         ConfigError: if the ranks are no multiple of those that share a row.
     """
+    ranks_per_row = math.prod(theirs.whole(key) for key in shared_by if theirs.get(key))
     if theirs.ranks % ranks_per_row:
         raise ConfigError(
             f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
             f"multiple of {ranks_per_row}"
         )
-    factors = theirs.whole(rows), theirs.whole(accumulation), theirs.ranks // ranks_per_row
-    size = factors[0] * factors[1] * factors[2]
+    per_rank = theirs.whole(rows)
+    accumulated = theirs.whole(accumulation) if accumulation else 1
+    factors = per_rank, accumulated, theirs.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
-    return Mapped({"batch.global_size": size}, remark)
+    return Mapped({"batch.global_size": math.prod(factors)}, remark)
 
 
 def usable_file(value: Any) -> bool:
@@ -281,21 +400,6 @@ def explain_chat_template(name: Any) -> Unsupported:
     )
 
 
-def offload_params(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for a switch that keeps sharded weights on the host."""
-    if str(value).lower() == "true":
-        return Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
-    return Ignored("plan says whether the weights need it: parallel.offload_params")
-
-
-def packing(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for a packing switch."""
-    if str(value).lower() == "true":
-        return Mapped({"data.packing": True}, "documents in a row do not see each other")
-    remark = "true is faster; a row then holds several documents, so make the batch smaller"
-    return Mapped({"data.packing": False}, remark)
-
-
 # -- Parts of files, as other tools name them: hpc_tune uses a file whole, or holds a share out.
 #
 # train[:95%]      -> data.eval_fraction=0.05
@@ -329,13 +433,14 @@ def advise_cut(part: str, ours: str, file: Any = None) -> Unsupported:
     )
 
 
-def first_records(ours: str) -> Rule:
-    """Rule for a number of records at the beginning of each file."""
+def records(ours: str, part: str) -> Rule:
+    """Rule for a number of records of each file; ``part``: the slice of them, with {} for it."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
             return Unsupported("it is no number of records", to_do=True)
-        return advise_cut(f":{value}", ours)
+        cut = part.format(value)
+        return IS_OFF if cut == "0:" else advise_cut(cut, ours)
 
     return rule
 

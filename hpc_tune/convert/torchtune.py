@@ -2,48 +2,26 @@
 
 from typing import Any
 
+from hpc_tune.convert import preferences, rules
 from hpc_tune.convert.hf_trainer import ONE_SCHEDULE, convert_adamw_8bit, fall_to_zero, only_value
-from hpc_tune.convert.preferences import (
-    SFT,
-    TORCHTUNE_PREFERENCES,
-    dropout_rule,
-    find_torchtune_objective,
-    map_seq_len,
-    torchtune_preference_defaults,
-)
-from hpc_tune.convert.preferences import convert_loss as preference_loss
 from hpc_tune.convert.rules import (
-    LAYOUT,
     NO_ADAPTERS,
+    SFT,
     ForeignConfig,
     Ignored,
     Mapped,
     Outcome,
+    Refusal,
     Rule,
     Tool,
     Unsupported,
-    adapter_rule,
-    complement,
-    convert_split,
-    convert_targets,
-    dora_rule,
     each,
-    explain_hub_data,
-    fuse_targets,
-    global_batch,
-    is_data_path,
-    lacking,
-    offload_params,
-    packing,
-    same,
-    usable_file,
 )
-from hpc_tune.convert.wrong_tasks import find_torchtune_task
 
 # -- The rules for the datasets of torchtune's configs: which file, which columns, what is learned.
 
 
-PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
+_PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 # Fields of components whose columns have names of their own, as data.columns calls them.
 _PAIR = {"input": "prompt", "output": "completion"}
 _PREFERENCES = {"chosen": "chosen", "rejected": "rejected"}
@@ -55,7 +33,7 @@ _FIELDS = {
     "hh_rlhf_helpful_dataset": _PREFERENCES,
     "stack_exchange_paired_dataset": _RANKED,
 }
-_BY_KEYS = Ignored("the form of a record is found by its keys")
+_BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
 _HELD_OUT = Ignored("data.eval_fraction says it")
 _PREAMBLE = (
     "alpaca's preamble (Below is an instruction that ...) and headings stand in each prompt there "
@@ -63,24 +41,23 @@ _PREAMBLE = (
 )
 
 
-def last_name(value: Any) -> str:
+def _last_name(value: Any) -> str:
     """Return the last part of a dotted name: of a component, what it is called."""
     return str(value).rpartition(".")[2]
 
 
-def find_usable_path(part: str, theirs: ForeignConfig) -> Any:
+def _usable_path(part: str, theirs: ForeignConfig) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
     files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
     if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
         return None
     if files is not None:
-        return files if usable_file(files) else None
-    return source if is_data_path(source) else None
+        return files if rules.usable_file(files) else None
+    return source if rules.is_data_path(source) else None
 
 
-def eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for the steps between evaluations, if something is held out."""
-    if find_usable_path("dataset_val", theirs) or _holds_out(theirs):
+def _eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
+    if _usable_path("dataset_val", theirs) or _holds_out(theirs):
         return Mapped({"train.eval_every_steps": value})
     return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
@@ -96,7 +73,7 @@ def _is_rest_of_file(theirs: ForeignConfig) -> bool:
     if not held_out:
         return True
     given = str(theirs.get("dataset.split", "train")).replace(" ", "")
-    is_rest = complement(theirs.get("dataset_val.split")) == given
+    is_rest = rules.complement(theirs.get("dataset_val.split")) == given
     same = ("source", "data_files")
     return is_rest and all(
         theirs.get(f"dataset_val.{key}", theirs.get(f"dataset.{key}"))
@@ -107,7 +84,7 @@ def _is_rest_of_file(theirs: ForeignConfig) -> bool:
 
 def _split(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and complement(value) and _holds_out(theirs):
+        if part == "dataset_val" and rules.complement(value) and _holds_out(theirs):
             return _HELD_OUT
         return _part(part, value, theirs)
 
@@ -117,12 +94,12 @@ def _split(part: str) -> Rule:
 def _part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
     is_whole = part == "dataset" and _is_rest_of_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
-    known = file if isinstance(file, str) and is_data_path(file) else None
-    return convert_split(value, PARTS[part], known, is_whole)
+    known = file if isinstance(file, str) and rules.is_data_path(file) else None
+    return rules.convert_split(value, _PARTS[part], known, is_whole)
 
 
 def _component(value: Any, theirs: ForeignConfig) -> Outcome:
-    name = last_name(value)
+    name = _last_name(value)
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         instead = (
             f"compute nodes have no internet: on a login node write the records of {name} to a "
@@ -151,8 +128,8 @@ def _source(part: str) -> Rule:
             return Ignored("the ending of the file says its kind")
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
-        path = find_usable_path(part, theirs)
-        return Mapped({PARTS[part]: path}) if path else explain_hub_data(value, PARTS[part])
+        path = _usable_path(part, theirs)
+        return Mapped({_PARTS[part]: path}) if path else rules.explain_hub_data(value, _PARTS[part])
 
     return rule
 
@@ -161,18 +138,18 @@ def _files(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
-        path = find_usable_path(part, theirs)
+        path = _usable_path(part, theirs)
         if path:
-            return Mapped({PARTS[part]: path})
-        instead = f"put it as JSONL or Parquet into one file or folder; set {PARTS[part]}"
+            return Mapped({_PARTS[part]: path})
+        instead = f"put it as JSONL or Parquet into one file or folder; set {_PARTS[part]}"
         return Unsupported(instead, to_do=True)
 
     return rule
 
 
 def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
-    if find_torchtune_objective(theirs) != SFT:
-        return Ignored("with preferences only the answers are compared")
+    if theirs.has_preferences:
+        return preferences.ONLY_ANSWERS
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     choice = choices.get(str(value).lower())
@@ -186,76 +163,49 @@ def _column(*names: str) -> Rule:
         if value in names:
             return _BY_KEYS
         if not isinstance(value, str):
-            return Unsupported("it is no name of a column", to_do=True)
+            return Unsupported(rules.NO_COLUMN, to_do=True)
         return Mapped({"data.columns": {value: names[0]}})
 
     return rule
 
 
 def _column_map(value: Any, theirs: ForeignConfig) -> Outcome:
-    if last_name(theirs.get("dataset._component_")) in _FIELDS:
+    if _last_name(theirs.get("dataset._component_")) in _FIELDS:
         return Ignored("data.columns says it")
     return Unsupported(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
     )
 
 
-DATA: dict[str, Rule] = {
-    "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
-    "dataset._component_": _component,
-    "dataset.source": _source("dataset"),
-    "dataset.data_files": _files("dataset"),
-    "dataset_val.source": _source("dataset_val"),
-    "dataset_val.data_files": _files("dataset_val"),
-    "dataset.split": _split("dataset"),
-    "dataset_val.split": _split("dataset_val"),
-    "dataset.packed": packing,
-    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
-    "dataset.conversation_column": _column("messages", "conversations"),
-    "dataset.column": _column("text"),
-    "dataset.column_map.*": _column_map,
-    "run_val_every_n_steps": eval_every,
-    **each(_BY_KEYS, "dataset.conversation_style"),
-    **each(Ignored("validation data are read as data.path is"), "dataset_val.*"),
-    **each(Ignored("what is longer than a row is cut"), "dataset.split_across_pack"),
-    "dataset.new_system_prompt": lacking(
-        "begin each record's messages with a system message", to_do=True
-    ),
-    **each(
-        lacking("the chat template is applied; data.chat_template names another", to_do=True),
-        "dataset.template dataset.prompt_template dataset.chat_format",
-    ),
-    **each(
-        lacking("name the files of that configuration in data.path", to_do=True),
-        "dataset.name dataset.subset",
-    ),
-    "dataset.filter_fn": lacking("take those records out of the data beforehand", to_do=True),
-    "dataset.add_eos": lacking("a text always ends with the end token"),
-}
-
-
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _LOSS_NAMES = ("CrossEntropy", "CEWith")
+_LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
+_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
+_LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.gamma": 0.5}}
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
+def _objective(theirs: ForeignConfig) -> str | None:
+    name = _last_name(theirs.get("loss._component_"))
+    return None if name in _OTHER_LOSSES else _LOSSES.get(name, SFT)
+
+
 def _method(theirs: ForeignConfig) -> str:
-    builder = last_name(theirs.get("model._component_"))
-    if builder.startswith("qlora") or theirs.is_on("model.quantize_base"):
-        return "qlora"
-    if theirs.is_on("model.use_dora"):
-        return "dora"
-    return "lora" if builder.startswith("lora") or theirs.get("model.lora_rank") else "full"
+    builder = _last_name(theirs.get("model._component_"))
+    is_4_bit = builder.startswith("qlora") or theirs.is_on("model.quantize_base")
+    is_dora = theirs.is_on("model.use_dora")
+    is_lora = builder.startswith("lora") or theirs.get("model.lora_rank")
+    return rules.choose_method(not (is_4_bit or is_dora or is_lora), is_4_bit, is_dora)
 
 
 def _method_rule(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "the shape itself is read from config.json of model.path"
-    return Mapped({"tune.method": _method(theirs)}, remark)
+    return Mapped({"tune.method": theirs.method}, remark)
 
 
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
-    if _method(theirs) == "full":
+    if theirs.method == "full":
         return NO_ADAPTERS
     given = theirs.get("model.lora_attn_modules")
     given = given if isinstance(given, list) else [given]
@@ -263,18 +213,18 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
     is_with_head = theirs.is_on("model.apply_lora_to_output")
     names += ["lm_head"] if is_with_head else []
-    if joined := fuse_targets(names, str(theirs.get("model._component_"))):
+    if joined := rules.fuse_targets(names, str(theirs.get("model._component_"))):
         return joined
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
         return Mapped({"tune.targets": "all-linear"})
-    return convert_targets(names, "checkpointer.checkpoint_dir", theirs)
+    return rules.convert_targets(names, "checkpointer.checkpoint_dir", theirs)
 
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
     limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return map_seq_len(min(limits), find_torchtune_objective(theirs))
+        return preferences.map_seq_len(min(limits), theirs)
     return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
@@ -283,7 +233,7 @@ def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _model_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    if "Meta" in last_name(theirs.get("checkpointer._component_")):
+    if "Meta" in _last_name(theirs.get("checkpointer._component_")):
         return Unsupported(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
             "node (hf download NAME --local-dir DIR), and set model.path to DIR",
@@ -293,11 +243,8 @@ def _model_path(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
-    shared = [k for k in ("tensor_parallel_dim", "context_parallel_dim") if theirs.get(k)]
-    ranks_per_row = 1
-    for key in shared:
-        ranks_per_row *= theirs.whole(key)
-    return global_batch(theirs, "batch_size", "gradient_accumulation_steps", ranks_per_row)
+    shared_by = "tensor_parallel_dim", "context_parallel_dim"
+    return rules.global_batch(theirs, "batch_size", "gradient_accumulation_steps", *shared_by)
 
 
 def _steps(theirs: ForeignConfig) -> int | None:
@@ -324,7 +271,7 @@ def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
             "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit; plan says whether "
             "it fits"
         )
-    return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
+    return Unsupported(rules.ONLY_ADAMW, to_do=True)
 
 
 def _betas(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -336,15 +283,15 @@ def _betas(value: Any, theirs: ForeignConfig) -> Outcome:
 def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
         return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
-    if last_name(value) == "get_cosine_schedule_with_warmup":
+    if _last_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
         return fall_to_zero("cosine", _steps(theirs), theirs.whole(key) if theirs.get(key) else 0)
     return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
 def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
-    if taken := preference_loss(value, theirs):
-        return taken
+    if theirs.has_preferences:
+        return preferences.take_objective(theirs)
     if any(word in str(value) for word in _LOSS_NAMES):
         return Ignored("cross entropy, whose logits are never held whole")
     return Unsupported(
@@ -359,10 +306,9 @@ def _clip(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
-        return Unsupported("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it")
-    if _method(theirs) == "full" and value == "bf16":
-        remark = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
-        return Mapped({"model.dtype": value, "tune.param_dtype": value}, remark)
+        return Unsupported(rules.DTYPES)
+    if theirs.method == "full" and value == "bf16":
+        return Mapped({"model.dtype": value, "tune.param_dtype": value}, rules.PURE_BF16)
     return Mapped({"model.dtype": value})
 
 
@@ -371,12 +317,6 @@ def _device(value: Any, theirs: ForeignConfig) -> Outcome:
     if kind in ("cuda", "cpu"):
         return Mapped({"run.device": kind})
     return Unsupported("run.device is cuda or cpu")
-
-
-def _shuffle(value: Any, theirs: ForeignConfig) -> Outcome:
-    if str(value).lower() == "true":
-        return Ignored("the order follows from seed, epoch and position, on any number of ranks")
-    return Unsupported("rows are always shuffled, by train.seed", to_do=True)
 
 
 def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -389,21 +329,24 @@ def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
         return Mapped({"run.tensorboard": True})
     if "WandB" in str(value):
         return Mapped({"run.trackers": ["wandb"]}, "offline, for wandb sync")
-    if last_name(value) in ("DiskLogger", "StdoutLogger"):
+    if _last_name(value) in ("DiskLogger", "StdoutLogger"):
         return Ignored("metrics.jsonl in run.dir has a line for each step")
     return Unsupported(
         "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away"
     )
 
 
-def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
-    if str(value).lower() == "true":
-        return Unsupported("their state cannot be read; tune.init_from takes adapters", to_do=True)
-    return Ignored("checkpoint.resume=auto: rerun the same command")
+def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
+    if not rules.tune_of(theirs).has_reference:
+        return Ignored("no reference is used")
+    first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
+    if str(value).rstrip("/") == first:
+        return preferences.SAME_REFERENCE
+    return Unsupported(preferences.OTHER_REFERENCE + "begin with that one", to_do=True)
 
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
-    defaults = torchtune_preference_defaults(theirs) | {
+    defaults: dict[str, Any] = _LOSS_DEFAULTS.get(str(theirs.objective), {}) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,
         "lr_scheduler._component_": _NO_SCHEDULER,
@@ -412,7 +355,7 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
         defaults["tokenizer.max_seq_len"] = _NO_LIMIT
     if "AdamW" in str(theirs.get("optimizer._component_")):
         defaults["optimizer.weight_decay"] = 0.01
-    if _method(theirs) != "full":
+    if theirs.method != "full":
         defaults |= {"model.lora_rank": 8, "model.lora_alpha": 16}
     if isinstance(several := theirs.get("dataset"), list):
         is_packed = [isinstance(one, dict) and one.get("packed") is True for one in several]
@@ -427,91 +370,131 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
 
 _MAPPED: dict[str, Rule] = {
     **each(_method_rule, "model._component_ model.quantize_base"),
-    "model.use_dora": dora_rule(_method),
-    "model.lora_rank": adapter_rule("tune.rank", _method),
-    "model.lora_alpha": adapter_rule("tune.alpha", _method),
-    "model.lora_dropout": dropout_rule(
-        adapter_rule("tune.dropout", _method), find_torchtune_objective, False
-    ),
+    "model.use_dora": rules.DORA,
+    "model.lora_rank": "tune.rank",
+    "model.lora_alpha": "tune.alpha",
+    "model.lora_dropout": preferences.if_preferences(preferences.NO_DROPOUT, "tune.dropout"),
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _model_path,
-    **DATA,
+    "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
+    "dataset._component_": _component,
+    "dataset.source": _source("dataset"),
+    "dataset.data_files": _files("dataset"),
+    "dataset_val.source": _source("dataset_val"),
+    "dataset_val.data_files": _files("dataset_val"),
+    "dataset.split": _split("dataset"),
+    "dataset_val.split": _split("dataset_val"),
+    "dataset.packed": rules.PACKING,
+    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
+    "dataset.conversation_column": _column("messages", "conversations"),
+    "dataset.column": _column("text"),
+    "dataset.column_map.*": _column_map,
+    "run_val_every_n_steps": _eval_every,
     **each(_batch, "batch_size gradient_accumulation_steps"),
     **each(_length, "epochs max_steps_per_epoch"),
     "optimizer._component_": _optimizer,
-    "optimizer.lr": same("optim.lr"),
-    "optimizer.weight_decay": same("optim.weight_decay"),
+    "optimizer.lr": "optim.lr",
+    "optimizer.weight_decay": "optim.weight_decay",
     "optimizer.betas": _betas,
-    "optimizer.eps": same("optim.eps"),
+    "optimizer.eps": "optim.eps",
     "lr_scheduler._component_": _schedule,
-    "lr_scheduler.num_warmup_steps": same("optim.warmup_steps"),
+    "lr_scheduler.num_warmup_steps": "optim.warmup_steps",
+    "lr_scheduler.num_cycles": only_value("0.5", "the schedule is half a cosine"),
     "loss._component_": _loss,
+    "loss.beta": "tune.beta",
+    "loss.gamma": "tune.gamma",
+    **preferences.only_preferences({"loss.label_smoothing": preferences.SMOOTHING}),
+    **each(_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
     "clip_grad_norm": _clip,
-    **each(same("train.compile"), "compile compile.model"),
+    **each("train.compile", "compile compile.model"),
     "dtype": _dtype,
     "device": _device,
-    "seed": same("train.seed"),
-    "shuffle": _shuffle,
+    "seed": "train.seed",
+    "shuffle": rules.switch(
+        Ignored("the order follows from seed, epoch and position, on any number of ranks"),
+        Unsupported(rules.SHUFFLED, to_do=True),
+    ),
     **each(_recompute, "enable_activation_checkpointing ac_mode"),
-    **each(offload_params, "fsdp_cpu_offload fsdp.cpu_offload"),
+    **each(rules.OFFLOAD_PARAMS, "fsdp_cpu_offload fsdp.cpu_offload"),
     "metric_logger._component_": _logger,
-    "output_dir": same("run.dir"),
-    "save_every_n_steps": same("checkpoint.every_steps"),
-    "resume_from_checkpoint": _resume,
-}
-_EXPORT = "the adapter alone is saved; python -m hpc_tune export --to merged merges it"
-_IGNORED_KEYS: dict[str, Rule] = {
-    **each(Ignored("the tokenizer is read from model.path"), "tokenizer.*"),
-    **each(Ignored("all files of model.path are read, each rank its part"), "checkpointer.*"),
-    **each(Ignored("run.dir has all that a run leaves"), "checkpointer.output_dir"),
-    **each(Ignored("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
-    **each(
-        Ignored(LAYOUT),
-        "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* context_parallel_dim "
-        "data_parallel_shard_dim data_parallel_replicate_dim custom_sharded_layers "
-        "memory_efficient_fsdp_wrap fsdp_reshard_after_forward fsdp_sharding_strategy fsdp.*",
+    "output_dir": "run.dir",
+    "save_every_n_steps": "checkpoint.every_steps",
+    "resume_from_checkpoint": rules.switch(
+        Unsupported(rules.OTHER_STATE, to_do=True),
+        Ignored("checkpoint.resume=auto: rerun the same command"),
     ),
-    **each(Ignored("AdamW is fused"), "optimizer.fused optimizer.foreach"),
-    **each(Ignored("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
-    **each(Ignored("one decoder block is compiled, for all"), "compile.*"),
-    **each(Ignored("parallel.recompute says all of it"), "ac_option"),
-    **each(Ignored("ranks read their regions of the files"), "low_cpu_ram"),
-    **each(
-        Ignored("metrics.jsonl in run.dir has each step, with memory"),
-        "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
-    ),
-    **each(
-        Ignored("checkpoints go by time and steps, while training goes on"),
-        "save_last_epoch_only epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
-    ),
-    **each(Ignored(_EXPORT), "save_adapter_weights_only"),
-    **each(Ignored("train.profile=10:2 traces two steps"), "profiler.*"),
-}
-_UNSUPPORTED_KEYS: dict[str, Rule] = {
-    "tokenizer.prompt_template": lacking(
-        "write it as a Jinja file; set data.chat_template", to_do=True
-    ),
-    "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
-    "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
-    "lr_scheduler.num_cycles": only_value("0.5", "the schedule is half a cosine"),
-    "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
-    "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),
-    "activation_offloading_use_streams": lacking("parallel.recompute=full saves that memory"),
-    **each(
-        lacking("set train.float8=true with train.compile=true, if the GPU has it", to_do=True),
-        "enable_fp8_training fp8_recipe_name",
-    ),
-    "cudnn_deterministic_mode": lacking("set train.deterministic=true"),
-    "profiler.enabled": lacking("set train.profile=10:2"),
     "quantizer.*": Unsupported("there is no quantization-aware training", to_do=True),
-    "resize_token_embeddings": lacking(
-        "no tokens are added; save the model with them first", to_do=True
-    ),
 }
+_IGNORED = {
+    rules.FOUND_BY_KEYS: "dataset.conversation_style",
+    "validation data are read as data.path is": "dataset_val.*",
+    "what is longer than a row is cut": "dataset.split_across_pack",
+    "the reference is computed once, before the first step, and kept": "ref_checkpointer.* "
+    "reference_model.* reference_checkpointer.*",
+    "the tokenizer is read from model.path": "tokenizer.*",
+    "all files of model.path are read, each rank its part": "checkpointer.*",
+    "run.dir has all that a run leaves": "checkpointer.output_dir",
+    rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
+    rules.LAYOUT: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
+    "context_parallel_dim data_parallel_shard_dim data_parallel_replicate_dim "
+    "custom_sharded_layers memory_efficient_fsdp_wrap fsdp_reshard_after_forward "
+    "fsdp_sharding_strategy fsdp.*",
+    "AdamW is fused": "optimizer.fused optimizer.foreach",
+    "cross entropy, whose logits are never held whole": "loss.num_output_chunks",
+    rules.COMPILED: "compile.*",
+    "parallel.recompute says all of it": "ac_option",
+    rules.READ_BY_REGIONS: "low_cpu_ram",
+    rules.METRICS: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
+    "checkpoints go by time and steps, while training goes on": "save_last_epoch_only "
+    "epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
+    "the adapter alone is saved; python -m hpc_tune export --to merged merges it": (
+        "save_adapter_weights_only"
+    ),
+    "train.profile=10:2 traces two steps": "profiler.*",
+}
+_LACKING = {
+    "a text always ends with the end token": "dataset.add_eos",
+    "their state of a run cannot be read": "checkpointer.recipe_checkpoint",
+    "tune.init_from takes an adapter saved by peft": "checkpointer.adapter_checkpoint",
+    "gradients are kept until the step; parallel.shard splits them": "optimizer_in_bwd",
+    rules.RECOMPUTE_INSTEAD: "enable_activation_offloading activation_offloading_use_streams",
+    "set train.deterministic=true": "cudnn_deterministic_mode",
+    "set train.profile=10:2": "profiler.enabled",
+}
+_TO_DO = {
+    rules.SYSTEM_MESSAGE: "dataset.new_system_prompt",
+    "the chat template is applied; data.chat_template names another": "dataset.template "
+    "dataset.prompt_template dataset.chat_format",
+    "name the files of that configuration in data.path": "dataset.name dataset.subset",
+    "take those records out of the data beforehand": "dataset.filter_fn",
+    "write it as a Jinja file; set data.chat_template": "tokenizer.prompt_template",
+    rules.FLOAT8: "enable_fp8_training fp8_recipe_name",
+    rules.NO_NEW_TOKENS: "resize_token_embeddings",
+}
+_MEDIA_BUILDER = preferences.matches(r"vision|multimodal|\.clip\.|\.flux\.")
+_OTHER_TRAINING = preferences.without_objective(preferences.matches("rlhf|KTO|ORPO|PPO|GRPO"))
+_PAIRS_ALONE = preferences.without_objective(
+    preferences.matches("preference|hh_rlhf|stack_exchange_paired|rlhf")
+)
+_TEACHER = "teacher_model._component_ kd_loss._component_ kd_ratio"
+_MEDIA_DATA = preferences.matches("multimodal|the_cauldron|vqa|llava_instruct")
 TORCHTUNE = Tool(
     "torchtune",
-    {**_MAPPED, **TORCHTUNE_PREFERENCES, **_IGNORED_KEYS, **_UNSUPPORTED_KEYS},
+    rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO),
     _defaults,
-    find_torchtune_task,
+    _method,
+    _objective,
+    (
+        Refusal(_TEACHER, preferences.is_there, *preferences.DISTILLATION),
+        preferences.refuse_loss("loss._component_"),
+        Refusal("policy_model._component_", preferences.is_there, *preferences.REWARDS),
+        Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARDS),
+        Refusal("dataset._component_", _PAIRS_ALONE, *preferences.NO_LOSS),
+        Refusal("loss._component_", preferences.matches("KL|KD"), *preferences.DISTILLATION),
+        Refusal("dataset._component_", _MEDIA_DATA, *preferences.IMAGES),
+        Refusal("model._component_", _MEDIA_BUILDER, *preferences.IMAGES),
+        Refusal("model._component_", preferences.matches("classifier"), *preferences.REWARDS),
+        Refusal("tokenizer._component_", _MEDIA_BUILDER, *preferences.IMAGES),
+    ),
 )

@@ -267,7 +267,7 @@ def test_each_key_of_an_example_is_in_one_group(text, ours):
 
 
 def test_every_key_of_the_reference_is_known():
-    nothing = ForeignConfig({}, 1)
+    nothing = ForeignConfig(AXOLOTL, {}, 1)
     parts = ("datasets.0", "test_datasets.1", "pretraining_dataset.0")
     of_datasets = [f"{part}.{key}" for part in parts for key in DATASET_KEYS.split()]
     keys = [*KEYS.split(), *of_datasets]
