@@ -304,14 +304,14 @@ _OF_A_DATASET = rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
 
 def _rules_of_a_part(part: str, ours: str) -> dict[str, Rule]:
     """Return the rules for all keys of datasets, or of those for evaluation or pretraining."""
-    return {
+    rows: dict[str, Rule] = {
         part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
         **each(_path(part, ours), f"{part}.path {part}.data_files"),
         f"{part}.split": _split(part, ours),
         f"{part}.skip": rules.records(ours, "{}:"),
         **each(_shards(part, ours), f"{part}.shards {part}.shards_idx"),
-        **{f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()},
     }
+    return rules.join_tables(rows, {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()})
 
 
 DATA: dict[str, Rule] = {

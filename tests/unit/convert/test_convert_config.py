@@ -1,6 +1,8 @@
 """Configs of other tools become ours, and no key of theirs goes missing on the way."""
 
+import ast
 import re
+from collections import Counter
 
 import pytest
 import yaml
@@ -8,66 +10,22 @@ import yaml
 from hpc_tune import cli
 from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.convert import convert as tool
+from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.rules import ForeignConfig, table
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
-from tests.support.converting import line_of, on_four_ranks, settings, theirs
+from tests.support.converting import (
+    CONFIGS,
+    FACTORY_LORA,
+    TUNE_LORA,
+    line_of,
+    settings,
+    theirs,
+)
 from tests.support.ranks import ROOT
 
-TORCHTUNE_LORA = """
-model:
-  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
-  lora_attn_modules: [q_proj, v_proj, output_proj]
-  apply_lora_to_mlp: False
-  lora_rank: 64
-  lora_alpha: 128
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 8192}
-checkpointer:
-  _component_: torchtune.training.FullModelHFCheckpointer
-  checkpoint_dir: /models/llama/
-  output_dir: ${output_dir}/there
-dataset:
-  _component_: torchtune.datasets.chat_dataset
-  source: json
-  data_files: /data/chats.jsonl
-  packed: True
-  train_on_input: False
-batch_size: 3
-gradient_accumulation_steps: 5
-epochs: 2
-max_steps_per_epoch: null
-optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: True}
-lr_scheduler: {_component_: t.training.get_cosine_schedule_with_warmup, num_warmup_steps: 40}
-loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
-clip_grad_norm: 1.5
-seed: 11
-dtype: bf16
-device: cuda
-compile: True
-enable_activation_checkpointing: True
-fsdp_cpu_offload: True
-output_dir: /runs/here
-"""
-LLAMA_FACTORY_LORA = """
-model_name_or_path: /models/qwen
-stage: sft
-finetuning_type: lora
-lora_rank: 4
-lora_target: q_proj, v_proj
-dataset: my_chats
-cutoff_len: 1024
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-max_steps: 200
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-save_steps: 50
-output_dir: /runs/qwen
-"""
-OURS_1 = """
+OURS_TUNE = """
 model: {path: /models/llama, dtype: bf16}
 tune: {method: lora, rank: 64, alpha: 128.0, targets: [q_proj, v_proj, o_proj]}
 data: {path: /data/chats.jsonl, seq_len: 8192, packing: true, loss_on: answers}
@@ -78,7 +36,40 @@ parallel: {recompute: full, offload_params: cpu}
 train: {epochs: 2.0, seed: 11, compile: true}
 run: {dir: /runs/here, device: cuda}
 """
-OURS_2 = """
+OURS_LORA = """
+model: {path: /models/Llama-3.1-8B, dtype: bf16}
+tune: {method: lora, rank: 32, alpha: 16.0, dropout: 0.05,
+  targets: [q_proj, k_proj, v_proj, o_proj]}
+data: {path: [/data/answers.jsonl, /data/chats/a.jsonl, /data/chats/b.jsonl],
+  cache: last_run_prepared, eval_fraction: 0.05, seq_len: 4096, packing: true}
+batch: {global_size: 64}  # 2 x 8 x 4
+optim: {lr: 2.0e-4, schedule: cosine, min_lr_ratio: 0.0, warmup_steps: 10, weight_decay: 0.01}
+parallel: {recompute: full}
+train: {epochs: 3.0, tf32: false, eval_every_steps: 25}
+checkpoint: {every_steps: 50, keep: 3}
+run: {dir: ./outputs/lora}
+"""
+OURS_QLORA = """
+model: {path: /models/70b, dtype: auto}
+tune: {method: qlora, rank: 8, alpha: 16.0, targets: all-linear}
+data: {path: /data/questions.parquet, eval_path: /data/held, seq_len: 512, packing: false,
+  columns: {question: instruction, reply: output}, loss_on: all}
+batch: {global_size: 16}  # 1 x 4 x 4
+optim: {lr: 1.0e-5, schedule: linear, min_lr_ratio: 0.01111, warmup_steps: 10}
+parallel: {recompute: full, offload_params: cpu}
+train: {max_steps: 100}
+run: {dir: /runs/70b, trackers: [wandb], name: first try}
+"""
+OURS_FULL = """
+model: {path: /models/1b, dtype: bf16}
+tune: {method: full, param_dtype: bf16}
+data: {path: data/code.jsonl, columns: {content: text}, seq_len: 2048, packing: true}
+batch: {global_size: 8}  # 4 x 1 x 4 / 2 that share a row
+optim: {lr: 2.0e-5, schedule: cosine, min_lr_ratio: 0.0}
+train: {epochs: 1.0, compile: true}
+run: {dir: out, tensorboard: true}
+"""
+OURS_FACTORY = """
 model: {path: /models/qwen, dtype: bf16}
 tune: {method: lora, rank: 4, alpha: 8.0, targets: [q_proj, v_proj]}
 data: {path: FILL_IN, seq_len: 1024, packing: false}
@@ -89,9 +80,16 @@ train: {max_steps: 200}
 checkpoint: {every_steps: 50}
 run: {dir: /runs/qwen}
 """
-BOTH = ("tune", "factory")
-ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
+EXAMPLES = pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("torchtune", OURS_TUNE),
+        ("factory", OURS_FACTORY),
+        ("axolotl", OURS_LORA),
+        ("axolotl_qlora", OURS_QLORA),
+        ("axolotl_full", OURS_FULL),
+    ],
+)
 # Of torchtune the keys of the recipes that it ships for supervised fine-tuning.
 TORCHTUNE_KEYS = """
 tokenizer._component_ tokenizer.path tokenizer.max_seq_len tokenizer.merges_file
@@ -184,219 +182,188 @@ tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_st
 trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy use_cache use_cpu
 use_liger_kernel warmup_steps weight_decay
 """
+# The configuration reference of axolotl: what stands at the top level, and in its parts.
+AXOLOTL_KEYS = """
+strict resume_from_checkpoint auto_resume_from_checkpoints resize_token_embeddings_to_32x
+mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast reinit_weights trainer_cls rl
+trl.beta trl.use_vllm vllm.device vllm.port ebft.mode qat.weight_dtype quantization.group_size
+reward_model dynamic_checkpoint.enabled dynamic_checkpoint.check_interval process_reward_model
+center_rewards_coefficient num_labels dpo_use_weighting dpo_use_logits_to_keep dpo_label_smoothing
+dpo_norm_loss dpo_use_liger_kernel dpo_padding_free dpo_generate_during_eval dpo_loss_type
+dpo_loss_weights precompute_ref_log_probs datasets test_datasets shuffle_merged_datasets
+shuffle_before_merging_datasets dataset_prepared_path dataset_shard_num dataset_shard_idx
+skip_prepare_dataset num_dataset_shards_to_save pretraining_dataset dataset_processes
+dataset_num_proc dataset_exact_deduplication dataset_keep_in_memory dataloader_pin_memory
+dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last
+accelerator_config.split_batches remove_unused_columns push_dataset_to_hub hf_use_auth_token device
+device_map world_size local_rank ddp seed ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers
+ddp_find_unused_parameters eval_table_size eval_max_new_tokens do_causal_lm_eval
+eval_causal_lm_metrics do_bench_eval bench_dataset bench_split metric_for_best_model
+greater_is_better loss_watchdog_threshold loss_watchdog_patience gc_steps bf16 fp16 fp8
+fp8_enable_fsdp_float8_all_gather bfloat16 float16 tf32 float32 gradient_checkpointing
+gradient_checkpointing_kwargs.use_reentrant activation_offloading layer_offloading freeze_mm_modules
+unfrozen_parameters sequence_len excess_length_strategy eval_sequence_len min_sample_len
+max_prompt_len sample_packing sample_packing_group_size sample_packing_bin_size
+sample_packing_sequentially sample_packing_mp_start_method eval_sample_packing pad_to_sequence_len
+pad_to_multiple_of curriculum_sampling multipack_real_batches batch_flattening use_pose
+pose_split_on_token_ids pose_max_context_len pose_num_chunks pretrain_multipack_buffer_size
+pretrain_multipack_attn pretraining_sample_concatenation streaming streaming_multipack_buffer_size
+xformers_attention sdp_attention s2_attention flex_attention flex_attn_compile_kwargs.dynamic
+flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp
+flash_optimum sage_attention eager_attention attn_implementation gemma4_hybrid_attn_impl
+experts_implementation quantize_moe_experts scaling_softmax scaling_softmax_factor
+scaling_softmax_bias unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o
+unsloth_rms_norm unsloth_rope lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel
+chunked_cross_entropy chunked_cross_entropy_num_chunks use_eaft eaft_alpha eaft_k tiled_mlp
+tiled_mlp_num_shards tiled_mlp_use_original_mlp llama4_linearized_experts deepspeed deepcompile fsdp
+fsdp_config.activation_checkpointing fsdp_config.offload_params fsdp_config.sync_module_states
+fsdp_config.cpu_ram_efficient_loading fsdp_config.cpu_offload_pin_memory fsdp_config.use_orig_params
+fsdp_config.state_dict_type fsdp_config.final_state_dict_type fsdp_config.auto_wrap_policy
+fsdp_config.transformer_layer_cls_to_wrap fsdp_config.min_num_params
+fsdp_config.reshard_after_forward fsdp_config.mixed_precision_policy
+fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_offload_params fsdp_version
+fsdp_final_state_dict_type val_set_size dp_shard_size dp_replicate_size sequence_parallel_degree
+context_parallel_size heads_k_stride ring_attn_func tensor_parallel_size special_tokens.bos_token
+special_tokens.eos_token special_tokens.pad_token special_tokens.unk_token
+special_tokens.additional_special_tokens tokens added_tokens_overrides added_tokens_overrides.128041
+torch_compile torch_compile_backend torch_compile_mode max_steps warmup_steps warmup_ratio
+eval_steps evals_per_epoch eval_strategy save_steps saves_per_epoch save_strategy save_total_limit
+save_first_step logging_steps early_stopping_patience load_best_model_at_end save_only_model
+use_tensorboard profiler_steps profiler_steps_start include_tokens_per_second include_tkps
+neftune_noise_alpha orpo_alpha rpo_alpha simpo_gamma cpo_alpha kto_desirable_weight
+kto_undesirable_weight rl_beta max_memory.0 gpu_memory_limit low_cpu_mem_usage chat_template
+chat_template_jinja chat_template_kwargs.thinking eot_tokens default_system_message
+fix_untrained_tokens is_preprocess preprocess_iterable total_num_tokens total_supervised_tokens
+sample_packing_eff_est axolotl_config_path is_falcon_derived_model is_llama_derived_model
+is_mistral_derived_model is_qwen_derived_model plugins generate_samples num_generation_samples
+generation_max_new_tokens generation_temperature generation_top_p generation_top_k
+generation_prompt_ratio generation_do_sample base_model base_model_config base_model_ignore_patterns
+cls_model_config tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common
+tokenizer_type processor_type tokenizer_save_jinja_files trust_remote_code
+experimental_skip_move_to_device use_kernels model_quantization_config
+model_quantization_config_kwargs.dequantize random_init_weights output_dir hub_model_id hub_strategy
+hub_revision save_safetensors load_in_8bit load_in_4bit adapter lora_model_dir lora_r lora_alpha
+lora_fan_in_fan_out lora_target_modules lora_target_parameters lora_target_linear
+lora_modules_to_save lora_dropout lora_rank_pattern lora_alpha_pattern
+peft_layers_to_transform peft_layers_pattern
+peft.loftq_config.loftq_bits peft.backend peft.weight_dtype peft.group_size peft_use_dora
+peft_use_rslora peft_layer_replication peft_init_lora_weights peft_trainable_token_indices
+peft_ensure_weight_tying peft_autocast_adapter_dtype qlora_sharded_model_loading lora_on_cpu gptq
+bnb_config_kwargs.llm_int8_has_fp16_weight bnb_config_kwargs.bnb_4bit_quant_type
+bnb_config_kwargs.bnb_4bit_use_double_quant loraplus_lr_ratio loraplus_lr_embedding merge_lora
+merge_method relora relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio
+relora_prune_method relora_cpu_offload jagged_restart_steps jagged_restart_warmup_steps
+jagged_restart_anneal_steps gradient_accumulation_steps micro_batch_size batch_size eval_batch_size
+auto_find_batch_size train_on_inputs group_by_length learning_rate embedding_lr embedding_lr_scale
+weight_decay optimizer optim_args optim_args.rank optim_target_modules torchdistx_path lr_scheduler
+lr_scheduler_kwargs.num_cycles lr_quadratic_warmup cosine_min_lr_ratio cosine_constant_lr_ratio
+lr_div_factor lr_groups adam_epsilon adam_epsilon2 adam_beta1 adam_beta2 adam_beta3 dion_lr
+dion_momentum dion_rank_fraction dion_rank_multiple_of max_grad_norm num_epochs use_wandb wandb_name
+wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model use_mlflow
+mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet
+comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode comet_online
+comet_experiment_config.name use_trackio trackio_project_name trackio_run_name use_otel_metrics
+otel_metrics_host otel_metrics_port lisa_n_layers lisa_step_interval lisa_layers_attribute
+gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens
+gradio_temperature use_ray ray_run_name ray_num_workers resources_per_worker.GPU image_size
+image_resize_algorithm overrides_of_model_config.rope_scaling.type model_config.rope_scaling.factor
+overrides_of_model_kwargs.use_cache model_kwargs.use_cache type_of_model model_type
+revision_of_model model_revision max_packed_sequence_len rope_scaling noisy_embedding_alpha dpo_beta
+evaluation_strategy liger_rope liger_rms_norm liger_layer_norm liger_swiglu liger_glu_activation
+liger_cross_entropy liger_fused_linear_cross_entropy cut_cross_entropy kd_trainer kd_alpha
+grokfast_alpha spectrum_top_fraction lm_eval_tasks debug
+"""
+# Of each dataset, of those for evaluation and of those for pretraining.
+DATASET_KEYS = """
+path split type type.system_prompt type.system_format type.field_system type.field_instruction
+type.field_input type.field_output type.format type.no_input_format type.field_prompt
+type.field_chosen type.field_rejected type.prompt_format type.chosen_format type.rejected_format
+type.field_completion type.field_label type.completion_format input_transform shards shards_idx
+preprocess_shards conversation chat_template chat_template_jinja data_files input_format name
+ds_type field field_human field_model field_messages field_tools field_system field_thinking
+template_thinking_key message_field_role message_field_content message_property_mappings.role
+message_field_training message_field_training_detail split_thinking logprobs_field temperature
+roles_to_train train_on_eos train_on_eot roles.assistant drop_system_message trust_remote_code
+revision step_separator max_completion_length train_on_last_step_only text_column skip length
+sequence_length min_input_id max_input_id seed
+"""
+DATASETS = [
+    f"{part}.{key}"
+    for part in ("datasets.0", "test_datasets.1", "pretraining_dataset.0")
+    for key in DATASET_KEYS.split()
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "ours"), [(TORCHTUNE_LORA, OURS_1), (LLAMA_FACTORY_LORA, OURS_2)], ids=BOTH
-)
-def test_a_config_becomes_ours(text, ours):
-    assert tool.convert(yaml.safe_load(text), 4).config == yaml.safe_load(ours)
+@EXAMPLES
+def test_a_config_becomes_ours(name, ours):
+    assert tool.convert(yaml.safe_load(CONFIGS[name]), 4).config == yaml.safe_load(ours)
 
 
-@pytest.mark.parametrize("text", [TORCHTUNE_LORA, LLAMA_FACTORY_LORA], ids=BOTH)
+@EXAMPLES
+def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, name, ours):
+    source, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    source.write_text(CONFIGS[name])
+    assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
+    said = capsys.readouterr().err
+    assert said.startswith("recognised: a config of ")
+    assert said.endswith(f"  python -m hpc_tune plan --config {out}\n")
+    config, expected = load_config(str(out)), yaml.safe_load(ours)
+    assert config.batch.global_size == expected["batch"]["global_size"]
+    assert config.tune.method == expected["tune"]["method"]
+
+
+@pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
 def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
-    converted = tool.convert(config, 1)
+    converted = tool.convert(config, 4)
     groups = (converted.taken, converted.decided, converted.left)
-    for key, _ in tool.flatten(config):
+    for key, _ in tool.flatten(config, tool.recognise_tool(config).lists):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
     assert line_of(converted.left, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
 
 
 @pytest.mark.parametrize(
     ("rules", "keys"),
-    [(TORCHTUNE, TORCHTUNE_KEYS), (LLAMA_FACTORY, LLAMA_FACTORY_KEYS + TRAINER_KEYS)],
-    ids=BOTH,
+    [
+        (TORCHTUNE, TORCHTUNE_KEYS.split()),
+        (LLAMA_FACTORY, LLAMA_FACTORY_KEYS.split() + TRAINER_KEYS.split()),
+        (AXOLOTL, AXOLOTL_KEYS.split() + DATASETS),
+    ],
 )
 def test_the_keys_that_are_documented_are_known(rules, keys):
     nothing = ForeignConfig(rules, {}, 1)
-    assert [key for key in keys.split() if rules.outcome(key, nothing) is None] == []
+    assert [key for key in keys if rules.outcome(key, nothing) is None] == []
     assert rules.outcome("no_such_key", nothing) is None
 
 
-def test_no_key_has_two_rules():
+@pytest.mark.parametrize(
+    "file", ["axolotl", "axolotl_data", "hf_trainer", "llama_factory", "torchtune"]
+)
+def test_no_key_has_two_rows(file):
     """The later one would win unseen."""
+    tables = ast.walk(ast.parse((ROOT / "hpc_tune" / "convert" / f"{file}.py").read_text()))
+    for table in (node for node in tables if isinstance(node, ast.Dict)):
+        keys = [key.value for key in table.keys if isinstance(key, ast.Constant)]
+        for row in table.values:
+            match row:
+                case ast.Call(func=ast.Name("each"), args=[_, ast.Constant(names)]):
+                    keys += names.split()
+        assert [key for key, number in Counter(keys).items() if number > 1] == []
+
+
+def test_no_key_is_in_two_tables():
     with pytest.raises(AssertionError, match="seed.*have two rules"):
         table({"seed": "train.seed"}, {"it is so": "tf32 seed"})
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"model___component_": "t.qlora_llama3_1_8b"}, {"tune.method": "qlora"}),
-        ({"model__use_dora": True}, {"tune.method": "dora"}),
-        (
-            {"model___component_": "t.llama3_8b", "model__lora_rank": None},
-            {"tune.method": "full", "tune.param_dtype": "bf16"}
-            | {"tune.rank": None, "tune.alpha": None, "tune.targets": None},
-        ),
-        ({"model__use_dora": True, "model__quantize_base": True}, {"tune.method": "qlora"}),
-        (
-            {"model__lora_attn_modules": ATTENTION, "model__apply_lora_to_mlp": True},
-            {"tune.targets": "all-linear"},
-        ),
-        (
-            {"model__apply_lora_to_mlp": True, "model__apply_lora_to_output": True},
-            {"tune.targets": ["q_proj", "v_proj", "o_proj", *MLP, "lm_head"]},
-        ),
-        ({"dataset__packed": None}, {"data.packing": False}),
-        ({"dataset__train_on_input": True}, {"data.loss_on": "all"}),
-        ({"dataset__data_files": "/data/*.csv"}, {"data.path": "/data/*.csv"}),
-        (
-            {"dataset___component_": "torchtune.datasets.instruct_dataset"}
-            | {"dataset__column_map": {"input": "question", "output": "reply"}},
-            {"data.columns": {"question": "prompt", "reply": "completion"}},
-        ),
-        ({"dataset__conversation_column": "dialogue"}, {"data.columns": {"dialogue": "messages"}}),
-        ({"metric_logger": {"_component_": "t.WandBLogger"}}, {"run.trackers": ["wandb"]}),
-        (
-            {"dataset___component_": "torchtune.datasets.alpaca_dataset"}
-            | {"dataset__train_on_input": None},
-            {"data.loss_on": "all"},
-        ),
-        (
-            {"optimizer___component_": "bitsandbytes.optim.PagedAdamW8bit"}
-            | {"fsdp_cpu_offload": False},
-            {"optim.name": "adamw_8bit"},
-        ),
-        ({"optimizer___component_": "torchao.optim.AdamW8bit"}, {"optim.name": None}),
-        ({"clip_grad_norm": None}, {"optim.clip_norm": 0.0}),
-        ({"lr_scheduler": None}, {"optim.schedule": "constant", "optim.warmup_steps": 0}),
-        ({"max_steps_per_epoch": 7}, {"train.max_steps": 14}),
-        ({"enable_activation_checkpointing": False}, {"parallel.recompute": "none"}),
-        (
-            {"dataset_val__data_files": "/data/held.jsonl", "run_val_every_n_steps": 9},
-            {"data.eval_path": "/data/held.jsonl", "train.eval_every_steps": 9},
-        ),
-        ({"tensor_parallel_dim": 2}, {"batch.global_size": 3 * 5 * 2}),
-        ({"checkpointer__checkpoint_dir": "${output_dir}"}, {"model.path": "/runs/here"}),
-        ({"output_dir": "${oc.env:HOME}/x"}, {"run.dir": "${oc.env:HOME}/x"}),
-        ({"my_seed": 5, "seed": "${my_seed}"}, {"train.seed": 5}),
-    ],
-)
-def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expected):
-    came = on_four_ranks(TORCHTUNE_LORA, changes)
-    assert {key: came.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"quantization_bit": 4}, {"tune.method": "qlora"}),
-        ({"use_dora": True}, {"tune.method": "dora"}),
-        ({"lora_target": "all"}, {"tune.targets": "all-linear"}),
-        ({"lora_rank": None}, {"tune.rank": 8, "tune.alpha": 16.0}),
-        ({"finetuning_type": "full"}, {"tune.method": "full", "tune.rank": None}),
-        ({"finetuning_type": "full", "pure_bf16": True}, {"tune.param_dtype": "bf16"}),
-        ({"neat_packing": True}, {"data.packing": True}),
-        ({"train_on_prompt": True}, {"data.loss_on": "all"}),
-        ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_ratio": 0.1}),
-        ({"val_size": 0.1}, {"data.eval_fraction": 0.1}),
-        ({"val_size": 0.1, "eval_steps": 20}, {"train.eval_every_steps": 20}),
-        ({"eval_steps": 20}, {"train.eval_every_steps": None}),
-        (
-            {"val_size": 0.1, "eval_steps": 20, "early_stopping_steps": 3},
-            {"train.stop_after_evals": 3, "checkpoint.keep_best": True},
-        ),
-        ({"early_stopping_steps": 3}, {"train.stop_after_evals": None}),
-        ({"save_strategy": "best"}, {"checkpoint.keep_best": True}),
-        ({"use_cpu": True}, {"run.device": "cpu"}),
-        ({"use_rslora": True}, {"tune.rslora": True}),
-        ({"neftune_noise_alpha": 5}, {"tune.neftune_alpha": 5}),
-        ({"optim": "adamw_8bit"}, {"optim.name": "adamw_8bit"}),
-        ({"optim": "adamw_torch_4bit"}, {"optim.name": None}),
-        ({"loraplus_lr_ratio": 16.0}, {"optim.lora_b_ratio": 16.0}),
-        ({"loraplus_lr_ratio": 16.0, "finetuning_type": "full"}, {"optim.lora_b_ratio": None}),
-        ({"use_rslora": True, "finetuning_type": "full"}, {"tune.rslora": None}),
-        ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
-        ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
-        (
-            {"warmup_ratio": 0.5, "warmup_steps": 30, "max_steps": None},
-            {"optim.warmup_steps": 30, "optim.warmup_ratio": None},
-        ),
-        (
-            {"warmup_ratio": 0.5, "warmup_steps": 0, "max_steps": None},
-            {"optim.warmup_steps": None, "optim.warmup_ratio": 0.5},
-        ),
-        ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),
-        ({"lr_scheduler_type": None}, {"optim.schedule": "linear", "optim.min_lr_ratio": 0.005556}),
-        ({"max_steps": None}, {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0}),
-        (
-            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
-            {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.1},
-        ),
-        (
-            {
-                "lr_scheduler_type": "cosine_with_restarts",
-                "lr_scheduler_kwargs": {"num_cycles": 3},
-            },
-            {"optim.schedule": "cosine_with_restarts", "optim.restarts": 2},
-        ),
-        ({"lr_scheduler_type": "cosine_with_restarts"}, {"optim.schedule": "cosine"}),
-        (
-            {
-                "max_steps": 100,
-                "lr_scheduler_type": "warmup_stable_decay",
-                "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "linear"},
-            },
-            {"optim.schedule": "wsd", "optim.decay_ratio": 0.2, "optim.min_lr_ratio": 0.0},
-        ),
-        ({"learning_rate": None}, {"optim.lr": 5e-5}),
-        ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
-        ({"disable_gradient_checkpointing": True}, {"parallel.recompute": "none"}),
-        ({"report_to": "none"}, {"run.tensorboard": False}),
-        ({"report_to": ["wandb"]}, {"run.tensorboard": False, "run.trackers": ["wandb"]}),
-        ({"adapter_name_or_path": "/runs/a/adapter"}, {"tune.init_from": "/runs/a/adapter"}),
-    ],
-)
-def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, expected):
-    came = on_four_ranks(LLAMA_FACTORY_LORA, changes)
-    assert {key: came.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
     ("text", "changes", "key", "words"),
     [
-        (LLAMA_FACTORY_LORA, {"model_name_or_path": "org/name"}, "model_name_or_path", "hub"),
-        (LLAMA_FACTORY_LORA, {}, "dataset", "dataset_info.json"),
-        (LLAMA_FACTORY_LORA, {"quantization_bit": 8}, "quantization_bit", "4 bits"),
-        (LLAMA_FACTORY_LORA, {"val_size": 500}, "val_size", "share"),
-        (TORCHTUNE_LORA, {"tokenizer__max_seq_len": None}, "tokenizer.max_seq_len", "seq_len"),
+        (FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "embeddings too"),
+        (FACTORY_LORA, {"optim": "paged_adamw_8bit"}, "optim", "not paged"),
+        (FACTORY_LORA, {"optim": "paged_adamw_32bit"}, "optim", "optim.name=adamw_8bit"),
         (
-            TORCHTUNE_LORA,
-            {"dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset"}},
-            "dataset._component_",
-            "alpaca_cleaned_dataset",
-        ),
-        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.xlsx"}, "dataset.data_files", "JSONL"),
-        (TORCHTUNE_LORA, {"dataset__column_map": {"a": "b"}}, "dataset.column_map.a", "columns"),
-        (
-            TORCHTUNE_LORA,
-            {"checkpointer___component_": "torchtune.training.FullModelMetaCheckpointer"},
-            "checkpointer.checkpoint_dir",
-            "Meta's format",
-        ),
-        (TORCHTUNE_LORA, {"loss___component_": "t.MyLoss"}, "loss._component_", "only"),
-    ],
-)
-def test_what_cannot_be_known_is_to_do_and_has_a_placeholder(text, changes, key, words):
-    converted = tool.convert(theirs(text, lora_alpha=8, **changes), 1)
-    assert words in line_of(converted.left, key)
-    assert line_of(converted.left, key) in converted.to_do
-    for path in ("model.path", "data.path"):
-        notes = [note for note in converted.to_do if path in note]
-        assert (settings(converted)[path] == tool.PLACEHOLDER) == bool(notes)
-        assert len(notes) <= 1, "what their config tells is not said to be missing"
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "key", "words"),
-    [
-        (LLAMA_FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "embeddings too"),
-        (LLAMA_FACTORY_LORA, {"optim": "paged_adamw_8bit"}, "optim", "not paged"),
-        (LLAMA_FACTORY_LORA, {"optim": "paged_adamw_32bit"}, "optim", "optim.name=adamw_8bit"),
-        (
-            TORCHTUNE_LORA,
+            TUNE_LORA,
             {"optimizer___component_": "torchao.optim.AdamW8bit"},
             "optimizer._component_",
             "parallel.offload_params=cpu",
@@ -409,16 +376,16 @@ def test_what_is_different_in_8_bits_is_said(text, changes, key, words):
 
 
 def test_fp16_is_named_and_the_dtype_left_to_the_device():
-    converted = tool.convert(theirs(LLAMA_FACTORY_LORA, bf16=None, fp16=True), 1)
+    converted = tool.convert(theirs(FACTORY_LORA, bf16=None, fp16=True), 1)
     assert "bf16 or fp32" in line_of(converted.left, "fp16")
     assert "model.dtype" not in settings(converted)
-    converted = tool.convert(theirs(TORCHTUNE_LORA, dtype="fp16"), 1)
+    converted = tool.convert(theirs(TUNE_LORA, dtype="fp16"), 1)
     assert "bf16 or fp32" in line_of(converted.left, "dtype")
 
 
 def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
     columns = {"dataset__conversation_column": "turns", "dataset__column": "body"}
-    converted = tool.convert(theirs(TORCHTUNE_LORA, **columns), 1)
+    converted = tool.convert(theirs(TUNE_LORA, **columns), 1)
     assert settings(converted)["data.columns"] == {"turns": "messages"}
     assert "data.columns = {'turns': 'messages'} already" in line_of(
         converted.left, "dataset.column"
@@ -434,11 +401,11 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
         ({"model": "m", "dataset": "d", "train_type": "lora"}, 1, "a config of ms-swift"),
         ({"model_name_or_path": "m", "dataset_name": "d"}, 1, "a config of trl"),
         ({}, 1, "found the keys nothing"),
-        (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
-        (theirs(TORCHTUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
-        (theirs(TORCHTUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
-        (theirs(TORCHTUNE_LORA, output_dir="${gone}"), 1, "names ${gone}, which has no value"),
-        (theirs(TORCHTUNE_LORA, a="${b}", b="${a}"), 1, "name each other"),
+        (theirs(TUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
+        (theirs(TUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
+        (theirs(TUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
+        (theirs(TUNE_LORA, output_dir="${gone}"), 1, "names ${gone}, which has no value"),
+        (theirs(TUNE_LORA, a="${b}", b="${a}"), 1, "name each other"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message(config, ranks, words):
@@ -446,21 +413,9 @@ def test_what_cannot_be_converted_is_one_message(config, ranks, words):
         tool.convert(config, ranks)
 
 
-@pytest.mark.parametrize("text", [TORCHTUNE_LORA, LLAMA_FACTORY_LORA], ids=BOTH)
-def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, text):
-    source, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
-    source.write_text(text)
-    assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
-    assert capsys.readouterr().err.startswith("recognised: a config of ")
-    config = load_config(str(out))
-    tree = yaml.safe_load(text)
-    rows = tree.get("batch_size") or tree["per_device_train_batch_size"]
-    assert config.batch.global_size == rows * tree["gradient_accumulation_steps"] * 4
-
-
 def test_without_ranks_one_is_assumed_and_said_in_the_file_too(tmp_path, capsys):
     source = tmp_path / "theirs.yaml"
-    source.write_text(TORCHTUNE_LORA)
+    source.write_text(TUNE_LORA)
     assert cli.main(["convert", str(source)]) == EXIT_DONE
     said = capsys.readouterr()
     for text in (said.out, said.err):
@@ -485,10 +440,10 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, w
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     source = tmp_path / "theirs.yaml"
-    source.write_text(TORCHTUNE_LORA)
+    source.write_text(TUNE_LORA)
     assert cli.main(["convert", str(source), "--out", str(source)]) == EXIT_USER
     assert "exists" in capsys.readouterr().err
-    assert source.read_text() == TORCHTUNE_LORA
+    assert source.read_text() == TUNE_LORA
 
 
 def tables():

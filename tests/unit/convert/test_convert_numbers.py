@@ -6,9 +6,14 @@ import pytest
 import yaml
 
 from hpc_tune.convert import convert as command
-from tests.support.converting import on_four_ranks, settings
-from tests.unit.convert.test_convert_axolotl import LORA, QLORA_FSDP
-from tests.unit.convert.test_convert_config import LLAMA_FACTORY_LORA, TORCHTUNE_LORA
+from tests.support.converting import (
+    AXOLOTL_LORA,
+    AXOLOTL_QLORA,
+    FACTORY_LORA,
+    TUNE_LORA,
+    on_four_ranks,
+    settings,
+)
 
 LOWEST = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
 WSD = {
@@ -35,13 +40,16 @@ def as_text(value):
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
-        *((LLAMA_FACTORY_LORA, changes) for changes in (LOWEST, WSD, RESTARTS, HELD_OUT)),
-        (LLAMA_FACTORY_LORA, {"max_steps": -1, "num_train_epochs": 3, "save_steps": 0.1}),
-        (LLAMA_FACTORY_LORA, {"neftune_noise_alpha": 0, "lora_dropout": 0.0, "val_size": 0}),
-        (LLAMA_FACTORY_LORA, {"stage": "dpo", "pref_beta": 0.2, "pref_ftx": 0.5}),
-        (TORCHTUNE_LORA, {"max_steps_per_epoch": 100, "optimizer__betas": [0.9, 1e-3]}),
-        (LORA, {"early_stopping_patience": 2, "profiler_steps": 2, "profiler_steps_start": 5}),
-        (QLORA_FSDP, {"lr_scheduler_kwargs": {"min_lr_rate": 1e-1}}),
+        *((FACTORY_LORA, changes) for changes in (LOWEST, WSD, RESTARTS, HELD_OUT)),
+        (FACTORY_LORA, {"max_steps": -1, "num_train_epochs": 3, "save_steps": 0.1}),
+        (FACTORY_LORA, {"neftune_noise_alpha": 0, "lora_dropout": 0.0, "val_size": 0}),
+        (FACTORY_LORA, {"stage": "dpo", "pref_beta": 0.2, "pref_ftx": 0.5}),
+        (TUNE_LORA, {"max_steps_per_epoch": 100, "optimizer__betas": [0.9, 1e-3]}),
+        (
+            AXOLOTL_LORA,
+            {"early_stopping_patience": 2, "profiler_steps": 2, "profiler_steps_start": 5},
+        ),
+        (AXOLOTL_QLORA, {"lr_scheduler_kwargs": {"min_lr_rate": 1e-1}}),
     ],
 )
 def test_numbers_that_are_text_to_yaml_give_the_same_settings(text, changes):
@@ -52,7 +60,7 @@ def test_numbers_that_are_text_to_yaml_give_the_same_settings(text, changes):
 
 def test_a_config_that_writes_1e_5_ends_at_the_rate_that_it_says(tmp_path):
     file = tmp_path / "theirs.yaml"
-    body = LLAMA_FACTORY_LORA.replace("1.0e-4", "1e-4").replace(
+    body = FACTORY_LORA.replace("1.0e-4", "1e-4").replace(
         "lr_scheduler_type: cosine",
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}",
     )
@@ -64,28 +72,28 @@ def test_a_config_that_writes_1e_5_ends_at_the_rate_that_it_says(tmp_path):
 
 @pytest.mark.parametrize("name", ["1e5", 20261128, "2026-11-28"])
 def test_a_name_that_looks_like_a_number_stays_a_name(name):
-    tree = yaml.safe_load(f"{LLAMA_FACTORY_LORA}\nrun_name: {name}\n")
+    tree = yaml.safe_load(f"{FACTORY_LORA}\nrun_name: {name}\n")
     assert settings(command.convert(tree, 1))["run.name"] == str(name)
 
 
 def test_steps_with_a_point_are_steps_and_end_the_run():
-    came = on_four_ranks(LLAMA_FACTORY_LORA, {"max_steps": 200.0})
+    came = on_four_ranks(FACTORY_LORA, {"max_steps": 200.0})
     assert came["train.max_steps"] == 200
     assert "train.epochs" not in came
 
 
 def test_the_report_shows_a_number_as_it_was_written():
-    tree = yaml.safe_load(LLAMA_FACTORY_LORA.replace("1.0e-4", "1e-4"))
+    tree = yaml.safe_load(FACTORY_LORA.replace("1.0e-4", "1e-4"))
     taken = "\n".join(map(str, command.convert(tree, 1).taken))
     assert "learning_rate = 1e-4 -> optim.lr = 0.0001" in taken
 
 
 def test_null_in_a_list_is_no_layer_called_none():
-    came = on_four_ranks(LLAMA_FACTORY_LORA, {"lora_target": ["q_proj", None]})
+    came = on_four_ranks(FACTORY_LORA, {"lora_target": ["q_proj", None]})
     assert came["tune.targets"] == ["q_proj"]
 
 
 def test_names_of_files_that_look_like_numbers_stay_names_in_a_list_too():
     dataset = {"path": "json", "data_files": ["0042", "1e3", None], "type": "chat_template"}
-    came = on_four_ranks(LORA, {"datasets": [dataset]})
+    came = on_four_ranks(AXOLOTL_LORA, {"datasets": [dataset]})
     assert came["data.path"] == ["0042", "1e3"]
