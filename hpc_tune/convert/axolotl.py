@@ -53,12 +53,6 @@ def _losses(theirs: ForeignConfig) -> list[str]:
     return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
-def _adapter(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("lora", "qlora", _FULL):
-        return rules.take_method(value, theirs)
-    return Unsupported(rules.ALL_METHODS, to_do=True)
-
-
 def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("nf4", "int4") and theirs.method == "qlora":
         remark = "" if value == "nf4" else "in NF4, not in integers"
@@ -251,7 +245,9 @@ _WITH_PREFERENCES = rules.table(
 )
 _MAPPED: dict[str, Rule] = {
     "base_model": rules.model_path,
-    "adapter": _adapter,
+    "adapter": rules.one_of(
+        ("lora", "qlora", _FULL), rules.take_method, Unsupported(rules.ALL_METHODS, to_do=True)
+    ),
     "load_in_4bit": rules.switch(rules.take_method, rules.METHOD_SAYS_IT),
     "peft.weight_dtype": _weight_dtype,
     "bnb_config_kwargs.bnb_4bit_quant_type": hf_trainer.only_value("nf4", hf_trainer.NF4),

@@ -84,24 +84,17 @@ def _path(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
             return _ENDING
-        named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
-        item = named[0]
+        items = theirs.items(part)
+        item = next(i for i in items if value in (i.get("path"), i.get("data_files")))
         if not _usable_files(item):
-            return (
-                _unusable(ours)
-                if item.get("path") in _LOADERS
-                else rules.explain_hub_data(value, ours)
-            )
+            if item.get("path") not in _LOADERS:
+                return rules.explain_hub_data(value, ours)
+            instead = f"put it as JSONL or Parquet into a folder, and name that in {ours}"
+            return Unsupported(instead, to_do=True)
         files = list_usable_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
 
     return rule
-
-
-def _unusable(ours: str) -> Unsupported:
-    return Unsupported(
-        f"put it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True
-    )
 
 
 def _type(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -196,32 +189,6 @@ def _only_file(part: str, theirs: ForeignConfig) -> str | None:
     return files[0] if len(files) == 1 else None
 
 
-def _roles_to_train(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
-        return _LEARNED
-    if value == []:
-        return Ignored("marks in the data say which answers are learned")
-    return Unsupported(
-        "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
-    )
-
-
-def _turn_end(value: Any, theirs: ForeignConfig) -> Outcome:
-    return _LEARNED if value == "turn" else Unsupported(_LEARNED.why, to_do=True)
-
-
-def _properties(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"):
-        return Ignored("role and content, and ShareGPT's from and value, are known")
-    return Unsupported("name it role or content in the data", to_do=True)
-
-
-def _training_mark(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("train", "training", "weight", "loss", "loss_mask"):
-        return Ignored("answers that their data mark with it are learned or not")
-    return Unsupported("call the mark train in the data", to_do=True)
-
-
 def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
@@ -266,12 +233,40 @@ _MAPPED: dict[str, Rule] = {
             ),
         }
     ),
-    "roles_to_train": preferences.if_preferences(preferences.ONLY_ANSWERS, _roles_to_train),
-    **each(
-        preferences.if_preferences(preferences.ONLY_ANSWERS, _turn_end), "train_on_eos train_on_eot"
+    "roles_to_train": preferences.if_preferences(
+        preferences.ONLY_ANSWERS,
+        rules.one_of(
+            (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+            _LEARNED,
+            rules.one_of(
+                ([],),
+                Ignored("marks in the data say which answers are learned"),
+                Unsupported(
+                    "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
+                ),
+            ),
+        ),
     ),
-    **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
-    "message_field_training": _training_mark,
+    **each(
+        preferences.if_preferences(
+            preferences.ONLY_ANSWERS,
+            rules.one_of(("turn",), _LEARNED, Unsupported(_LEARNED.why, to_do=True)),
+        ),
+        "train_on_eos train_on_eot",
+    ),
+    **each(
+        rules.one_of(
+            ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"),
+            Ignored("role and content, and ShareGPT's from and value, are known"),
+            Unsupported("name it role or content in the data", to_do=True),
+        ),
+        "message_property_mappings.* message_field_role message_field_content",
+    ),
+    "message_field_training": rules.one_of(
+        ("train", "training", "weight", "loss", "loss_mask"),
+        Ignored("answers that their data mark with it are learned or not"),
+        Unsupported("call the mark train in the data", to_do=True),
+    ),
     **each(
         Unsupported(
             "there are no random tokens; builtin:pydocs is there to try things out", to_do=True

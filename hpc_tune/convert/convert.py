@@ -359,32 +359,25 @@ class _OutcomeSheet:
 
     def enter(self, key: str, text: str, outcome: Outcome) -> None:
         """Note what becomes of a key, which is ``text`` with its value."""
-        if isinstance(outcome, Mapped):
-            for name, value in outcome.settings.items():
-                if name in self.ours and self.ours[name] != value:
-                    reason = f"another key gave {name} = {format_value(self.ours[name])} already"
-                    outcome = Unsupported(reason, to_do=True)
-                    break
-        if isinstance(outcome, Mapped):
-            self.ours |= outcome.settings
-            settings = ", ".join(f"{k} = {format_value(v)}" for k, v in outcome.settings.items())
-            remark = f" -> {settings}" + (f" ({outcome.remark})" if outcome.remark else "")
-            self._add(self.taken, remark, key, text, outcome.to_do)
-        elif isinstance(outcome, Ignored):
-            self._add(self.decided, f": {outcome.why}", key, text)
-        else:
-            self._add(self.left, f": {outcome.instead}", key, text, outcome.to_do)
-
-    def _add(
-        self,
-        group: dict[str, dict[str, str]],
-        remark: str,
-        key: str,
-        text: str,
-        is_to_do: bool = False,
-    ) -> None:
-        group.setdefault(remark, {})[key] = text
-        self.starred |= {remark} if is_to_do else set()
+        settings = outcome.settings if isinstance(outcome, Mapped) else {}
+        others = [name for name, value in settings.items() if self.ours.get(name, value) != value]
+        if others:
+            given = format_value(self.ours[others[0]])
+            outcome = Unsupported(f"another key gave {others[0]} = {given} already", to_do=True)
+        match outcome:
+            case Mapped():
+                self.ours |= settings
+                shown = ", ".join(f"{name} = {format_value(v)}" for name, v in settings.items())
+                remark = f" -> {shown}" + (f" ({outcome.remark})" if outcome.remark else "")
+                self.taken.setdefault(remark, {})[key] = text
+            case Ignored():
+                remark = f": {outcome.why}"
+                self.decided.setdefault(remark, {})[key] = text
+            case Unsupported():
+                remark = f": {outcome.instead}"
+                self.left.setdefault(remark, {})[key] = text
+        if not isinstance(outcome, Ignored) and outcome.to_do:
+            self.starred.add(remark)
 
     def fill_in(self, *keys: str) -> None:
         """Put a placeholder where a run would take what comes with the package."""

@@ -80,12 +80,6 @@ def _reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
 
 
-def _finetuning_type(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value in ("lora", "full"):
-        return rules.take_method(value, theirs)
-    return Unsupported(rules.ALL_METHODS, to_do=True)
-
-
 def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "qlora":
         return rules.take_method(value, theirs)
@@ -197,7 +191,9 @@ _MAPPED: dict[str, Rule] = {
     "quantization_method": hf_trainer.only_value("bnb", hf_trainer.NF4),
     "quantization_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
     "template": _template,
-    "finetuning_type": _finetuning_type,
+    "finetuning_type": rules.one_of(
+        ("lora", "full"), rules.take_method, Unsupported(rules.ALL_METHODS, to_do=True)
+    ),
     "use_dora": rules.DORA,
     "use_rslora": rules.switch("tune.rslora"),
     "lora_rank": "tune.rank",

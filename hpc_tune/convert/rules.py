@@ -295,6 +295,11 @@ def switch(on: Rule, off: Rule = IS_OFF) -> Rule:
     return rule
 
 
+def one_of(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule:
+    """Rule for a key of which hpc_tune knows some values."""
+    return lambda value, theirs: apply_rule(known if value in values else other, value, theirs)
+
+
 # -- Rules that several tools have.
 
 

@@ -342,9 +342,9 @@ def test_the_keys_that_are_documented_are_known(rules, keys):
 def test_no_key_has_two_rows(file):
     """The later one would win unseen."""
     tables = ast.walk(ast.parse((ROOT / "hpc_tune" / "convert" / f"{file}.py").read_text()))
-    for table in (node for node in tables if isinstance(node, ast.Dict)):
-        keys = [key.value for key in table.keys if isinstance(key, ast.Constant)]
-        for row in table.values:
+    for found in (node for node in tables if isinstance(node, ast.Dict)):
+        keys = [key.value for key in found.keys if isinstance(key, ast.Constant)]
+        for row in found.values:
             match row:
                 case ast.Call(func=ast.Name("each"), args=[_, ast.Constant(names)]):
                     keys += names.split()
