@@ -63,15 +63,15 @@ def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
-    if not rules.are_expert_stacks(theirs.get("lora_target_parameters")):
+    if not hf_trainer.are_expert_stacks(theirs.get("lora_target_parameters")):
         return _layers(theirs)
     has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
     layers = _layers(theirs) if has_layers else Mapped({"tune.targets": []})
-    return rules.add_experts(layers, theirs.get("lora_r"))
+    return hf_trainer.add_experts(layers, theirs.get("lora_r"))
 
 
 def _target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
-    if not rules.are_expert_stacks(value):
+    if not hf_trainer.are_expert_stacks(value):
         return Unsupported(
             "adapters go on both stacks of all layers' experts, where tune.targets names them: "
             "[all-linear, experts], with tune.expert_rank for each expert",
@@ -89,7 +89,7 @@ def _layers(theirs: ForeignConfig) -> Outcome:
             "tune.targets has names of layers, such as [q_proj], no patterns", to_do=True
         )
     if not theirs.is_on("lora_target_linear") and names:
-        return rules.convert_targets(list(map(str, names)), "base_model", theirs)
+        return hf_trainer.convert_targets(list(map(str, names)), "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return Unsupported(
             f"all-linear does not include {further[0]}; list all names instead", to_do=True

@@ -1,8 +1,10 @@
-"""Rules for what tools share that are built on the Trainer of Hugging Face."""
+"""Rules for what tools share that are built on Hugging Face's Trainer and peft."""
 
+import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hpc_tune.convert import preferences, rules
@@ -18,8 +20,8 @@ from hpc_tune.convert.rules import (
     each,
 )
 
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
-SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+_SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
 _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
@@ -159,7 +161,7 @@ def _warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
-    ours = SCHEDULES.get(str(name))
+    ours = _SCHEDULES.get(str(name))
     match str(name):
         case "warmup_stable_decay":
             return _convert_wsd(theirs)
@@ -373,3 +375,95 @@ TRAINER = rules.table(
         rules.OTHER_STATE: "resume_from_checkpoint",
     },
 )
+
+
+# -- Which layers the model of a config has, to see whether its adapters find theirs.
+#
+# model.path is a directory here -> the names of its weights, without reading one
+#               not here          -> None: nobody knows yet, and plan checks it later
+
+
+# Families whose modules have names of their own, by model_type of config.json.
+_GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_LAYERS = {
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _GPT_NEOX),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2"), _LLAMA),
+    "phi3": _PHI3,
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+}
+_STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
+_OUTPUT_HEAD = {"lm_head"}  # files leave out one that is tied to the embedding
+_LARGEST_HEADER = 64 << 20  # bytes; one of more is damaged
+
+
+def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of the names of layers that get adapters, for the model of a config."""
+    layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
+    unknown = [] if layers is None else [name for name in names if name not in layers]
+    if not unknown or layers is None:
+        return Mapped({"tune.targets": names})
+    is_one = len(unknown) == 1
+    return Unsupported(
+        f"{theirs.get(model_key)} has no {'layer' if is_one else 'layers'} {', '.join(unknown)}; "
+        f"set tune.targets to some of {', '.join(sorted(layers))}, or leave it out for all linear "
+        "layers",
+        to_do=True,
+    )
+
+
+def are_expert_stacks(parameters: Any) -> bool:
+    """Return whether peft's target_parameters are both stacks of the experts of all layers."""
+    names = parameters if isinstance(parameters, list) else [parameters]
+    found = [_STACK.fullmatch(str(name)) for name in names]
+    return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
+
+
+def add_experts(outcome: Outcome, rank: Any) -> Outcome:
+    """Return targets with routed experts among them; peft gives each expert the whole rank."""
+    if not isinstance(outcome, Mapped):
+        return outcome
+    names = outcome.settings["tune.targets"]
+    every = [*([names] if isinstance(names, str) else names), "experts"]
+    settings = {"tune.targets": every, "tune.expert_rank": rank}
+    return Mapped(settings, "the rank of each expert, as there")
+
+
+def read_layer_names(directory: Path) -> set[str] | None:
+    """Return what the linear layers of a model directory are called in their blocks.
+
+    None: there is no such directory, or its files do not say it.
+    """
+    if not directory.is_dir():
+        return None
+    names = set(_OUTPUT_HEAD)
+    for weight in _read_weight_names(directory):
+        *_, module, last = f"..{weight}".split(".")
+        if last == "weight" and "norm" not in module and "embed" not in module:
+            names.add(module)
+    if names == _OUTPUT_HEAD:
+        model_type = _read_json(directory / "config.json").get("model_type")
+        names |= set(_LAYERS.get(str(model_type), ()))
+    return None if names == _OUTPUT_HEAD else names
+
+
+def _read_weight_names(directory: Path) -> list[str]:
+    index = _read_json(directory / "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict) and index:
+        return list(map(str, index))
+    try:
+        with (directory / "model.safetensors").open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(num_bytes)) if num_bytes <= _LARGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return []
+    return list(header) if isinstance(header, dict) else []
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

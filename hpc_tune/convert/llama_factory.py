@@ -92,7 +92,7 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     names = hf_trainer.split_names(value)
     if names == ["all"]:
         return Mapped({"tune.targets": "all-linear"})
-    return rules.convert_targets(names, "model_name_or_path", theirs)
+    return hf_trainer.convert_targets(names, "model_name_or_path", theirs)
 
 
 def _template(value: Any, theirs: ForeignConfig) -> Outcome:

@@ -3,7 +3,13 @@
 from typing import Any
 
 from hpc_tune.convert import preferences, rules
-from hpc_tune.convert.hf_trainer import ONE_SCHEDULE, convert_adamw_8bit, fall_to_zero, only_value
+from hpc_tune.convert.hf_trainer import (
+    ONE_SCHEDULE,
+    convert_adamw_8bit,
+    convert_targets,
+    fall_to_zero,
+    only_value,
+)
 from hpc_tune.convert.rules import (
     NO_ADAPTERS,
     SFT,
@@ -177,6 +183,12 @@ def _column_map(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
+# torchtune's builders of models whose layers it splits, and Hugging Face's files do not.
+_FUSED_BUILDERS = ("phi3", "phi4")
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _LOSS_NAMES = ("CrossEntropy", "CEWith")
@@ -213,11 +225,29 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
     is_with_head = theirs.is_on("model.apply_lora_to_output")
     names += ["lm_head"] if is_with_head else []
-    if joined := rules.fuse_targets(names, str(theirs.get("model._component_"))):
+    if joined := _fuse_targets(names, str(theirs.get("model._component_"))):
         return joined
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
         return Mapped({"tune.targets": "all-linear"})
-    return rules.convert_targets(names, "checkpointer.checkpoint_dir", theirs)
+    return convert_targets(names, "checkpointer.checkpoint_dir", theirs)
+
+
+def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
+    """Return the targets for a builder of torchtune whose layers are joined in Hugging Face files.
+
+    None: the builder is of no such model.
+    """
+    if not any(f".{family}." in builder for family in _FUSED_BUILDERS):
+        return None
+    ours = list(dict.fromkeys(_FUSED.get(name, name) for name in names))
+    joined = {_FUSED[name] for name in names if name in _FUSED}
+    others = [part for part, whole in _FUSED.items() if whole in joined and part not in names]
+    if not joined:
+        return Mapped({"tune.targets": ours})
+    remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter for what has "
+    remark += "several there"
+    remark += f", and so also for {' and '.join(others)}" if others else ""
+    return Mapped({"tune.targets": ours}, remark, to_do=True)
 
 
 def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
