@@ -16,7 +16,6 @@ import dataclasses
 import json
 import logging
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.fake_cuda import fake_cuda, load_native  # noqa: E402
 
 if __name__ == "__main__":
-    load_native(Path(tempfile.mkdtemp()))
+    load_native()
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401 - it lists torch's functions, which the fake replaces

@@ -7,7 +7,10 @@ loaded before torch is imported, and streams, events and pinned memory, which ar
 
 import contextlib
 import ctypes
+import hashlib
+import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 import weakref
@@ -18,22 +21,35 @@ from types import FrameType
 from typing import Any
 
 NATIVE = Path(__file__).with_suffix(".cpp")
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "fake_cuda"
 NOTES = ("waits", "races", "unrecorded", "late", "copies")
 
 
-def load_native(folder: Path) -> None:
-    """Compile what torch's C++ asks of CUDA, and load it; torch must not be imported yet."""
+def load_native() -> None:
+    """Load what torch's C++ asks of CUDA; torch must not be imported yet."""
     assert "torch" not in sys.modules
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    torch_dir, library = Path(spec.origin).parent, folder / "fake_cuda.so"
-    includes = (f"-I{torch_dir / 'include'}",)
-    libraries = (f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu")
-    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", *includes, str(NATIVE)]
-    subprocess.run([*command, "-o", str(library), *libraries], check=True)
+    torch_dir = Path(spec.origin).parent
+    library = _compiled(torch_dir)
     ctypes.CDLL(str(torch_dir / "lib" / "libtorch_cpu.so"))
     ctypes.CDLL(str(library))
+
+
+def _compiled(torch_dir: Path) -> Path:
+    """Return the library; it is compiled once for a source, a torch and a command."""
+    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_dir / 'include'}"]
+    command += [str(NATIVE), f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
+    key = hashlib.sha256(NATIVE.read_bytes())
+    key.update(repr([importlib.metadata.version("torch"), command]).encode())
+    library = CACHE / f"{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        own = library.with_suffix(f".{os.getpid()}")  # another process may compile it too
+        subprocess.run([*command, "-o", str(own)], check=True)
+        own.replace(library)
+    return library
 
 
 @contextlib.contextmanager

@@ -1,19 +1,17 @@
 """A program: the doctor's products of matrices on a CUDA device that is not there.
 
-    python -m tests.support.fake_cuda_products FOLDER
+    python -m tests.support.fake_cuda_products
 
 Prints what was measured, and where the host waited; each product takes 2 ms by its events.
 """
 
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from tests.support.fake_cuda import load_native
 
 if __name__ == "__main__":
-    load_native(Path(sys.argv[1]))
+    load_native()
 
 import torch
 import torch._dynamo  # not while torch.cuda is replaced

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.support.fake_cuda import load_native
 
 if __name__ == "__main__":
-    load_native(Path(sys.argv[1]))
+    load_native()
 
 import torch
 from torch.distributed.tensor import DTensor

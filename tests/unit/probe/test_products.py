@@ -108,8 +108,8 @@ def test_speeds_are_written_as_people_do():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.skipif(parse_release(torch.__version__) < (2, 10), reason="needs a device guard")
-def test_a_gpu_is_waited_for_between_batches_alone(tmp_path):
-    words = [*python(cold=True), "-m", "tests.support.fake_cuda_products", str(tmp_path)]
+def test_a_gpu_is_waited_for_between_batches_alone():
+    words = [*python(cold=True), "-m", "tests.support.fake_cuda_products"]
     done = run_ranks(words, rank_environment(1), HANG_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
