@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from bench_quiet import DISTURBED, read_others, share_between
+from bench_watch import DISTURBED, read_others, share_between
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,32 +9,65 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_data import prepare, read_records
-from bench_quiet import share_between, wait_for_quiet
-from bench_table import (
-    COMPARED,
-    OURS,
-    Measured,
-    Round,
-    by_contender,
-    disturbed,
-    quieter,
-    ratios,
-    sentence,
-    table,
+from bench_watch import (
+    DISTURBED,
+    RUN_LIMIT_S,
+    WARM,
+    Watched,
+    ceiling_of,
+    launch,
+    lines_of,
+    share_between,
+    steps_of,
+    wait_for_quiet,
+    watched,
 )
-from bench_watch import RUN_LIMIT_S, WARM, Watched, ceiling_of, launch, lines_of, steps_of, watched
+
+from hpc_tune.data.chunks import list_pydocs_modules, read_pydocs_module
+from hpc_tune.data.raw_files import is_array, line_number, read_array, read_lines
+from hpc_tune.data.records import WrongRecord
+from hpc_tune.errors import DataError
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 PEERS = ("ddp", "zero2", "zero3", "fsdp2")
 PEER_PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 RANK, ALPHA = 16, 32
+OURS = "hpc_tune"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one contender; None where it does not tell. ``tokens_per_s`` are useful ones.
+
+    ``others_share``: of the cores, what other processes took until the first step or during the
+    counted ones, whichever is more. ``grown``: the peak of a rank's anonymous bytes after the first
+    step over that within it.
+    """
+
+    tokens_per_s: float
+    first_s: float
+    host_bytes: int
+    device_bytes: int | None
+    others_share: float
+    save_s: float | None = None
+    data_share: float | None = None
+    rest_share: float | None = None
+    grown: float | None = None
+
+
+Round = Mapping[str, Measured]  # by contender
+# What is compared: the best of the peers, and how it is called.
+COMPARED: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
+    "tokens_per_s": (max, "the tokens per second"),
+    "first_s": (min, "the time to the first step"),
+    "host_bytes": (min, "the host memory"),
+}
 
 
 def run_train(asked: argparse.Namespace) -> dict[str, Any]:
@@ -238,3 +271,162 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
 
     built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
     return flops_per_token(measure(built.module), built.config, asked.seq_len)
+
+
+# -- the documents that all contenders get: read, spread, tokenised once
+
+
+def read_records(path: Path | None) -> list[Any]:
+    """Return the objects of a JSON array or of JSON lines; without a file those of builtin:pydocs.
+
+    Raises:
+        DataError: if the file holds anything else, or nothing.
+    """
+    if path is None:
+        pairs = [
+            pair for module in list_pydocs_modules(False) for pair in read_pydocs_module(module)
+        ]
+        return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    in_array = is_array(path)
+    rows = read_array(path) if in_array else read_lines(path, 0, path.stat().st_size)
+    records = []
+    for position, value in rows:
+        if not isinstance(value, dict):
+            where = f"element {position}" if in_array else f"line {line_number(path, position)}"
+            found = value if isinstance(value, WrongRecord) else f"found {json.dumps(value)[:40]}"
+            raise DataError(f"{path}, {where}: {found}; expected one JSON object per row")
+        records.append(value)
+    if not records:
+        raise DataError(f"{path} is empty; expected one JSON object per row")
+    return records
+
+
+def prepare(asked: argparse.Namespace, examples: list[Any], folder: Path) -> tuple[Path, Path]:
+    """Tokenise ``examples`` once for all; return hpc_tune's file and the peers'."""
+    from hpc_tune.batch import IGNORED_LABEL  # they import torch
+    from hpc_tune.data.hdf5_format import TokenStore
+
+    # Spread over the whole, so that a file that is ordered gives a fair part of itself.
+    examples = examples[:: max(1, len(examples) // asked.examples)][: asked.examples]
+    if not asked.ragged:  # one long text is cut into rows, of which the last alone is shorter
+        examples = [{"text": "\n\n".join(word for one in examples for word in _words(one))}]
+    raw, prepared, tokens = folder / "raw.jsonl", folder / "data.h5", folder / "tokens.json"
+    raw.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
+    command = [sys.executable, "-m", "hpc_tune", "prepare", "--out", str(prepared)]
+    words = [
+        f"model.path={asked.model.resolve()}",
+        f"data.path={raw}",
+        f"data.seq_len={asked.seq_len}",
+    ]
+    watched([*command, *words], folder, "cpu")
+    store = TokenStore.open(prepared)
+    documents = []
+    for number in range(store.num_documents):
+        ids, learned = store.document(number)
+        kept = list(zip(ids.tolist(), learned.tolist(), strict=True))
+        labels = [token if is_learned else IGNORED_LABEL for token, is_learned in kept]
+        documents.append((ids.tolist(), labels))
+    tokens.write_text(json.dumps(documents), encoding="utf-8")
+    return prepared, tokens
+
+
+def _words(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _words(inner)
+
+
+# -- what is said of the rounds: medians, spreads, the ratios of each round
+
+
+def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
+    """Yield the lines of the comparison; ``limit``: tokens per second that the machine allows."""
+    header = f"{'':10}{'useful/s':>10}{'spread':>14}{'limit':>8}{'first':>9}{'host':>11}"
+    yield (
+        header
+        + "".join(
+            f"{name:>{width}}"
+            for name, width in (("grown", 7), ("device", 12), ("save", 8), ("data", 8), ("rest", 8))
+        )
+        + f"{'others':>8}"
+    )
+    for name, found in by_contender(rounds).items():
+        one, speeds = _median(found), [each.tokens_per_s for each in found]
+        spread = f"{min(speeds):.0f}-{max(speeds):.0f}"
+        yield (
+            f"{name:10}{one.tokens_per_s:>10.0f}{spread:>14}{one.tokens_per_s / limit:>8.2f}"
+            f"{one.first_s:>8.1f}s{one.host_bytes / 1e9:>8.2f} GB{_or_dash(one.grown, 1, 7)}"
+            f"{_or_dash(one.device_bytes, 1e9, 9, ' GB')}"
+            f"{_or_dash(one.save_s, 1, 7, 's')}{_or_dash(one.data_share, 0.01, 7, '%')}"
+            f"{_or_dash(one.rest_share, 0.01, 7, '%')}"
+            f"{max(each.others_share for each in found):>8.0%}"
+        )
+    told = {name: ratios(rounds, name) for name in COMPARED}
+    if all(told.values()):
+        yield ""
+        yield "to the best peer of each round, median (least to most):"
+        for name, some in told.items():
+            middle = statistics.median(some)
+            yield f"  {middle:.2f} ({min(some):.2f} to {max(some):.2f}) x {COMPARED[name][1]}"
+    for number, names in disturbed(rounds).items():
+        yield f"round {number} was disturbed, do not rely on it: other processes took {names}"
+
+
+def by_contender(rounds: Sequence[Round]) -> dict[str, list[Measured]]:
+    """Return the runs of each contender, in the order of the first round."""
+    names = dict.fromkeys(name for one in rounds for name in one)
+    return {name: [one[name] for one in rounds if name in one] for name in names}
+
+
+def ratios(rounds: Sequence[Round], name: str) -> list[float]:
+    """Return a figure of hpc_tune over that of the round's best peer, for each round with one."""
+    best, found = COMPARED[name][0], []
+    for one in rounds:
+        peers = [getattr(run, name) for who, run in one.items() if who != OURS]
+        if peers and OURS in one:
+            found.append(getattr(one[OURS], name) / best(peers))
+    return found
+
+
+def disturbed(rounds: Sequence[Round]) -> dict[int, str]:
+    """Return the numbers of the rounds, from 1 on, in which others took much, and how much."""
+    found = {}
+    for number, one in enumerate(rounds, 1):
+        shares = [
+            f"{run.others_share:.0%} beside {name}"
+            for name, run in one.items()
+            if run.others_share > DISTURBED
+        ]
+        if shares:
+            found[number] = ", ".join(shares)
+    return found
+
+
+def quieter(first: Round, again: Round) -> tuple[Round, Round]:
+    """Return the round to keep and the one to leave out; speed is not asked."""
+    most = [max(run.others_share for run in one.values()) for one in (first, again)]
+    return (first, again) if most[0] <= most[1] else (again, first)
+
+
+def sentence(one: Measured) -> str:
+    """Return what is said of a run as soon as it has ended."""
+    return (
+        f"{one.tokens_per_s:.0f} tokens/s, first step after {one.first_s:.1f} s, "
+        f"{one.host_bytes / 1e9:.2f} GB, others: {one.others_share:.0%}"
+    )
+
+
+def _median(found: Sequence[Measured]) -> Measured:
+    def middle(name: str) -> Any:
+        values = [getattr(one, name) for one in found if getattr(one, name) is not None]
+        return statistics.median(values) if values else None
+
+    return Measured(*(middle(name) for name in Measured.__dataclass_fields__))
+
+
+def _or_dash(value: float | None, unit: float, width: int, ending: str = "") -> str:
+    if value is None:
+        return "-".rjust(width + len(ending))
+    return f"{value / unit:>{width}.2f}{ending}"

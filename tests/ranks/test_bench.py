@@ -15,11 +15,9 @@ BENCH = ROOT / "tools" / "bench.py"
 sys.path.insert(0, str(BENCH.parent))
 
 import bench  # noqa: E402 - it lies beside what it imports
-import bench_scale  # noqa: E402
 import bench_shape  # noqa: E402
-import bench_table  # noqa: E402
 import bench_train  # noqa: E402
-from bench_table import Measured  # noqa: E402
+from bench_train import Measured  # noqa: E402
 
 
 def run_bench(tmp_path, *words):
@@ -137,11 +135,11 @@ def test_the_planned_peak_stands_beside_the_allocators():
 
 
 def test_the_verdict_names_the_last_number_of_ranks_that_pays():
-    *_, verdict = bench_scale.scale_table({1: (100.0, 0.0), 2: (190.0, 0.05), 4: (200.0, 0.6)})
+    *_, verdict = bench.scale_table({1: (100.0, 0.0), 2: (190.0, 0.05), 4: (200.0, 0.6)})
     assert verdict == "use 2: 4 ranks are 1.05 x as fast (messages)"
-    *_, verdict = bench_scale.scale_table({1: (100.0, 0.0), 2: (80.0, 0.05)})
+    *_, verdict = bench.scale_table({1: (100.0, 0.0), 2: (80.0, 0.05)})
     assert verdict == "use 1: 2 ranks are 0.80 x as fast (shared cores, or too few rows per rank)"
-    *_, verdict = bench_scale.scale_table({2: (100.0, 0.0), 4: (180.0, 0.05)})
+    *_, verdict = bench.scale_table({2: (100.0, 0.0), 4: (180.0, 0.05)})
     assert verdict == "up to 4 ranks each added one pays: try more"
 
 
@@ -157,7 +155,7 @@ def test_ratios_are_to_the_best_peer_of_each_round():
         {"hpc_tune": measured(240, 9, 3e9, grown=1.0), "ddp": measured(150, 9, 4e9)},
     ]
     rounds[2]["zero3"] = measured(100, 6, 5e9)
-    header, mine, ddp, _, *rest = bench_table.table(rounds, limit=400.0)
+    header, mine, ddp, _, *rest = bench_train.table(rounds, limit=400.0)
     columns = "useful/s spread limit first host grown device save data rest others"
     assert header.split() == columns.split()
     assert " ".join(mine.split()) == "hpc_tune 200 120-240 0.50 9.0s 3.00 GB 1.04 - - - - 1%"
@@ -195,11 +193,6 @@ def run_rounds(tmp_path, monkeypatch, shares, *words):
     assert bench.main() == 0
     assert left == []
     return who, json.loads(out.read_text())
-
-
-def test_the_order_of_the_contenders_is_reversed_from_round_to_round(tmp_path, monkeypatch):
-    who, _ = run_rounds(tmp_path, monkeypatch, [0.0] * 6)
-    assert who == ["hpc_tune", "ddp", "ddp", "hpc_tune", "hpc_tune", "ddp"]
 
 
 def test_a_disturbed_round_is_run_once_more(tmp_path, monkeypatch, capsys):

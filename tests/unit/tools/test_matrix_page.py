@@ -58,12 +58,6 @@ def test_what_was_tried_anew_takes_the_place_of_what_was_said_and_the_rest_stays
     ]
 
 
-def test_a_reason_of_several_architectures_is_written_once():
-    text = page(["jamba", "bamba"], ["lora"], "1e-07").text("torch", KNOWN)
-    assert "- **tensor** (bamba, jamba): 1e-07 has no plan.\n" in text
-    assert text.count("has no plan") == 1
-
-
 def test_what_is_refused_now_has_no_rows_any_more():
     old = page(["bamba", "jamba"], ["lora"], "1e-07")
     no = Note("jamba", "", "no.")
