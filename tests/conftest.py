@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +43,41 @@ for number in (signal.SIGHUP, signal.SIGINT):
 
 SHOWN_LINES = 30
 
+# The files that take longest, the longest first: one that begins late is what all workers wait for.
+LONGEST = (
+    "ranks/test_layouts.py",
+    "cluster/test_several_hosts.py",
+    "unit/train/test_proof.py",
+    "unit/step/test_messages.py",
+    "unit/plan/test_trace.py",
+    "ranks/test_pressure.py",
+    "unit/tools/test_install.py",
+    "ranks/test_docs.py",
+    "unit/test_supervise.py",
+    "ranks/test_auto_on_links.py",
+    "unit/engine/test_fake_cuda.py",
+    "unit/plan/test_plan.py",
+    "unit/model/test_quantize.py",
+    "ranks/test_train_ends.py",
+    "unit/checkpoint/test_export.py",
+    "unit/data/test_data_prepare.py",
+    "ranks/test_crashes.py",
+    "ranks/test_load_memory.py",
+    "unit/train/test_compile_trial.py",
+    "unit/untrusted/test_fuzz.py",
+    "unit/world/test_liveness.py",
+    "unit/world/test_world_rendezvous.py",
+)
+
 # What is imported stays; looking through it for garbage again and again is a tenth of collecting
 # the tests, and a second of each gc.collect() in one.
 gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Begin with the files that take longest."""
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:

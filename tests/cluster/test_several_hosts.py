@@ -120,7 +120,7 @@ def test_a_run_goes_on_on_another_number_of_hosts(tmp_path, alone, name):
 
 
 def test_a_host_that_is_cut_off_ends_every_rank_and_is_named(tmp_path):
-    cut_off(tmp_path, 2, 2, 1, OPEN_MPI)
+    cut_off(tmp_path, 2, 2, 1, OPEN_MPI, timeout_s=4)
 
 
 @soak
@@ -134,15 +134,16 @@ def test_a_host_that_is_cut_off_ends_every_rank_in_half_a_minute(
     assert cut_off(tmp_path, num_hosts, per_host, lost, name) < ENDS_WITHIN_S
 
 
-def cut_off(tmp_path, num_hosts, per_host, lost, name):
-    """Cut off one host of a job with the default limits; return the seconds until all is gone.
+def cut_off(tmp_path, num_hosts, per_host, lost, name, timeout_s=20):
+    """Cut off one host; return the seconds until all is gone. ``timeout_s``: run.host_timeout.
 
     The ranks are in a step, of which most is waiting for messages.
     """
     num_ranks, run_dir = num_hosts * per_host, tmp_path / "run"
     with hosts(num_hosts, tmp_path) as made:
         launcher = across(name, made, range(num_hosts), per_host)
-        with JobAcross(launcher, num_ranks, run_dir) as job:
+        words = [f"run.host_timeout={timeout_s}"] if timeout_s != 20 else []  # the default
+        with JobAcross(launcher, num_ranks, run_dir, *words) as job:
             job.wait_for_step(3)
             pids = job.pids(num_ranks)
             made.cut(lost)
@@ -155,7 +156,7 @@ def cut_off(tmp_path, num_hosts, per_host, lost, name):
     # From the other side of a cut, a host's neighbours are the lost ones.
     others = made.names if lost == 0 else [made.names[lost], made.names[0]]
     assert any(f"host {host} (rank" in told["reason"] for host in others), told
-    assert "has not answered in 20 s (run.host_timeout)" in job.stderr, job.stderr
+    assert f"has not answered in {timeout_s} s (run.host_timeout)" in job.stderr, job.stderr
     assert "Traceback" not in job.stderr, job.stderr
     return seen[1]
 

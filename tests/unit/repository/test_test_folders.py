@@ -19,6 +19,13 @@ def test_unit_tests_lie_in_folders_named_after_packages():
     assert {name for name in folders if not (ROOT / "hpc_tune" / name).is_dir()} == set()
 
 
+def test_the_files_that_begin_first_are_there():
+    text = (ROOT / "tests" / "conftest.py").read_text()
+    named = re.findall(r'^    "(\S+/test_\w+\.py)",$', text, re.MULTILINE)
+    assert named
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
 def test_a_unit_test_outside_of_the_folders_is_of_a_file_at_the_top():
     tests = [f.stem.removeprefix("test_") for f in UNIT.glob("test_*.py")]
     files = {f.stem for f in (ROOT / "hpc_tune").glob("*.py")} | {"entry"}  # __main__.py
