@@ -26,7 +26,7 @@ from hpc_tune.rundir.owner import (
     require_permissions,
     require_shared_dir,
 )
-from hpc_tune.trackers.trackers import require_trackers
+from hpc_tune.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
     StartupWatchdog,

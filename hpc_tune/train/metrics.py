@@ -26,7 +26,7 @@ from hpc_tune.rundir.json_lines import EXPERTS, METRICS, RANKS, Events, JsonLine
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
-from hpc_tune.trackers.trackers import RunFacts, Trackers, open_trackers
+from hpc_tune.trackers import RunFacts, Trackers, open_trackers
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import EvalResult
 from hpc_tune.train.job import Job

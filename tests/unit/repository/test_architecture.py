@@ -62,9 +62,9 @@ OWNERS = {
     "psutil": ("world/processes.py", "world/liveness.py", "world/rendezvous.py"),
     "matplotlib": ("report/",),
     "gguf": ("checkpoint/gguf_file.py",),
-    "wandb": ("trackers/trackers.py",),
-    "mlflow": ("trackers/trackers.py",),
-    "trackio": ("trackers/trackers.py",),
+    "wandb": ("trackers.py",),
+    "mlflow": ("trackers.py",),
+    "trackio": ("trackers.py",),
     "amdsmi": ("probe/gpu_state.py",),
     "pynvml": ("probe/topology.py", "probe/gpu_state.py"),
 }

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hpc_tune import trackers
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import ConfigError
-from hpc_tune.trackers import trackers
-from hpc_tune.trackers.trackers import (
+from hpc_tune.trackers import (
+    EventFile,
     RunFacts,
     Trackers,
     list_trackers,
@@ -154,7 +157,7 @@ def test_trackio_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same
     """In a process of its own: trackio reads its folder's name when it is imported."""
     pytest.importorskip("trackio", reason="trackio is not installed")
     call = f"two_starts(Path({str(tmp_path / 'run')!r}), 'trackio')"
-    text = "from pathlib import Path; from tests.unit.train.test_trackers import two_starts; "
+    text = "from pathlib import Path; from tests.unit.test_trackers import two_starts; "
     text += call + "; from trackio import SQLiteStorage as Storage; import json; "
     text += "[run] = Storage.get_runs('hpc_tune'); "
     text += "rows = {r['step']: r['loss'] for r in Storage.get_logs('hpc_tune', run)}; "
@@ -172,8 +175,6 @@ def test_trackio_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same
 
 
 def test_tensorboard_has_the_figures_and_a_page_about_the_run(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     two_starts(tmp_path / "run", "tensorboard")
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert {event.step: event.value for event in read.Scalars("loss")} == HALVES
@@ -301,3 +302,56 @@ def test_which_trackers_a_configuration_asks_for(words, names):
 def test_a_setting_that_is_gone_names_its_successor():
     with pytest.raises(ConfigError, match=r"run.wandb: no such key .*use run.trackers=\[wandb\]"):
         load_config(None, ["run.wandb=true"])
+
+
+# -- What TensorBoard reads in the event files of a run.
+
+
+def scalars(folder):
+    """Return {tag: [(step, value), ...]} as TensorBoard shows them."""
+    read = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(e.step, round(e.value, 6)) for e in read.Scalars(tag)]
+        for tag in read.Tags()["scalars"]
+    }
+
+
+def test_values_are_read_by_tensorboard(tmp_path):
+    file = EventFile(tmp_path, 0)
+    for step in (1, 2):
+        file.write(step, {"loss": 1 / step, "sent_bytes/broadcast": 2.0**40})
+    file.close()
+    file.write(3, {"loss": 0.0})
+    assert scalars(tmp_path) == {
+        "loss": [(1, 1.0), (2, 0.5)],
+        "sent_bytes/broadcast": [(1, 2.0**40), (2, 2.0**40)],
+    }
+
+
+def test_the_steps_that_a_resume_does_again_are_shown_once(tmp_path):
+    for start_step, value in [(0, 1.0), (2, 5.0)]:
+        file = EventFile(tmp_path, start_step)
+        for step in range(start_step + 1, 5):
+            file.write(step, {"loss": value})
+        file.close()
+    assert scalars(tmp_path) == {"loss": [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]}
+
+
+def test_what_a_full_disk_does_not_take_is_missing_and_the_rest_is_read(tmp_path):
+    file = EventFile(tmp_path, 0)
+    file.write(1, {"loss": 1.0})
+    [path] = tmp_path.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        file.write(2, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.write(3, {"loss": 3.0})
+    assert scalars(tmp_path) == {"loss": [(1, 1.0), (3, 3.0)]}
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_its_path(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file/tensorboard"):
+        EventFile(tmp_path / "file" / "tensorboard", 0)
