@@ -39,7 +39,7 @@ from hpc_tune.report.facts import (
 )
 from hpc_tune.report.figures import draw_figures, render_svgs
 from hpc_tune.report.plots import curve_points
-from hpc_tune.report.read import Run, find_differences, find_jobs_energy, read_run
+from hpc_tune.report.read import Record, Run, find_differences, find_jobs_energy, read_run
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import sum_energy
 from hpc_tune.units import format_bytes
@@ -145,10 +145,6 @@ _CURVES = (
 )
 _DIGITS, _POINTS = 5, 150
 _HELD_OUT_PREFIX = "eval_preferences."
-_MEASURES = frozenset(
-    _HELD_OUT_PREFIX + name
-    for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
-)
 
 
 def render_json(runs: Sequence[Run]) -> str:
@@ -178,10 +174,9 @@ def _numbers(run: Run) -> dict[str, Any]:
             {"step": row["step"], **row["eval_losses"]} for row in run.evals if "eval_losses" in row
         ],
         "preferences": [
-            {name.removeprefix(_HELD_OUT_PREFIX): v for name, v in row.items() if name in _MEASURES}
-            | {"step": row["step"]}
+            measures | {"step": row["step"]}
             for row in run.evals
-            if _MEASURES & row.keys()
+            if (measures := _held_out_measures(row))
         ],
         "curves": {
             name: {
@@ -200,6 +195,14 @@ def _numbers(run: Run) -> dict[str, Any]:
         },
         "data": run.start.get("counts"),
         "settings": run.settings,
+    }
+
+
+def _held_out_measures(row: Record) -> dict[str, float]:
+    return {
+        name.removeprefix(_HELD_OUT_PREFIX): value
+        for name, value in row.items()
+        if name.startswith(_HELD_OUT_PREFIX)
     }
 
 

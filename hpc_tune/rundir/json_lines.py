@@ -1,12 +1,18 @@
-"""metrics.jsonl, events.jsonl and their like: files that grow by whole lines."""
+"""metrics.jsonl, events.jsonl and their like: files that grow by whole lines, and what these hold.
+
+Each field is declared here once: the writers fill the rows, the report reads these fields, and
+``tools/reference.py`` writes them down in docs/files.md.
+"""
 
 import errno
 import json
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_tune.files import write_file
 from hpc_tune.log import log
@@ -129,3 +135,221 @@ def drop_after(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     write_file(path, b"".join(kept))
+
+
+# -- What a line holds. A field of a dataclass has its meaning as Markdown; one with a default is
+# left out of a line where it has no value.
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A line of a step. Times in seconds, sizes in bytes. Tokens are counted over all ranks."""
+
+    time: Annotated[float, "when the step ended, in seconds since 1970"]
+    step: Annotated[int, "optimizer steps done"]
+    epoch: Annotated[float, "passes over the data, a fraction"]
+    loss: Annotated[float, "mean over the step's tokens that carry loss"]
+    lr: Annotated[float, "learning rate of the step"]
+    grad_norm: Annotated[float, "L2 norm of all gradients, before clipping"]
+    tokens: Annotated[int, "tokens of the step's documents, without padding"]
+    loss_tokens: Annotated[int, "those that carry loss"]
+    tokens_per_s: Annotated[float, "`tokens` by `step_s`"]
+    mfu: Annotated[
+        float | None,
+        "model FLOPs, of attention those within documents, by the peak of all devices; null where "
+        "the peak is unknown",
+    ]
+    step_s: Annotated[float, "the step, `data_s` included"]
+    data_s: Annotated[float, "waiting for data (rank 0)"]
+    comm_s: Annotated[float, "waiting for messages (rank 0)"]
+    most_work_s: Annotated[float, "time spent on neither, of the slowest rank"]
+    least_work_s: Annotated[float, "the same of the fastest rank"]
+    slowest_rank: Annotated[int, "which rank was the slowest"]
+    sent_bytes: Annotated[dict[str, int], "what rank 0 sent, by kind of collective"]
+    expected_bytes: Annotated[dict[str, int], "what the layout's formulas predict of that"]
+    device_util: Annotated[
+        float | None,
+        "share of the step in which the GPU computed; null without its counters (MIG, vGPU; the "
+        "log says why)",
+    ]
+    host_bytes: Annotated[int | None, "of the fullest node, what others use there included"]
+    host_ranks_bytes: Annotated[int | None, "the most that this run's own ranks take on a node"]
+    host_limit_bytes: Annotated[int | None, "the limit of rank 0's node"]
+    device_bytes: Annotated[int | None, "of the fullest rank"]
+    device_limit_bytes: Annotated[int | None, "the limit of rank 0's device"]
+    samples_seen: Annotated[int, "rows since the beginning of the run"]
+    preferences: Annotated[
+        dict[str, float] | None,
+        "with a `tune.objective` on preferences: `accuracy`, `margin`, and the log-probabilities "
+        "per token, `chosen_log_prob` and `rejected_log_prob` ([preferences](preferences.md))",
+    ] = None
+    source_tokens: Annotated[
+        dict[str, int] | None,
+        "with `data.sources`: the tokens that carry loss, by source ([mixtures](mixtures.md))",
+    ] = None
+    experts: Annotated[
+        dict[str, float] | None,
+        "of a mixture of experts: `largest`, the tokens of the fullest expert by the mean of its "
+        "layer; `unused`, the share of experts without a token in the step; with "
+        "`tune.router_aux_loss` or `tune.router_z_loss` also `aux_loss` and `z_loss`, per token, "
+        "added up over layers, before their factor; `loss` is without them",
+    ] = None
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """A line of an evaluation on the held-out data."""
+
+    time: Annotated[float, "when it was done, in seconds since 1970"]
+    step: Annotated[int, "optimizer steps done"]
+    eval_loss: Annotated[float, "mean over its tokens that carry loss, or over its pairs"]
+    eval_s: Annotated[float, "how long it took"]
+    eval_pairs: Annotated[int | None, "of preferences: how many pairs it is over"] = None
+    eval_preferences: Annotated[
+        dict[str, float] | None, "of preferences: as `preferences` of a step"
+    ] = None
+    eval_tokens: Annotated[int | None, "else: how many tokens that carry loss it is over"] = None
+    eval_losses: Annotated[
+        dict[str, float] | None,
+        "of several held-out sources: the loss of each by name; `eval_loss` is their mean",
+    ] = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """A line for every few steps, 400 at most; there is no such file in a world of one."""
+
+    step: Annotated[int, "optimizer steps done"]
+    work_s: Annotated[
+        list[float],
+        "for each rank, in order, the mean seconds per step since the line before that it spent "
+        "neither on messages nor on data",
+    ]
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """A line for each evaluation, and at the end, of a mixture of experts. Tokens of evaluations,
+    and padding, are not counted.
+    """
+
+    step: Annotated[int, "optimizer steps done"]
+    since: Annotated[int, "the step of the line before, or that of the start"]
+    layers: Annotated[list[int], "the numbers of the decoder blocks with experts"]
+    tokens: Annotated[
+        list[list[int]],
+        "for each of these, how many tokens each expert had in the steps after `since`",
+    ]
+
+
+def to_row(line: StepMetrics | EvalMetrics | RankTimes | ExpertTokens) -> dict[str, Any]:
+    """Return the fields that are written."""
+    optional = {field.name for field in fields(line) if field.default is None}
+    row = asdict(line)
+    return {k: v for k, v in row.items() if k not in optional or v not in (None, {})}
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """When an event is written, and its fields: names, each of a type and with its meaning. Numbers
+    are ``float`` here.
+    """
+
+    when: str
+    fields: Mapping[str, tuple[type, str]]
+
+
+EVENT_FIELDS: Mapping[str, tuple[type, str]] = {
+    "time": (float, "when it happened, in seconds since 1970"),
+    "step": (float, "optimizer steps done, null where it belongs to none"),
+    "rank": (float, "which rank it is about"),
+    "kind": (str, "what happened"),
+}
+EVENT_KINDS: Mapping[str, EventKind] = {
+    "start": EventKind(
+        "a start is about to train",
+        {
+            "world model method experts data evals layout memory kernels batch rate": (
+                str,
+                "its lines of the log",
+            ),
+            "size num_nodes total_steps": (float, "ranks, nodes, optimizer steps of the run"),
+            "command": (list, "its words"),
+            "folder launcher": (str, "where and by what it was started"),
+            "job scheduler": (str, "of a batch job"),
+            "hosts": (dict, "ranks by host name"),
+            "hardware": (str, "of a node"),
+            "links": (str, "as measured by `parallel: auto`"),
+            "counts": (dict, "what the data gave, in numbers"),
+            "remarks": (list, "what the data gave, in words"),
+            "mixture": (list, "each source, its rows, learned tokens and passes by the end"),
+            "versions": (dict, "of packages"),
+            "commit": (str, "of git, in the working directory"),
+        },
+    ),
+    "resume": EventKind("it has read a checkpoint", {"path": (str, "which")}),
+    "mixture": EventKind(
+        "it goes on with another mixture than the checkpoint's (`data.new_mixture`)",
+        {"changes": (str, "in words")},
+    ),
+    "held_out": EventKind(
+        "it goes on, and its held-out losses are over other data, or another number of rows, than "
+        "before",
+        {},
+    ),
+    "checkpoint": EventKind(
+        "a save is done",
+        {
+            "path": (str, "its folder"),
+            "bytes": (float, "of all its files"),
+            "save_s": (float, "how long it took"),
+            "blocked_s": (float, "how long training waited for it"),
+        },
+    ),
+    "governor": EventKind(
+        "a memory level or an action",
+        {
+            "action way": (str, "what it did, and whether that is done (`do`) or undone (`undo`)"),
+            "message": (str, "in words"),
+            "host_bytes host_limit_bytes ranks_bytes own_bytes swap_bytes shm_bytes stalled "
+            "device_used_bytes device_limit_bytes device_allocated_bytes device_reserved_bytes "
+            "device_others_bytes device_retries device_ooms": (float, "of the fullest rank"),
+        },
+    ),
+    "memory": EventKind(
+        "the end of a run",
+        {"phases": (dict, "`rank_bytes`, the peak of each phase, beside the plan's, `planned`")},
+    ),
+    "layout": EventKind(
+        "the end of a run with `parallel: auto`",
+        {
+            "layout": (str, "which was chosen"),
+            "ranks": (list, "which took part"),
+            "predicted_step_s measured_step_s off": (float, "step time, and its relative error"),
+            "predicted_comm_share": (float, "share of messages"),
+        },
+    ),
+    "energy": EventKind(
+        "the end of a start that ends by itself",
+        {
+            "total_j": (float, "from the begin of training on"),
+            "joules": (dict, "by part"),
+            "tokens seconds": (float, "for how many, in which time"),
+            "nodes nodes_as_a_whole": (float, "how many, and how many were counted as a whole"),
+            "missing": (list, "what no counter told, and why"),
+            "has_others": (bool, "other jobs on the nodes, if any, are counted too"),
+        },
+    ),
+    "stop": EventKind(
+        "it stops",
+        {"reason": (str, "why"), "began_s": (float, "when a refused start began")},
+    ),
+    "left_out": EventKind(
+        "`supervise` leaves a node out after a failure",
+        {"node message": (str, "which, and why"), "began_s": (float, "as `time`")},
+    ),
+    "warning": EventKind(
+        "something the log warned of",
+        {"message": (str, "in words"), "began_s": (float, "when the start that says it began")},
+    ),
+}

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,19 @@ from hpc_tune.model.balance import Router, RouterSums, summarise_load
 from hpc_tune.model.objective import compute_measures
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
-from hpc_tune.rundir.json_lines import EXPERTS, METRICS, RANKS, Events, JsonLines, drop_after
+from hpc_tune.rundir.json_lines import (
+    EXPERTS,
+    METRICS,
+    RANKS,
+    EvalMetrics,
+    Events,
+    ExpertTokens,
+    JsonLines,
+    RankTimes,
+    StepMetrics,
+    drop_after,
+    to_row,
+)
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
@@ -64,7 +76,7 @@ class RankWork:
         self._num_steps += 1
         if step % self._every == 0:
             means_s = [round(own / self._num_steps, 4) for own in self._work_s]
-            self._lines.write(step=step, work_s=means_s)
+            self._lines.write(**to_row(RankTimes(step, means_s)))
             self._work_s, self._num_steps = [0.0] * len(means_s), 0
 
     def close(self) -> None:
@@ -110,8 +122,8 @@ class ExpertLoad:
         """Write a line with what was added since the line before, and warn of what starves."""
         if self._step == self._since:
             return
-        what = {"since": self._since, "layers": self._layers, "tokens": self._counts}
-        self._lines.write(step=self._step, **what)
+        line = ExpertTokens(self._step, self._since, self._layers, self._counts)
+        self._lines.write(**to_row(line))
         starved = find_starving(self._layers, self._counts)
         if starved and starved != self._last_warned:
             message = describe_starving(starved, self._since, self._step)
@@ -160,53 +172,6 @@ _STEPS_TO_ESTIMATE = 3
 COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One line of metrics.jsonl. Seconds, bytes and tokens over all ranks where not said otherwise.
-
-    ``time`` is when the step was done, in seconds since 1970. ``tokens`` are those of the step's
-    documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
-    collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
-    ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
-    fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
-    the device's peak or counters are unknown. Host bytes are the fullest node's, those of others
-    included, ``host_ranks_bytes`` the most that this run's ranks take on a node; device bytes the
-    fullest rank's. ``preferences``: see ``PreferenceSums.measures``. ``source_tokens``: the loss
-    tokens of each source of a mixture. ``experts``: how routers spread the step's tokens
-    (``summarise_load``), and the losses of that which are learned, per token and added up over
-    layers.
-    """
-
-    time: float
-    step: int
-    epoch: float
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    loss_tokens: int
-    tokens_per_s: float
-    mfu: float | None
-    step_s: float
-    data_s: float
-    comm_s: float
-    most_work_s: float
-    least_work_s: float
-    slowest_rank: int
-    sent_bytes: dict[str, int]
-    expected_bytes: dict[str, int]
-    device_util: float | None
-    host_bytes: int | None
-    host_ranks_bytes: int | None
-    host_limit_bytes: int | None
-    device_bytes: int | None
-    device_limit_bytes: int | None
-    samples_seen: int
-    preferences: dict[str, float] | None = None
-    source_tokens: dict[str, int] | None = None
-    experts: dict[str, float] | None = None
-
-
 def _is_mostly_waiting(metrics: StepMetrics) -> bool:
     """Whether most of what rank 0 spends in messages is the wait for the slowest rank."""
     return metrics.most_work_s - metrics.least_work_s > COMM_WARN_SHARE * metrics.comm_s
@@ -250,10 +215,7 @@ class Metrics:
         """Record one optimizer step, with what the routers of a mixture did in it."""
         if self._experts is not None and routers is not None:
             self._experts.add(metrics.step, routers)
-        row = asdict(metrics)
-        for name in ("preferences", "source_tokens", "experts"):
-            if not row[name]:
-                del row[name]
+        row = to_row(metrics)
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
         self._track(metrics.step, row)
@@ -278,14 +240,18 @@ class Metrics:
 
     def evaluation(self, step: int, eval_loss: float, measured: EvalResult) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
-        row: dict[str, Any] = {"time": time.time(), "step": step}
-        row |= {"eval_loss": eval_loss, "eval_s": measured.seconds}
-        if measured.measures:
-            row |= {"eval_pairs": measured.terms, "eval_preferences": measured.measures}
-        else:
-            row["eval_tokens"] = measured.terms
-        if measured.losses:
-            row["eval_losses"] = measured.losses
+        terms = {"eval_pairs" if measured.measures else "eval_tokens": measured.terms}
+        row = to_row(
+            EvalMetrics(
+                time=time.time(),
+                step=step,
+                eval_loss=eval_loss,
+                eval_s=measured.seconds,
+                eval_preferences=measured.measures,
+                eval_losses=measured.losses,
+                **terms,
+            )
+        )
         self._lines.write(**row)
         self._track(step, row)
         self._progress.exclude(measured.seconds)

@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
+from hpc_tune.rundir.json_lines import StepMetrics
 from hpc_tune.train import metrics
-from hpc_tune.train.metrics import Metrics, StepMetrics
+from hpc_tune.train.metrics import Metrics
 
 STEP = StepMetrics(
     **{field.name: None for field in dataclasses.fields(StepMetrics)}
