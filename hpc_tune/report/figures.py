@@ -1,63 +1,393 @@
-"""All figures of a report: drawn, and as text of a page."""
+"""Runs -> figures. Each function takes the runs and returns a figure, or None where no run has it.
 
-import io
-import re
-from collections.abc import Iterable, Iterator, Sequence
+What is long is averaged to a few hundred points: a report of a million steps stays small.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hpc_tune.report.facts import list_starts
-from hpc_tune.report.plots import (
-    COLORS,
-    DOTS,
-    GREY,
-    PLOTS,
-    POINTS,
-    RED,
-    SIZE,
-    STEP,
-    Draw,
-    curve_points,
-    elapsed_s,
-    finish_figure,
-    integer_ticks,
-    loss_label,
-    make_label,
-    thin_ticks,
-    time_unit,
-    two_axes,
-    with_colors,
-)
 from hpc_tune.report.read import Record, Run
 from hpc_tune.rundir.facts import relative_to_median
-from hpc_tune.units import format_seconds
+from hpc_tune.units import format_count, format_seconds
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+GREY, RED = "#777777", "#b00020"
+POINTS, DOTS = 300, 40  # more dots on a line are no help
+_MARKS = 120  # of an axis: closer ones could not be told apart
+STEP = "optimizer step"
+SIZE = (7.2, 3.6)  # inches
+_LEGEND_SIZE = 8.5  # points
+Points = tuple[list[float], list[float]]
+Draw = Callable[[Sequence[Run]], Figure | None]
+
+
+def _loss_label(runs: Sequence[Run]) -> str:
+    # Losses of preferences are no nats.
+    has_pairs = any(run.settings.get("tune.objective", "sft") != "sft" for run in runs)
+    return "loss" if has_pairs else "loss (nats per token)"
+
+
+def _loss(runs: Sequence[Run]) -> Figure | None:
+    figure, axes = _new_figure(STEP, _loss_label(runs))
+    for run, color in _with_colors(runs):
+        steps, losses = curve_points(run.steps, "step", "loss")
+        axes.plot(steps, losses, color=color, lw=1.3, label=_make_label(runs, run, "training"))
+        if run.evals:
+            label = _make_label(runs, run, "held-out")
+            _plot_held_out(axes, run.evals, "step", "eval_loss", color=color, label=label)
+    return _finish(figure, axes)
+
+
+def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: Any) -> None:
+    marker = "o" if len(evals) <= DOTS else None
+    axes.plot(*curve_points(evals, x, y), lw=1, ls="--", marker=marker, ms=4, **look)
+
+
+def _held_out(runs: Sequence[Run]) -> Figure | None:
+    """Draw each held-out source's own loss: their mean may fall while one of them rises."""
+    figure, axes = _new_figure(STEP, _loss_label(runs))
+    lines = [
+        (run, name, [{"step": row["step"], "loss": own[name]} for row in run.evals
+                     if name in (own := row.get("eval_losses", {}))])
+        for run, _ in _with_colors(runs)
+        for name in dict.fromkeys(n for row in run.evals for n in row.get("eval_losses", {}))
+    ]  # fmt: skip
+    if len({name for _, name, _ in lines}) < 2:
+        return None
+    for number, (run, name, rows) in enumerate(lines):
+        marker = "o" if len(rows) <= DOTS else None
+        axes.plot(*curve_points(rows, "step", "loss"), color=COLORS[number % len(COLORS)], lw=1.2,
+                  ls=("-", "--", ":", "-.")[number // len(COLORS) % 4], marker=marker, ms=4,
+                  label=_make_label(runs, run, _shorten(name)))  # fmt: skip
+    return _finish(figure, axes)
+
+
+def _rate(runs: Sequence[Run]) -> Figure | None:
+    figure, (above, below) = _two_axes(STEP)
+    above.set_ylabel("learning rate")
+    below.set_ylabel("gradient norm")
+    for run, color in _with_colors(runs):
+        above.plot(
+            *curve_points(run.steps, "step", "lr"), color=color, label=_make_label(runs, run, "")
+        )
+        below.plot(*curve_points(run.steps, "step", "grad_norm"), color=color, lw=1)
+    above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    return _finish(figure, above, below)
+
+
+def _speed(runs: Sequence[Run]) -> Figure | None:
+    has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
+    if has_mfu:
+        figure, (above, below) = _two_axes(STEP)
+        below.set_ylabel("MFU (% of peak)")
+    else:
+        figure, above = _new_figure(STEP, "")
+        below = above
+    above.set_ylabel("tokens per second")
+    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    for run, color in _with_colors(runs):
+        label = _make_label(runs, run, "")
+        above.plot(
+            *curve_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label
+        )
+        if has_mfu:
+            shares = curve_points(run.steps, "step", "mfu", lambda share: 100 * share)
+            below.plot(*shares, color=color, lw=1.2)
+    for axes in {above, below}:
+        _begin_at_zero(axes)
+    return _finish(figure, above, *([below] if has_mfu else []))
+
+
+def _step_parts(runs: Sequence[Run]) -> Figure | None:
+    """Stack what a step's time went into; of several runs the means side by side."""
+    names = ("compute", "messages", "data", "waiting for saves")
+    if len(runs) == 1:
+        figure, axes = _new_figure(STEP, "seconds per step")
+        rows = _bin_means(_shares(runs[0]))
+        if len(rows) < 2:
+            return None
+        steps = [row["step"] for row in rows]
+        axes.stackplot(
+            steps, [[row[n] for row in rows] for n in names], labels=names, colors=COLORS, alpha=0.8
+        )
+        axes.set_xlim(steps[0], steps[-1])
+        axes.set_ylim(0, _axis_top([sum(row[name] for name in names) for row in rows]))
+        return _finish(figure, axes)
+    figure, axes = _new_figure("mean seconds per step", "")
+    means = [_mean(_shares(run)) for run in runs if run.steps]
+    if not means:
+        return None
+    left = [0.0] * len(means)
+    for name, color in zip(names, COLORS, strict=False):
+        values = [mean[name] for mean in means]
+        axes.barh(range(len(means)), values, left=left, color=color, label=name, alpha=0.8)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    labels = [_shorten(run.name) for run in runs if run.steps]
+    axes.set_yticks(range(len(means)), labels)
+    axes.invert_yaxis()
+    return _finish(figure, axes)
+
+
+def _memory(runs: Sequence[Run]) -> Figure | None:
+    """Draw host and device memory over time, limits dashed, saves and the governor marked."""
+    kinds = [
+        (f"{kind} memory ({whose})", f"{kind}_bytes", f"{kind}_limit_bytes")
+        for kind, whose in (("host", "fullest node"), ("device", "fullest rank"))
+        if any(row.get(f"{kind}_bytes") for run in runs for row in run.steps)
+    ]
+    if not kinds:
+        return None
+    unit, factor = _time_unit(max(_elapsed_s(run, run.steps[-1]) for run in runs if run.steps))
+    again = any(len(run.segments) > 1 for run in runs)
+    time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
+    all_axes: Sequence[Axes]
+    figure, all_axes = _two_axes(time_label)
+    if len(kinds) == 1:
+        figure, only = _new_figure(time_label, "")
+        all_axes = (only,)
+    for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
+        axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
+        for run, color in _with_colors(runs):
+            rows = _keep_worst(run.steps, used)
+            at = [_elapsed_s(run, row) / factor for row in rows]
+            axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
+                      label=_make_label(runs, run, "used"))  # fmt: skip
+            if len(runs) == 1 and used == "host_bytes" and "host_ranks_bytes" in rows[-1]:
+                own = [row.get("host_ranks_bytes", float("nan")) / 2**30 for row in rows]
+                axes.plot(at, own, color=COLORS[5], lw=1.4, label="of which this run's ranks")
+            limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
+                      if row.get(limit)]  # fmt: skip
+            axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
+                      lw=1.4, label=_make_label(runs, run, "limit"))  # fmt: skip
+        if len(runs) == 1:
+            _mark_events(axes, runs[0], factor)
+        _begin_at_zero(axes)
+    return _finish(figure, *all_axes)
+
+
+def _mark_events(axes: Axes, run: Run, factor: float) -> None:
+    """Mark saves, the governor's actions, and starts after the first on a time axis."""
+    # Saves can be many: a tick each at the bottom.
+    for kind, color, height, label in (
+        ("governor", RED, 1.0, "governor acts"),
+        ("checkpoint", COLORS[2], 0.07, "save"),
+    ):
+        happened = run.actions if kind == "governor" else run.events_of_kind(kind)
+        places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
+        if places:  # one line with gaps: as many lines would be half of the page
+            at = [x for place in places for x in (place, place, place)]
+            heights = [0.0, height, float("nan")] * len(places)
+            axes.plot(at, heights, color=color, lw=1.2, alpha=0.7, label=label,
+                      transform=axes.get_xaxis_transform())  # fmt: skip
+    for number, segment in enumerate(run.segments[1:]):
+        again = "started again" if number == 0 else None
+        axes.axvline(segment.before_s / factor, color=GREY, lw=2.5, alpha=0.5, label=again)
+
+
+def _ranks(runs: Sequence[Run]) -> Figure | None:
+    figure, axes = _new_figure(STEP, "seconds of a rank's own work")
+    shown = [(run, color) for run, color in _with_colors(runs) if (run.start.get("size") or 1) > 1]
+    for run, color in shown:
+        rows = [row for row in run.steps if row.get("most_work_s") is not None]
+        steps, most = curve_points(rows, "step", "most_work_s")
+        _, least = curve_points(rows, "step", "least_work_s")
+        axes.fill_between(steps, least, most, color=color, alpha=0.3)
+        axes.plot(steps, most, color=color, lw=1.2, label=_make_label(runs, run, "slowest rank"))
+        axes.plot(steps, least, color=color, lw=0.8, ls="--",
+                  label=_make_label(runs, run, "fastest rank"))  # fmt: skip
+    _begin_at_zero(axes)
+    return _finish(figure, axes)
+
+
+def _predictions(runs: Sequence[Run]) -> Figure | None:
+    """Draw each phase's predicted and measured memory of the fullest rank."""
+    memory = [event for run in runs[:1] for event in run.events_of_kind("memory")]
+    phases = memory[-1].get("phases", {}) if memory else {}
+    phases = {name: row for name, row in phases.items() if row.get("rank_bytes")}
+    if len(runs) > 1 or not phases:
+        return None
+    figure, axes = _new_figure("GiB on the fullest rank", "")
+    has_plan = any(row.get("planned") for row in phases.values())
+    rows = range(len(phases))
+    measured = [row["rank_bytes"] / 2**30 for row in phases.values()]
+    axes.barh([r + 0.2 for r in rows] if has_plan else rows, measured, height=0.38,
+              color=COLORS[0], label="measured")  # fmt: skip
+    if has_plan:
+        planned = [(row.get("planned") or 0) / 2**30 for row in phases.values()]
+        axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
+    axes.set_yticks(rows, list(phases))
+    axes.invert_yaxis()
+    return _finish(figure, axes)
+
+
+def _shares(run: Run) -> list[dict[str, float]]:
+    """Return what each step's time went into, and how long training waited for its save."""
+    saves = run.events_of_kind("checkpoint")
+    blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
+    shares = []
+    for row in run.steps:
+        step_s, data_s, comm_s = (row.get(key) or 0.0 for key in ("step_s", "data_s", "comm_s"))
+        shares.append(
+            {
+                "step": float(row["step"]),
+                "compute": max(0.0, step_s - data_s - comm_s),
+                "messages": comm_s,
+                "data": data_s,
+                "waiting for saves": blocked_s.get(row["step"], 0.0),
+            }
+        )
+    return shares
+
+
+def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
+    width = max(1, -(-len(rows) // POINTS))
+    return [_mean(rows[i : i + width]) for i in range(0, len(rows), width)]
+
+
+def _keep_worst(rows: Sequence[Record], key: str) -> list[Record]:
+    """Return a few hundred rows, each the one of the largest value of those around it."""
+    known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
+    width = max(1, len(known) // POINTS)
+    return [
+        max(known[i : i + width], key=lambda row: row[key]) for i in range(0, len(known), width)
+    ]
+
+
+def curve_points(
+    rows: Sequence[Record],
+    x: str,
+    y: str,
+    scale: Callable[[float], float] = float,
+    most: int = POINTS,
+) -> Points:
+    """Return x and y of the rows that have y, as means over neighbours where there are many."""
+    known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
+    width = max(1, -(-len(known) // most))
+    groups = [known[i : i + width] for i in range(0, len(known), width)]
+    return (
+        [sum(a for a, _ in group) / len(group) for group in groups],
+        [sum(b for _, b in group) / len(group) for group in groups],
+    )
+
+
+def _thin_ticks(places: Sequence[float]) -> list[float]:
+    return list(places[:: -(-len(places) // _MARKS) or 1])
+
+
+def _time_unit(longest_s: float) -> tuple[str, int]:
+    units = (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, 0))
+    return next((unit, seconds) for unit, seconds, least in units if longest_s >= least)
+
+
+def _begin_at_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _axis_top(values: Sequence[float]) -> float:
+    """Return where an axis of seconds ends: a first step that compiles must not hide the rest."""
+    usual = sorted(values)[int(0.95 * (len(values) - 1))]
+    return min(max(values), 2.5 * usual) * 1.05 or 1.0
+
+
+def _elapsed_s(run: Run, row: Record) -> float:
+    return run.elapsed_s(row["time"]) if row.get("time") else 0.0
+
+
+def _with_colors(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    """Yield the runs that have something to draw; a run has one color in all figures."""
+    numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
+    return ((run, color) for run, color in numbered if run.steps or run.evals)
+
+
+def _make_label(runs: Sequence[Run], run: Run, what: str) -> str:
+    if len(runs) == 1:
+        return what
+    return f"{_shorten(run.name)}: {what}" if what else _shorten(run.name)
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
+
+
+def _new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
+
+
+def _two_axes(x_label: str, **layout: Any) -> tuple[Figure, tuple[Axes, Axes]]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, **layout)
+    below.set_xlabel(x_label)
+    return figure, (above, below)
+
+
+def _finish(figure: Figure, *all_axes: Any) -> Figure | None:
+    """Give the axes what all have; None where nothing was drawn."""
+    if not any(_has_data(axes) for axes in all_axes):
+        return None
+    for axes in all_axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if all_axes[-1].get_xlabel() == STEP:
+            axes.xaxis.set_major_locator(_integer_ticks())
+        for line in axes.lines:
+            if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
+                line.set_marker("o" if line.get_linestyle() == "-" else "x")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    if any(labels) and len(labels) > 1:
+        # A letter is a little over half as wide as high; the line before it takes four.
+        column = _LEGEND_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
+        figure.legend(
+            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_SIZE,
+            ncols=max(1, min(4, len(labels), int(SIZE[0] / column))),
+        )  # fmt: skip
+    return figure
+
+
+def _integer_ticks() -> MaxNLocator:
+    return MaxNLocator(integer=True, nbins=8, min_n_ticks=1)
+
+
+def _has_data(axes: Axes) -> bool:
+    drawn = any(len(line.get_xdata()) for line in axes.lines)  # type: ignore[arg-type]
+    return drawn or bool(axes.patches or axes.collections)
+
 
 # -- All starts of one run on one axis of time: the loss, and below it what happened when.
 
 
-_LETTER = 0.0125  # of the axis, of a label of a start
-_TEXT = 8  # points
+_LETTER, _TEXT = 0.0125, 8  # of a label of a start: share of the axis, points
 
 
-def draw_timeline(runs: Sequence[Run]) -> Figure | None:
+def _timeline(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of one run over its running time, with starts, saves and actions below."""
     [run, *others] = runs
     if others or not run.segments or len(run.steps) < 2:
         return None
-    unit, factor = time_unit(max(elapsed_s(run, row) for row in run.steps[-1:]))
-    figure = Figure(figsize=SIZE, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _draw_losses(above, run, factor)
-    above.set_ylabel(loss_label(runs))
+    unit, factor = _time_unit(max(_elapsed_s(run, row) for row in run.steps[-1:]))
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
-    below.set_xlabel(f"{unit} of running{waits}")
+    figure, (above, below) = _two_axes(f"{unit} of running{waits}", height_ratios=(2, 1))
+    _draw_losses(above, run, factor)
+    above.set_ylabel(_loss_label(runs))
     _draw_bands(above, below, run, factor)
     _draw_lanes(below, run, factor)
-    return finish_figure(figure, above, below)
+    return _finish(figure, above, below)
 
 
 def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
@@ -70,16 +400,15 @@ def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
     at: list[float] = []
     losses: list[float] = []
     for rows in by_start.values():
-        placed = [{"at": elapsed_s(run, row) / factor, "loss": row.get("loss")} for row in rows]
+        placed = [{"at": _elapsed_s(run, row) / factor, "loss": row.get("loss")} for row in rows]
         own_at, own_losses = curve_points(placed, "at", "loss", most=most)
         at += [*own_at, float("nan")]
         losses += [*own_losses, float("nan")]
     axes.plot(at[:-1], losses[:-1], color=COLORS[0], lw=1.3, label="training loss")
     evals = [{**row, "at": at_s / factor} for row, at_s in _timed_evaluations(run)]
     if evals:
-        marker = "o" if len(evals) <= DOTS else None
-        axes.plot(*curve_points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
-                  marker=marker, ms=4, label="held-out loss", clip_on=False)  # fmt: skip
+        look = {"color": COLORS[1], "label": "held-out loss", "clip_on": False}
+        _plot_held_out(axes, evals, "at", "eval_loss", **look)
 
 
 def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
@@ -124,7 +453,7 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
         ("stop", "stops", "s", COLORS[6]),
     ):
         happened = run.actions if kind == "governor" else run.events_of_kind(kind)
-        places = thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
+        places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip
@@ -136,12 +465,11 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
 # -- Rank x step: how long each rank worked beside the median rank of that step.
 
 
-_ROWS, _COLUMNS, _COLORS = 128, 200, 12
-_MIN_TOP_RATIO = 1.2  # of the scale: ranks that differ by less look alike
-_TOP_RATIO = 3.0
+_ROWS, _COLUMNS, _HEAT_COLORS = 128, 200, 12
+_MIN_TOP_RATIO, _TOP_RATIO = 1.2, 3.0  # of the scale: ranks that differ by less look alike
 
 
-def draw_heatmap(runs: Sequence[Run]) -> Figure | None:
+def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
     """Draw one run's own work of each rank, by that of the median rank at the same step."""
     [run, *others] = runs
     if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
@@ -152,27 +480,21 @@ def draw_heatmap(runs: Sequence[Run]) -> Figure | None:
     cells = _make_cells(lines, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
     first, last = lines[0]["step"], lines[-1]["step"]
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
+    whose = "rank" if group == 1 else f"rank (the slowest of each {group})"
+    figure, axes = _new_figure(STEP, whose)
     image = axes.imshow(
         list(zip(*cells, strict=True)),
         aspect="auto",
         interpolation="none",
-        cmap=_make_colormap(),
+        cmap=colormaps["YlOrRd"].resampled(_HEAT_COLORS),
         vmin=1.0,
         vmax=min(_TOP_RATIO, max(_MIN_TOP_RATIO, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("rank" if group == 1 else f"rank (the slowest of each {group})")
-    axes.xaxis.set_major_locator(integer_ticks())
-    axes.yaxis.set_major_locator(integer_ticks())
+    axes.xaxis.set_major_locator(_integer_ticks())
+    axes.yaxis.set_major_locator(_integer_ticks())
     return figure
-
-
-def _make_colormap() -> Colormap:
-    return colormaps["YlOrRd"].resampled(_COLORS)
 
 
 def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
@@ -200,7 +522,7 @@ def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[lis
 _MIN_TOP, _TOP = 2.0, 8.0  # of the scale, in means
 
 
-def expert_heatmap(runs: Sequence[Run]) -> Figure | None:
+def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     """Draw the newest counts of one run; white is even, blue is starved."""
     [run, *others] = runs
     if others or not run.experts:
@@ -209,8 +531,7 @@ def expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     widest = max(map(len, line["tokens"]))
     cells = [_divide_by_mean(row) + [float("nan")] * (widest - len(row)) for row in line["tokens"]]
     highest = max(value for row in cells for value in row if value == value)
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _new_figure("expert", "layer")
     image = axes.imshow(
         cells,
         aspect="auto",
@@ -220,8 +541,6 @@ def expert_heatmap(runs: Sequence[Run]) -> Figure | None:
     )
     figure.colorbar(image, ax=axes, label="tokens, x the layer's mean", extend="max")
     axes.set_title(f"steps {line['since'] + 1:.0f} to {line['step']:.0f}", fontsize=10)
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
     every = -(-len(cells) // 16)
     axes.set_yticks(range(0, len(cells), every), [f"{n:.0f}" for n in line["layers"][::every]])
     return figure
@@ -237,81 +556,45 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
 
 def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     """Draw two measures, each by its name in the metrics and with what its axis says."""
-    figure, both = two_axes(STEP)
+    figure, both = _two_axes(STEP)
     for axes, (name, said) in zip(both, measures.items(), strict=True):
         axes.set_ylabel(said)
-        for run, color in with_colors(runs):
-            _draw_measure(axes, runs, run, name, color)
-    return finish_figure(figure, *both)
+        for run, color in _with_colors(runs):
+            trained = curve_points(run.steps, "step", f"preferences.{name}")
+            axes.plot(*trained, color=color, lw=1.3, label=_make_label(runs, run, "training"))
+            look = {"color": color, "label": _make_label(runs, run, "held-out")}
+            _plot_held_out(axes, run.evals, "step", f"eval_preferences.{name}", **look)
+    return _finish(figure, *both)
 
 
 # The share of pairs that are the right way round, and by how much.
-_REWARD = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
+_reward = partial(_draw_two, measures={"accuracy": "accuracy (share)", "margin": "margin (reward)"})
 # How likely the answers themselves are: both may fall while the margin grows.
-_LOG_PROBS = {"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"}
-
-
-def _draw_measure(axes: Axes, runs: Sequence[Run], run: Run, name: str, color: str) -> None:
-    """Draw what was measured in training, and on held-out rows."""
-    trained = curve_points(run.steps, "step", f"preferences.{name}")
-    axes.plot(*trained, color=color, lw=1.3, label=make_label(runs, run, "training"))
-    held_out = curve_points(run.evals, "step", f"eval_preferences.{name}")
-    marker = "o" if len(run.evals) <= DOTS else None
-    axes.plot(*held_out, color=color, lw=1, ls="--", marker=marker, ms=4,
-              label=make_label(runs, run, "held-out"))  # fmt: skip
-
-
-PREFERENCE_PLOTS: tuple[tuple[str, str, Draw], ...] = (
-    ("preferences", "Preferences: accuracy and margin", partial(_draw_two, measures=_REWARD)),
-    (
-        "log-probs",
-        "Preferences: log-probability of the answers, per token",
-        partial(_draw_two, measures=_LOG_PROBS),
-    ),
+_log_probs = partial(
+    _draw_two,
+    measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
 )
 
 
 FIGURES: tuple[tuple[str, str, Draw], ...] = (
-    ("timeline", "All starts on one axis of time", draw_timeline),
-    *PLOTS[:2],
-    *PREFERENCE_PLOTS,
-    *PLOTS[2:],
-    ("rank-steps", "Own work of each rank: dark ranks are the slow ones", draw_heatmap),
-    ("experts", "Tokens of each expert: white is even, blue has few", expert_heatmap),
+    ("timeline", "All starts on one axis of time", _timeline),
+    ("loss", "Loss", _loss),
+    ("held-out", "Held-out loss of each source", _held_out),
+    ("preferences", "Preferences: accuracy and margin", _reward),
+    ("log-probs", "Preferences: log-probability of the answers, per token", _log_probs),
+    ("memory", "Memory against its limits", _memory),
+    ("step-time", "Where a step's time went, on rank 0", _step_parts),
+    ("speed", "Speed", _speed),
+    ("rate", "Learning rate and gradient norm", _rate),
+    ("ranks", "The ranks' own work: slowest and fastest", _ranks),
+    ("foreseen", "Memory by phase", _predictions),
+    ("rank-steps", "Own work of each rank: dark ranks are the slow ones", _rank_heatmap),
+    ("experts", "Tokens of each expert: white is even, blue has few", _expert_heatmap),
 )
-_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def draw_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
     """Yield (file name, what it shows, figure) for what the runs have."""
     for name, caption, draw in FIGURES:
-        figure = draw(runs)
-        if figure is not None:
+        if (figure := draw(runs)) is not None:
             yield name, caption, figure
-
-
-def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
-    """Return (name, caption, element of a page) of figures; each letter is drawn once for all."""
-    known: set[str] = set()
-
-    def once(glyph: re.Match[str]) -> str:
-        is_new = glyph[1] not in known
-        known.add(glyph[1])
-        return glyph[0] if is_new else ""
-
-    return [
-        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', once, _render_svg(name, figure),
-                               flags=re.DOTALL))
-        for name, caption, figure in figures
-    ]  # fmt: skip
-
-
-def _render_svg(name: str, figure: Figure) -> str:
-    """Return a figure as an element of a page; ``name`` keeps its ids apart from others'."""
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata=_NO_METADATA)
-    text = drawn.getvalue()
-    text = re.sub(r"<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)(?!DejaVu)', rf"\g<1>{name}-", text)
-    # A hundredth of a pixel is more than a screen shows.
-    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)

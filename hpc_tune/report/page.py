@@ -2,7 +2,9 @@
 
 import hashlib
 import html
+import io
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from matplotlib.figure import Figure
 
 from hpc_tune import __version__
 from hpc_tune.errors import ConfigError
@@ -37,8 +40,7 @@ from hpc_tune.report.facts import (
     start_rows,
     time_by_kind,
 )
-from hpc_tune.report.figures import draw_figures, render_svgs
-from hpc_tune.report.plots import curve_points
+from hpc_tune.report.figures import curve_points, draw_figures
 from hpc_tune.report.read import Record, Run, find_differences, find_jobs_energy, read_run
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import sum_energy
@@ -416,6 +418,39 @@ def _format_setting(key: str, value: Any) -> str:
 
 def _text(value: str) -> str:
     return html.escape(value)
+
+
+# -- Figures as elements of a page.
+
+
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
+
+def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
+    """Return (name, caption, element of a page) of figures; each letter is drawn once for all."""
+    known: set[str] = set()
+
+    def once(glyph: re.Match[str]) -> str:
+        is_new = glyph[1] not in known
+        known.add(glyph[1])
+        return glyph[0] if is_new else ""
+
+    return [
+        (name, caption, re.sub(r'<path id="(DejaVu[^"]*)".*?/>\s*', once, _render_svg(name, figure),
+                               flags=re.DOTALL))
+        for name, caption, figure in figures
+    ]  # fmt: skip
+
+
+def _render_svg(name: str, figure: Figure) -> str:
+    """Return a figure as an element of a page; ``name`` keeps its ids apart from others'."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata=_NO_METADATA)
+    text = drawn.getvalue()
+    text = re.sub(r"<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)(?!DejaVu)', rf"\g<1>{name}-", text)
+    # A hundredth of a pixel is more than a screen shows.
+    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
 
 
 # -- The report command: run directories -> report.html, and its figures as PNG where asked for.
