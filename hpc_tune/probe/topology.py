@@ -42,11 +42,11 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
     """Return the GPUs in the driver's order, which is that of HIP; ``folder`` is /sys."""
     nodes = folder / "class" / "kfd" / "kfd" / "topology" / "nodes"
     found = []
-    for node in sorted(_folders(nodes), key=lambda path: int(path.name)):
+    for node in sorted(_list_numbered(nodes), key=lambda path: int(path.name)):
         if _text(node / "gpu_id") in ("", "0"):
             continue
         facts = _properties(node / "properties")
-        links = [_properties(link / "properties") for link in _folders(node / "io_links")]
+        links = [_properties(link / "properties") for link in _list_numbered(node / "io_links")]
         linked = [int(link["node_to"]) for link in links if link.get("type") == _XGMI]
         found.append(
             AmdGpu(
@@ -80,9 +80,13 @@ def _properties(file: Path) -> Mapping[str, str]:
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_numbered(folder: Path) -> list[Path]:
+    return [path for path in _list_folder(folder) if path.name.isdigit()]
+
+
+def _list_folder(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if path.name.isdigit()]
+        return sorted(folder.iterdir())
     except OSError as error:
         raise_if_out_of_files(error)
         return []
@@ -293,7 +297,7 @@ def _card_kind(group: str, card: Path) -> str:
         return "Slingshot"
     if (card / "device" / "driver").resolve().name == "efa":
         return "EFA"
-    layers = [_read_text(port / "link_layer") for port in _list_folder(card / "ports")]
+    layers = [_text(port / "link_layer") for port in _list_folder(card / "ports")]
     return "RoCE" if "Ethernet" in layers else "InfiniBand"
 
 
@@ -301,8 +305,8 @@ def _best_port(ports: Path) -> tuple[str, str]:
     """Return state and rate of the port that is up, or of the first."""
     found = [
         (
-            _read_text(port / "state").partition(": ")[2],
-            _read_text(port / "rate").partition(" (")[0],
+            _text(port / "state").partition(": ")[2],
+            _text(port / "rate").partition(" (")[0],
         )
         for port in _list_folder(ports)
     ]
@@ -319,22 +323,8 @@ def _ethernet_speeds(folder: Path) -> dict[str, int]:
 
 def _interface_speed(folder: Path, interface: str) -> int:
     with contextlib.suppress(ValueError):
-        return int(_read_text(folder / "class" / "net" / interface / "speed"))
+        return int(_text(folder / "class" / "net" / interface / "speed"))
     return 0
-
-
-def _list_folder(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _to_text(value: str | bytes) -> str:
