@@ -1,6 +1,7 @@
 """Parse and print bytes, counts and durations."""
 
 import re
+from collections.abc import Iterable
 
 _BYTE_FACTORS = {
     "": 1,
@@ -94,6 +95,18 @@ def format_energy(joules: float) -> str:
         if joules >= 0.9995 * size:
             return f"{joules / size:.{_digits(joules / size)}f} {unit}"
     return f"{joules:.{_digits(joules)}f} J"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return such as ``"1 rank"`` or ``"3 ranks"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def list_some(items: Iterable[object], most: int) -> str:
+    """Return the first ``most``, and how many there are more, such as ``"a, b and 3 more"``."""
+    shown = list(map(str, items))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
 
 
 def _digits(value: float) -> int:

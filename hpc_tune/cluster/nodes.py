@@ -29,6 +29,7 @@ from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import JobConfig, SlurmConfig
 from hpc_tune.errors import EXIT_RESUMABLE
 from hpc_tune.log import log
+from hpc_tune.units import count_of
 
 # -- Which nodes do not start a process any more.
 
@@ -200,8 +201,7 @@ class Nodes:
         missing = self._wanted - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
-        told = f"on {len(use)} of {self._wanted} nodes, {num_ranks} rank"
-        told += "s" if num_ranks > 1 else ""
+        told = f"on {len(use)} of {self._wanted} nodes, {count_of(num_ranks, 'rank')}"
         told += f", with {' '.join(settings)}" if settings else ""
         return LaunchCommand(words, shared, use, missing, settings, told if missing else "")
 

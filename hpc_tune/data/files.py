@@ -28,6 +28,7 @@ from hpc_tune.hub_cache import (
     own_name,
     refuse_several_revisions,
 )
+from hpc_tune.units import list_some
 
 FileKind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs", "megatron"]
 Paths = str | list[str]
@@ -146,8 +147,7 @@ def describe_left_out(found: FoundFiles) -> Iterator[str]:
 
 
 def _join_names(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - _MAX_NAMES} more" if len(files) > _MAX_NAMES else ""
-    return ", ".join(map(str, files[:_MAX_NAMES])) + more
+    return list_some(files, _MAX_NAMES)
 
 
 def _find_one(name: str) -> FoundFiles:

@@ -60,7 +60,7 @@ from hpc_tune.plan.trace import (
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import NUM_MOMENTS, SAVED_COPIES, ModelSize, measure
-from hpc_tune.units import format_bytes, format_count
+from hpc_tune.units import count_of, format_bytes, format_count
 
 # -- What would make a run fit that does not: settings, each planned before it is advised.
 #
@@ -339,7 +339,7 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
         f"model   {plan.model}",
-        f"world   {machine.nodes} node{'s' if machine.nodes > 1 else ''} x "
+        f"world   {count_of(machine.nodes, 'node')} x "
         f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
         f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens",

@@ -24,7 +24,7 @@ from hpc_tune.probe.findings import Finding, find_problems
 from hpc_tune.probe.links import Link, Links, format_rate, measure_links
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops, measure_matmuls
 from hpc_tune.probe.topology import Topology
-from hpc_tune.units import format_bytes
+from hpc_tune.units import count_of, format_bytes
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.processes import ancestors
@@ -70,7 +70,7 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
     shown = " ".join(f"{name} {version}" for name, version in first.versions.items())
     lines = [f"software  {shown}"]
     mpi = f" and {first.mpi}: both say" if first.mpi else ":"
-    lines.append(f"launcher  {first.launcher}{mpi} {_many(size, 'rank')}")
+    lines.append(f"launcher  {first.launcher}{mpi} {count_of(size, 'rank')}")
     cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
     if first.rocm:
         cuda = f"torch is built for ROCm {first.rocm}"
@@ -106,7 +106,7 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
     first = here[0]
     locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
     lines = [
-        f"node {first.node}    {first.hostname}: {_many(len(here), 'rank')}; host memory "
+        f"node {first.node}    {first.hostname}: {count_of(len(here), 'rank')}; host memory "
         f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
         f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
         f"lockable {locked}; {first.open_files or 'any number of'} open files"
@@ -120,7 +120,7 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         given = f" of {_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
         lines.append(
             f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.taken or rank.cpus)}{given} "
-            f"(NUMA {numa}), {_many(rank.threads, 'thread')}"
+            f"(NUMA {numa}), {count_of(rank.threads, 'thread')}"
         )
         if rank.products is not None:
             lines.append(f"            {_matmul_text(rank.products)}")
@@ -168,7 +168,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         rates = [pair.bytes_per_s for pair in alike]
         slowest = f" (slowest {format_rate(min(rates))})" if len(alike) > 1 else ""
         lines.append(
-            f"links     {kind}, {_many(len(alike), 'pair')}: "
+            f"links     {kind}, {count_of(len(alike), 'pair')}: "
             f"{format_rate(statistics.median(rates))}"
             f"{slowest}, {latency * 1e6:.0f} us"
         )
@@ -180,7 +180,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
         lines.append(
-            f"links     {_many(links.skipped, 'pair')} not measured: out of time (--links)"
+            f"links     {count_of(links.skipped, 'pair')} not measured: out of time (--links)"
         )
     return lines
 
@@ -194,10 +194,6 @@ def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
     gpu, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
     path = here[0].topology.paths.get(f"{gpu}-{other}")
     return f"{pair.kind} ({path})" if path else pair.kind
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

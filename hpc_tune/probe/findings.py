@@ -14,7 +14,7 @@ from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, find_outliers, format_rate
 from hpc_tune.probe.matmuls import MatmulResult, describe_gpu_state, format_flops
 from hpc_tune.probe.topology import NO_NVML
-from hpc_tune.units import format_bytes, format_seconds
+from hpc_tune.units import count_of, format_bytes, format_seconds, list_some
 from hpc_tune.world.processes import files_needed
 
 # Per rank: NCCL's and MPI's segments.
@@ -198,19 +198,22 @@ def _check_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _group_by_node(ranks):
         host, reachable = here[0].hostname, here[0].num_reachable
         together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
+        pinned_to = count_of(len(together), "CPU")
         fix = "start with mpirun --bind-to none, or srun --cpus-per-task"
         if len(here) > 1 and len(together) < min(len(here), reachable):
             yield Finding(
                 "warning",
-                f"the launcher pinned all {len(here)} ranks of {host} to {_cpus(len(together))} of "
+                f"the launcher pinned all {len(here)} ranks of {host} to {pinned_to} of "
                 f"{reachable}: {fix}",
             )
         elif reachable < len(here):
-            yield Finding("warning", f"{host}: {len(here)} ranks share {_cpus(reachable)}")
+            yield Finding(
+                "warning", f"{host}: {len(here)} ranks share {count_of(reachable, 'CPU')}"
+            )
         elif len(here) > 1 and 2 * len(together) // len(here) < fair:
             yield Finding(
                 "warning",
-                f"the ranks of {host} have {_cpus(len(together))} of {reachable} together: {fix}",
+                f"the ranks of {host} have {pinned_to} of {reachable} together: {fix}",
             )
         for rank in here:
             numa = rank.device_numa
@@ -468,10 +471,5 @@ def _group_by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
     return list(nodes.values())
 
 
-def _cpus(number: int) -> str:
-    return "1 CPU" if number == 1 else f"{number} CPUs"
-
-
 def _join(names: Sequence[str] | set[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+    return list_some(sorted(names), 4)

@@ -11,7 +11,7 @@ from hpc_tune.config.load import describe_fields
 from hpc_tune.config.section import format_setting
 from hpc_tune.report.read import Record, Run
 from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median, sum_energy
-from hpc_tune.units import format_bytes, format_count, format_seconds
+from hpc_tune.units import count_of, format_bytes, format_count, format_seconds, list_some
 
 # -- The starts of a run: when each ran, on what, how it ended; and those that came to nothing.
 
@@ -112,7 +112,7 @@ def describe_starts(run: Run) -> str:
     lost = [str(event.get("node")) for event in run.events_of_kind("left_out")]
     if len(all_starts) < 2 and not failed and not lost:
         return ""
-    parts = [f"{len(all_starts)} start{'s' * (len(all_starts) != 1)}"]
+    parts = [count_of(len(all_starts), "start")]
     if len(all_starts) > 1:
         parts[0] += f", the newest after: {all_starts[-2].ended}"
     if lost:
@@ -303,16 +303,12 @@ def list_machine_facts(run: Run) -> Rows:
         if (key := f"{kind}_limit_bytes") in last
     )
     hosts = start.get("hosts", {})
-    shown = [
-        f"{host} ({count} rank{'s' if count > 1 else ''})"
-        for host, count in list(hosts.items())[:8]
-    ]
-    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    shown = (f"{host} ({count_of(count, 'rank')})" for host, count in hosts.items())
     versions = start.get("versions", {})
     no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
     rows = [
         ("hardware", start.get("hardware")),
-        ("hosts", ", ".join(shown) + more),
+        ("hosts", list_some(shown, 8)),
         ("limits", limits),
         ("links as measured", start.get("links") or no_links),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items())),

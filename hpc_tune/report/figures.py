@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from hpc_tune.report.facts import list_starts
 from hpc_tune.report.read import Record, Run
 from hpc_tune.rundir.facts import relative_to_median
-from hpc_tune.units import format_count, format_seconds
+from hpc_tune.units import count_of, format_count, format_seconds
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
@@ -429,7 +429,7 @@ def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
         begin, width = start.before_s / factor, start.seconds / factor
         color = COLORS[(0, 5)[start.number % 2]]
         below.barh(0, width, left=begin, height=0.8, color=color, alpha=0.45)
-        ranks = f"{start.ranks} rank{'s' if start.ranks != 1 else ''}" if start.ranks else ""
+        ranks = count_of(start.ranks, "rank") if start.ranks else ""
         named = f"start {start.number}"
         for text in (", ".join(filter(None, (named, ranks, start.layout))), named,
                      str(start.number)):  # fmt: skip

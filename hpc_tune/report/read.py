@@ -32,7 +32,7 @@ from hpc_tune.rundir.json_lines import (
 )
 from hpc_tune.rundir.outcome import Heartbeat, describe_last_seen, describe_silence, read_heartbeats
 from hpc_tune.safe_yaml import load_yaml
-from hpc_tune.units import format_energy
+from hpc_tune.units import format_energy, list_some
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
 # -- What the scheduler has counted of the energy of a run's jobs, beside the run's own counters.
@@ -99,8 +99,7 @@ def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
 
 def _job_names(jobs: Sequence[str]) -> str:
     names = list(dict.fromkeys(jobs))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"job{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"
+    return f"job{'s' if len(names) > 1 else ''} {list_some(names, 4)}"
 
 
 Record = Mapping[str, Any]

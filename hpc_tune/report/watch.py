@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hpc_tune.report.facts import describe_straggler, event_text, goodput, known_numbers
 from hpc_tune.report.read import Record, Run, find_run, make_run, open_logs
-from hpc_tune.units import format_bytes, format_count, format_seconds
+from hpc_tune.units import count_of, format_bytes, format_count, format_seconds
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH, _MAX_EVENTS, _MAX_RECENT = 48, 6, 20
@@ -112,7 +112,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
         step = "" if event.get("step") is None else f"step {int(event['step'])}"
         yield "newest save", Text(step), Text(ago if run.state == "running" else "")
     if actions := run.actions:
-        count = f"{len(actions)} action{'s' if len(actions) > 1 else ''}"
+        count = count_of(len(actions), "action")
         yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
     if told := describe_straggler(run):
         who, _, how_often = told.partition(" in ")

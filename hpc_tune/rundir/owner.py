@@ -27,6 +27,7 @@ from hpc_tune.files import may_read, may_write, missing_permission, write_file
 from hpc_tune.log import log
 from hpc_tune.rundir import facts, outcome
 from hpc_tune.rundir.json_lines import EVENTS
+from hpc_tune.units import list_some
 from hpc_tune.world import liveness
 from hpc_tune.world.processes import seconds_from_boot
 from hpc_tune.world.stop import process_start_s
@@ -476,10 +477,9 @@ def require_permissions(run_dir: Path) -> None:
     kept += [path for path in _read_paths(run_dir) if path.exists() and not may_read(path)]
     if not kept:
         return
-    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
     raise AnothersError(
-        f"run.dir={run_dir} is a run that this user may not continue: {kept[0]}{more} cannot be "
-        f"opened. {missing_permission(kept[0], run_dir)}"
+        f"run.dir={run_dir} is a run that this user may not continue: {list_some(kept, 1)} cannot "
+        f"be opened. {missing_permission(kept[0], run_dir)}"
     )
 
 

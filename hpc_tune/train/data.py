@@ -49,6 +49,7 @@ from hpc_tune.train.sources import (
     list_training_sources,
     name_in_errors,
 )
+from hpc_tune.units import list_some
 from hpc_tune.world.comm import Comm
 
 
@@ -306,12 +307,11 @@ def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceCon
     for one, other in itertools.product(training, held_out):
         if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
-                "%s and %s both read %s%s: held-out loss on training data says nothing about new "
+                "%s and %s both read %s: held-out loss on training data says nothing about new "
                 "data. Name the held-out split, or use data.eval_fraction",
                 other.setting,
                 one.setting,
-                same[0],
-                f" and {len(same) - 1} more" if len(same) > 1 else "",
+                list_some(same, 1),
             )
 
 

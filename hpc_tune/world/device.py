@@ -19,6 +19,7 @@ from hpc_tune.cluster.unused_gpus import (
     why_cuda_fails,
 )
 from hpc_tune.errors import WorldError, first_line
+from hpc_tune.units import list_some
 from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import Channel
@@ -292,12 +293,12 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         if len(ranks) > 1:
             where = reports[ranks[0]]
             raise WorldError(
-                f"ranks {_join(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) of "
+                f"ranks {list_some(ranks, 8)} on {where.hostname} share one GPU ({uuid}) of "
                 f"{len(shown[where.node])} visible; start one rank per GPU"
             )
     idle = {node: sorted(uuids - owners.keys()) for node, uuids in shown.items()}
     lines = [
-        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({_join(uuids)})"
+        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({list_some(uuids, 8)})"
         for node, uuids in sorted(idle.items())
         if uuids
     ]
@@ -337,9 +338,8 @@ def _describe_gpu_shortage(
     ranks = [rank for rank, names in seen.items() if names and gpus.issuperset(names)]
     together = len({gpu for names in seen.values() for gpu in names})
     what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
-    text = (
-        f"ranks {_join(map(str, ranks))} on {world.hostname} share {what} ({_join(sorted(gpus))})"
-    )
+    what += f" ({list_some(sorted(gpus), 8)})"
+    text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {what}"
     if together >= len(seen):
         return (
             f"{text}, while its {len(seen)} ranks see {together} together; show each rank all GPUs "
@@ -356,12 +356,6 @@ def _gpus_variable() -> str:
     import torch
 
     return "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
-
-
-def _join(names: Iterable[str]) -> str:
-    """Return the first eight, and how many there are more."""
-    every = list(names)
-    return ", ".join(every[:8]) + (f" and {len(every) - 8} more" if len(every) > 8 else "")
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from hpc_tune.errors import WorldError
+from hpc_tune.units import list_some
 from hpc_tune.world.discover import World
 from hpc_tune.world.json_channel import Channel
 
@@ -271,11 +272,8 @@ def _unreachable_message(
     lines = []
     for index, endpoint in enumerate(endpoints):
         failed = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]
-        shown = ", ".join(f"{host} ({reason})" for host, reason in failed[:8])
-        more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-        lines.append(
-            f"  {endpoint['ip']} ({endpoint['interface']}): not reached from {shown}{more}"
-        )
+        shown = list_some((f"{host} ({reason})" for host, reason in failed), 8)
+        lines.append(f"  {endpoint['ip']} ({endpoint['interface']}): not reached from {shown}")
     return (
         f"no address of {reports[0]['host']}, where rank 0 is, can be reached from every node:\n"
         + "\n".join(lines)

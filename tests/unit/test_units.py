@@ -3,10 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune.units import (
+    count_of,
     format_bytes,
     format_count,
     format_energy,
     format_seconds,
+    list_some,
     parse_bytes,
     parse_memory,
     parse_seconds,
@@ -138,3 +140,10 @@ def test_durations_are_printed_short(seconds, text):
 )
 def test_energies_have_three_digits(joules, text):
     assert format_energy(joules) == text
+
+
+def test_a_long_list_is_cut_and_a_noun_follows_its_number():
+    assert list_some([1, 2, 3], 3) == "1, 2, 3"
+    assert list_some("abcde", 2) == "a, b and 3 more"
+    assert list_some(["only"], 1) == "only"
+    assert [count_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

@@ -38,7 +38,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.preflight import Forecast
-from hpc_tune.units import format_count
+from hpc_tune.units import count_of, format_count
 from hpc_tune.world.affinity import SYS
 from hpc_tune.world.architecture import Architecture, find_architecture
 from hpc_tune.world.comm import Comm
@@ -140,7 +140,7 @@ def warn_idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
     ranks, each = layout.data_size, layout.size // layout.data_size
     if rows < ranks:
         yield (
-            f"{rows} row{'s' if rows > 1 else ''} for {layout.size} ranks: "
+            f"{count_of(rows, 'row')} for {layout.size} ranks: "
             f"{(ranks - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
             f"batch.global_size={ranks}"
         )
@@ -269,8 +269,7 @@ def warn_slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[
 
 def _describe_world(comm: Comm) -> str:
     world = comm.world
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    ranks, nodes = count_of(world.size, "rank"), count_of(world.num_nodes, "node")
     return f"{ranks} on {nodes}, via {world.launcher}, {comm.device.type}"
 
 
@@ -359,8 +358,8 @@ def _describe_batch(rows: int, layout: Layout, data: Data) -> str:
 def _describe_hardware(comm: Comm) -> str:
     if comm.device.type == "cuda":
         return torch.cuda.get_device_name(comm.device)
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''} per rank"
+    threads = count_of(torch.get_num_threads(), "thread")
+    return f"{platform.machine()} CPU, {threads} per rank"
 
 
 def _count_data(data: Data) -> dict[str, float]:

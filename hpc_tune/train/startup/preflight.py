@@ -26,7 +26,7 @@ from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir import owner
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.units import format_bytes
+from hpc_tune.units import format_bytes, list_some
 from hpc_tune.world.comm import Comm
 
 _PLAN_LIMIT_S = 300.0
@@ -203,6 +203,4 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, _MAX_NAMED)}"
