@@ -49,7 +49,7 @@ class RandomIndex(ShapeIndex):
     def __init__(self, known: ShapeIndex) -> None:
         """Take the names and shapes from ``known``."""
         super().__init__([])
-        self.pieces, self.shapes, self.dtypes = known.pieces, known.shapes, known.dtypes
+        self.shapes, self.dtypes = known.shapes, known.dtypes
         self._noise: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:

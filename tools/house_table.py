@@ -6,7 +6,6 @@ tests/unit/repository/test_architecture.py holds most of it, and names what is o
 """
 
 import ast
-import re
 from collections import Counter, namedtuple
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hpc_tune"
 MAX_LINES, MAX_PARAMETERS = 60, 8
 MUTATING = {"append", "extend", "insert", "pop", "remove", "clear", "add", "update", "setdefault"}
 MUTATING |= {"discard", "popitem", "sort", "reverse", "appendleft", "popleft", "move_to_end"}
-FOR_TYPES = re.compile(r"^if .*TYPE_CHECKING:(\n+ .*)+", re.MULTILINE)
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = namedtuple("Function", "file name num_lines num_parameters takes_config")
 Trees = dict[str, ast.Module]  # by a file's path within the package
@@ -65,11 +63,10 @@ def functions_in(trees: Trees) -> list[Function]:
     return found
 
 
-def imports_of(file: Path, for_types: bool = True) -> set[str]:
-    """Every dotted name that a file imports, inside functions and, on request, for types alone."""
+def imports_of(file: Path) -> set[str]:
+    """Every dotted name that a file imports, inside functions and for types alone, too."""
     found: set[str] = set()
-    text = file.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text if for_types else FOR_TYPES.sub("", text))):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -83,7 +80,7 @@ def circles_in(package: Path) -> list[list[str]]:
     reached: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):
         own = ".".join(file.relative_to(package.parent).with_suffix("").parts)
-        reached[own.removesuffix(".__init__")] = imports_of(file, for_types=False)
+        reached[own.removesuffix(".__init__")] = imports_of(file)
     for own, names in reached.items():
         # Of "a.b.c" either c is a file, or something in the file a.b.
         files = {name if name in reached else name.rpartition(".")[0] for name in names}

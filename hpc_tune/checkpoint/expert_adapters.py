@@ -6,8 +6,11 @@ so passes over a shared expert's gate_proj: such layers are named by their tenso
 """
 
 import functools
+import json
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +18,26 @@ import torch
 
 from hpc_tune.model.experts import AdaptedTensor, find_adapted_tensors, has_experts
 from hpc_tune.model.language import (
+    find_storage,
     make_language_model,
     make_whole_model,
     read_config,
     read_language_config,
 )
+from hpc_tune.model.regions import Region, write_regions
 from hpc_tune.model.tensor_sources import find_names_renamed_again
-from hpc_tune.model.weights import ADAPTER_PREFIX, TensorIndex
+from hpc_tune.model.weights import (
+    ADAPTER_FILE,
+    ADAPTER_PREFIX,
+    LORA_A,
+    LORA_B,
+    TensorIndex,
+    adapted_layer,
+    index_model_directory,
+)
 
 if TYPE_CHECKING:
     from hpc_tune.model.adapters import Targets
-import json
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from hpc_tune.checkpoint.merge import read_tensor
-from hpc_tune.model.language import find_storage
-from hpc_tune.model.regions import Region, write_regions
-from hpc_tune.model.weights import ADAPTER_FILE, index_model_directory
 
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
@@ -55,10 +59,10 @@ def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
 
 def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
     """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
-    adapters = (n for n in index.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" in n)
+    adapters = (n for n in index.shapes if n.startswith(ADAPTER_PREFIX) and adapted_layer(n))
     named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
     lost = find_names_renamed_again(make_whole_model(read_config(base)), named)
-    return sorted({name.partition(".lora_")[0] for name in lost})
+    return sorted({adapted_layer(name) for name in lost})
 
 
 def mixture_targets(
@@ -81,7 +85,7 @@ def mixture_targets(
             tensor = _BLOCK.sub("", stack.tensor)
             parameters.add(tensor)
             adapted.add(tensor.rpartition(".")[0])
-            rank = index.shapes[f"{ADAPTER_PREFIX}{layer}.lora_A.weight"][0] // stack.num_experts
+            rank = index.shapes[f"{ADAPTER_PREFIX}{layer}{LORA_A}"][0] // stack.num_experts
         elif own.rpartition(".")[2] in taken:
             parameters.add(f"{own}.weight")
             by_weight.append(layer)
@@ -140,22 +144,21 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
 
     None if it has none on experts, or no names are known for them.
     """
-    stored = index_model_directory(base)
-    storage = find_storage(base, stored)
-    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, index))
+    storage = find_storage(base, index_model_directory(base))
+    read = functools.lru_cache(maxsize=1)(index.read)
     found = PerExpertAdapter([], set(), set())
-    for name in (name for name in index.pieces if name.startswith(ADAPTER_PREFIX)):
-        layer, lora, end = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+    for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
+        layer, called = adapted_layer(name), name
         if (stack := storage.stacks.get(layer)) is not None:
-            if not (matrices := list(_matrices(stack, stored))):
+            if not (matrices := list(_matrices(stack, storage.index))):
                 return None
             found.regions.extend(_region(index, name, stack, one, read) for one in matrices)
             found.of_experts.update(one.layer.rpartition(".")[2] for one in matrices)
             continue
-        if lora:
-            layer = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
-            found.layers.add(layer.rpartition(".")[2])
-        called = f"{ADAPTER_PREFIX}{layer}{lora}{end}"
+        if layer:
+            stored = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
+            found.layers.add(stored.rpartition(".")[2])
+            called = f"{ADAPTER_PREFIX}{stored}{name.removeprefix(ADAPTER_PREFIX + layer)}"
         shape, values = index.shapes[name], functools.partial(read, name)
         found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
     return found if found.of_experts else None
@@ -166,7 +169,7 @@ def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_Matrix]:
     joined = stored.joined.get(stack.tensor)
     if joined is not None and all(part.axes[0] is None for part in joined.parts):
         for part in joined.parts:
-            layer = part.stored.removesuffix(".weight")
+            layer = part.stored.name.removesuffix(".weight")
             yield _Matrix(layer, part.box.offset[0], part.box.slices()[1])
         return
     _, first, second = stored.shapes[stack.tensor]
@@ -192,7 +195,7 @@ def _region(
     read: Callable[[str], torch.Tensor],
 ) -> Region:
     """Return lora_A or lora_B of one matrix, from the tensor ``name`` of all experts."""
-    is_a, (rows, columns) = name.endswith("lora_A.weight"), index.shapes[name]
+    is_a, (rows, columns) = name.endswith(LORA_A), index.shapes[name]
     ranks = (rows if is_a else columns) // stack.num_experts
     num_outputs = len(range(*matrix.outputs.indices(rows)))
     shape = (ranks, columns) if is_a else (num_outputs, ranks)
@@ -204,7 +207,7 @@ def _region(
         by_expert = whole.view(rows, ranks, stack.num_experts)[..., matrix.expert]
         return by_expert[matrix.outputs].contiguous()
 
-    called = f"{ADAPTER_PREFIX}{matrix.layer}.lora_{'A' if is_a else 'B'}.weight"
+    called = f"{ADAPTER_PREFIX}{matrix.layer}{LORA_A if is_a else LORA_B}"
     return Region.whole(called, index.dtypes[name], shape, values)
 
 

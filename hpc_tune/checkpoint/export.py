@@ -28,24 +28,26 @@ from hpc_tune.checkpoint.export_metadata import (
     write_card,
     write_template,
 )
-from hpc_tune.checkpoint.merge import MergedModel, read_tensor
+from hpc_tune.checkpoint.merge import MergedModel
 from hpc_tune.checkpoint.store import sync_written
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError, find_remedy
 from hpc_tune.files import sync_folder
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import STOCK_MODEL_BYTES, find_limit, spare_bytes
+from hpc_tune.model.config_json import config_parts
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
-from hpc_tune.model.tensor_sources import QUANTIZATION_KEYS
+from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
     ADAPTER_PREFIX,
-    PIECE_BYTES,
+    QUANTIZATION_KEYS,
     TensorIndex,
+    adapted_layer,
     index_checkpoint,
-    index_model_directory,
+    index_files,
 )
 from hpc_tune.units import format_bytes
 
@@ -88,7 +90,7 @@ def export_adapter(
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
         write_template(template, base, temporary)
-        named = (name.removeprefix(ADAPTER_PREFIX) for name in index.pieces)
+        named = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
     stacks = find_expert_stacks(base)
@@ -99,15 +101,14 @@ def export_adapter(
             "takes their names for others. Use export --to merged",
             *(len(lost), out, lost[0]),
         )
-    if any(n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] in stacks for n in index.pieces):
+    if any(adapted_layer(name) in stacks for name in index.shapes):
         _export_per_expert(checkpoint, base, out, template)
     return out
 
 
 def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
     """Warn of scales that are not alpha / rank: most programs but peft know no others."""
-    parts = (name.removeprefix(ADAPTER_PREFIX).partition(".lora_") for name in index.pieces)
-    scales = {tune.scale_of(layer) for layer, lora, _ in parts if lora}
+    scales = {tune.scale_of(layer) for layer in map(adapted_layer, index.shapes) if layer}
     if scales - {tune.alpha / tune.rank}:
         settings = ("rslora", "rank_pattern", "alpha_pattern")
         log.warning(
@@ -147,15 +148,15 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     )
     from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 
-    names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
+    names = [n for n in index.shapes if n.startswith(ADAPTER_PREFIX)]
     regions = []
     for name in names:
-        shape, values = index.shapes[name], functools.partial(read_tensor, index, name)
+        shape, values = index.shapes[name], functools.partial(index.read, name)
         region = Region.whole(name, index.dtypes[name], shape, values)
         regions.append(region)
     written = write_regions(out / ADAPTER_FILE, regions)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
-    layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
+    layers = sorted({*map(adapted_layer, names)} - {""})
     stacks = find_expert_stacks(base)
     targets = Targets(tune.targets)
     if stacks:  # a layer named by its weight has no DoRA
@@ -171,7 +172,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         kinds = config.target_modules
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
-            others = (path for path in paths if ".lora_" not in path and SUFFIX not in path)
+            others = (path for path in paths if not adapted_layer(path) and SUFFIX not in path)
             saved = {path.rpartition(".")[0] for path in others}
             config.modules_to_save = sorted(saved)
     if tune.trainable_tokens:
@@ -200,8 +201,7 @@ def export_merged(
         too large for its dtype. ConfigError: if ``out`` holds something that is not an export.
         MemoryBudgetError: if there is no room for one tensor.
     """
-    stored = index_model_directory(base)
-    merged = MergedModel(index_checkpoint(checkpoint), stored, tune, base, dtype)
+    merged = MergedModel(checkpoint, tune, base, dtype)
     require_merge_memory(merged)
     shards = _shards(merged)
     num_tensors = sum(map(len, shards))
@@ -219,7 +219,7 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 _copy(file_path, temporary)
-        if stored.scales or stored.packed or dtype is not None:
+        if merged.has_other_dtypes:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
         write_card(checkpoint, base, temporary, "merged")
@@ -242,7 +242,7 @@ def pack_adapter(
     out = folder / ADAPTER_FOLDER
     try:
         out.mkdir()
-        weights = write_adapter(TensorIndex(files, CheckpointError), tune, base, out)
+        weights = write_adapter(index_files(files, CheckpointError), tune, base, out)
         config = sync_written(out / "adapter_config.json")
         sync_folder(out)
         for file in files:
@@ -300,8 +300,7 @@ def _is_companion(file: Path) -> bool:
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
     """Write the dtype into a config.json, and no quantization: merged weights have none."""
     config = json.loads(file.read_text(encoding="utf-8"))
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
+    for part in config_parts(config):
         for key in part.keys() & QUANTIZATION_KEYS:
             del part[key]
         for key in {"dtype", "torch_dtype"} & part.keys() if dtype is not None else ():

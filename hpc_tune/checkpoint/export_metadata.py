@@ -17,6 +17,7 @@ from hpc_tune.config.data import DataConfig
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import NAMELESS, model_name
+from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.tokenizer import (
     load_tokenizer,
     may_have_own_class,
@@ -124,7 +125,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     if energy is not None and energy.joules is not None:
         rows["energy of training"] = f"{energy.words}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
-    auto = _auto_class(base / "config.json") if whole else _CAUSAL_CLASS
+    auto = _auto_class(base) if whole else _CAUSAL_CLASS
     about = f"{title}\n\n{run.notes}" if run.notes else title
     card = _card(about, base, [tune.method, *run.tags], rows, kind, auto)
     (out / CARD).write_text(card, encoding="utf-8")
@@ -175,11 +176,11 @@ def _read_license(base: Path) -> dict[str, str]:
     return found or _UNKNOWN_LICENSE
 
 
-def _auto_class(config: Path) -> str:
+def _auto_class(base: Path) -> str:
     """Return transformers' class for a whole model: its own, where it has parts for images."""
-    if not config.is_file():
+    if not (base / "config.json").is_file():
         return _CAUSAL_CLASS
-    named = json.loads(config.read_text(encoding="utf-8")).get("architectures")
+    named = read_config_json(base).get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
     return first if first.endswith("ForConditionalGeneration") else _CAUSAL_CLASS
 

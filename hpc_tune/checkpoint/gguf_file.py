@@ -30,7 +30,6 @@ from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region
 from hpc_tune.model.transformers_compat import llama3_divisors
-from hpc_tune.model.weights import index_checkpoint, index_model_directory
 from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -74,8 +73,7 @@ def export_gguf(
     transformers_config = read_config(base)
     config = transformers_config.to_dict()
     architecture = _architecture_of(config)
-    stored = index_model_directory(base)
-    merged = MergedModel(index_checkpoint(checkpoint), stored, tune, base, dtype)
+    merged = MergedModel(checkpoint, tune, base, dtype)
     require_merge_memory(merged)
     regions = _regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:

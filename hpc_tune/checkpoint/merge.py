@@ -13,8 +13,17 @@ from hpc_tune.model.experts import AdaptedTensor, has_experts
 from hpc_tune.model.language import Storage, find_storage, read_language_config
 from hpc_tune.model.modules_to_save import SUFFIX, token_ids
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import Box, StoredPart
-from hpc_tune.model.weights import ADAPTER_PREFIX, PIECE_BYTES, TensorIndex, find_non_finite
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, StoredPart
+from hpc_tune.model.weights import (
+    ADAPTER_PREFIX,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    adapted_layer,
+    find_non_finite,
+    index_checkpoint,
+    index_model_directory,
+)
 
 # Where values are too large for the dtype that they would be written in.
 _ALTERNATIVES = {
@@ -28,23 +37,23 @@ class MergedModel:
 
     def __init__(
         self,
-        trained: TensorIndex,
-        stored: TensorIndex,
+        checkpoint: Path,
         tune: TuneConfig,
         base: Path,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Take the tensors of a checkpoint and of its base; ``dtype`` None: each has its own."""
-        self._trained, self._stored, self._tune, self._base = trained, stored, tune, base
-        self._dtype = dtype
-        suffix = ".lora_A.weight"
+        """Index a checkpoint and its base; ``dtype`` None: each tensor has its own."""
+        self._stored, self._trained = index_model_directory(base), index_checkpoint(checkpoint)
+        self._tune, self._base, self._dtype = tune, base, dtype
+        trained = self._trained
         self._adapted: dict[str, str] = {}
-        for name in trained.pieces:
-            if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
-                layer = name.removesuffix(suffix)
+        for name in trained.shapes:
+            if name.startswith(ADAPTER_PREFIX) and name.endswith(LORA_A):
+                layer = name.removesuffix(LORA_A)
                 self._adapted[self._adapted_tensor(layer)] = layer
         # Modules that were trained in full beside an adapter, and rows of the embedding.
-        beside = [n for n in trained.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" not in n]
+        of_adapter = (name for name in trained.shapes if name.startswith(ADAPTER_PREFIX))
+        beside = [name for name in of_adapter if not adapted_layer(name)]
         rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
         self._rows = {self._base_name(weight): name for name, weight in rows.items()}
         self._replaced = {self._base_name(name): name for name in beside if name not in rows}
@@ -65,19 +74,22 @@ class MergedModel:
     @functools.cached_property
     def _parts(self) -> Mapping[str, tuple[str, StoredPart]]:
         """What each stored tensor that is a part of a joined one is a part of."""
-        joined = self._stored.joined if self._stacks else {}
-        return {part.stored: (name, part) for name, one in joined.items() for part in one.parts}
+        joined = self._storage.index.joined if self._stacks else {}
+        return {
+            part.stored.name: (name, part) for name, one in joined.items() for part in one.parts
+        }
 
     def _base_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
-        for candidate in (path, path.partition(".")[2]):
-            if candidate in self._stored.pieces:
-                return candidate
-        names = self._storage.names
+        candidates = [path, path.partition(".")[2]]
+        if stored := [one for one in candidates if one in self._stored.shapes]:
+            return stored[0]
+        names, known = self._storage.names, self._storage.index.shapes
         if renamed := names.renamed.get(path):
             return renamed
-        if (whole := names.name_in_whole(path)) in self._stored.pieces:
-            return whole  # of a run before its model was known as a part of a whole one
+        # The last: of a run before its model was known as a part of a whole one.
+        if joined := [one for one in (*candidates, names.name_in_whole(path)) if one in known]:
+            return joined[0]
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property
@@ -85,8 +97,8 @@ class MergedModel:
         """Which tensors are stored transposed: if one that is not square is, square ones may be."""
         shapes = self._trained.shapes
         straight = all(
-            self._stored.shapes[name]
-            == (shapes[f"{layer}.lora_B.weight"][0], shapes[f"{layer}.lora_A.weight"][1])
+            self._stored.shapes.get(name)  # None: it is joined of several
+            == (shapes[layer + LORA_B][0], shapes[layer + LORA_A][1])
             for name, layer in self._adapted.items()
         )
         return frozenset() if straight else self._storage.transposed
@@ -98,12 +110,17 @@ class MergedModel:
     @property
     def copied_head(self) -> str | None:
         """An output head that is stored beside the embedding it equals, from before tuning."""
-        return self._storage.copied_head if "head" in " ".join(self._stored.pieces) else None
+        return self._storage.copied_head if "head" in " ".join(self._stored.shapes) else None
+
+    @property
+    def has_other_dtypes(self) -> bool:
+        """Whether tensors get other dtypes than the files of the base have."""
+        return self._stored.is_quantised or self._dtype is not None
 
     @property
     def names(self) -> list[str]:
         """The tensors of the merged model, in name order."""
-        return sorted({*self._stored.stored} - {self.copied_head})
+        return sorted({*self._stored.shapes} - {self.copied_head})
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor gets."""
@@ -122,7 +139,7 @@ class MergedModel:
     def _tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
         whole, part = self._parts.get(name, (name, None))
-        if whole in self._trained.pieces or whole in self._replaced:
+        if whole in self._trained.shapes or whole in self._replaced:
             box = Box.whole(tuple(out.shape)) if part is None else part.box
             values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
             self._trained.fill(values, self._replaced.get(whole, whole), box.offset)
@@ -135,7 +152,7 @@ class MergedModel:
         else:
             self._add_adapter(out, name, layer)
         if name in self._rows:
-            rows = read_tensor(self._trained, self._rows[name])
+            rows = self._trained.read(self._rows[name])
             out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
         if (found := find_non_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
@@ -147,7 +164,7 @@ class MergedModel:
         return out
 
     def _is_changed(self, name: str) -> bool:
-        changed = (self._trained.pieces, self._adapted, self._replaced, self._rows)
+        changed = (self._trained.shapes, self._adapted, self._replaced, self._rows)
         whole, _ = self._parts.get(name, (name, None))
         return self._dtype is not None or any(whole in names for names in changed)
 
@@ -159,12 +176,11 @@ class MergedModel:
         As peft has them: A is expert-major, E R x inputs; of B's columns, outputs x R E, each
         expert has every E-th. One expert is held in fp32 at a time.
         """
-        a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight").float() for x in "AB")
+        a, b = (self._trained.read(layer + end).float() for end in (LORA_A, LORA_B))
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
         _, part = self._parts.get(name, (name, None))
-        whole = Box.whole(self._stored.shapes[name])
-        part = part or StoredPart(name, whole, tuple(range(len(whole.shape))))
+        part = part or StoredPart.whole(self._stored.sources[name])
         _, rows, columns = part.box.slices()
         for number in range(part.box.offset[0], part.box.end[0]):
             box = Box((number, *part.box.offset[1:]), (1, *part.box.shape[1:]))
@@ -183,7 +199,7 @@ class MergedModel:
         model has gate and up in one, that of its rows.
         """
         scale = self._tune.scale_of(layer.removeprefix(ADAPTER_PREFIX))
-        a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
+        a, b = (self._trained.read(layer + end) for end in (LORA_A, LORA_B))
         _, part = self._parts.get(name, (name, None))
         own = slice(None) if part is None else part.box.slices()[0]
         b = b[own]
@@ -196,14 +212,7 @@ class MergedModel:
             self._stored.fill(block, name, (start, 0))
             block.addmm_(b[start : start + rows], a, alpha=scale)
             if self._tune.method == "dora":
-                magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")[own]
+                magnitude = self._trained.read(layer + MAGNITUDE)[own]
                 wanted = magnitude[start : start + rows]
                 block *= (wanted / block.norm(dim=1)).unsqueeze(1)
             out[start : start + rows] = block
-
-
-def read_tensor(index: TensorIndex, name: str) -> torch.Tensor:
-    """Return a whole tensor of an index."""
-    tensor = torch.empty(index.shapes[name], dtype=index.dtypes[name])
-    index.fill(tensor, name)
-    return tensor

@@ -24,7 +24,7 @@ from hpc_tune.config.schema import STAGING_BYTES
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
-from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.world.comm import Comm, StoreKeys
 from hpc_tune.world.device import set_thread_device
 from hpc_tune.world.pinned import empty_pinned_cache

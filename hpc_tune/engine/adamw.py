@@ -11,7 +11,8 @@ from torch.optim.adamw import adamw
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.model.special_layers import has_weight_decay
-from hpc_tune.model.weights import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.weights import is_lora_b
 from hpc_tune.world.pinned import empty_pinned_cache, empty_pinned_like
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
@@ -81,7 +82,7 @@ def parameter_groups(
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
-        is_faster = optim.lora_b_ratio != 1 and (parameter.dim() < 2 or ".lora_B." in name)
+        is_faster = optim.lora_b_ratio != 1 and (parameter.dim() < 2 or is_lora_b(name))
         key = (not has_weight_decay(name, parameter), is_faster, isinstance(parameter, DTensor))
         groups.setdefault(key, []).append(parameter)
     return [

@@ -29,8 +29,8 @@ from hpc_tune.engine.adamw import MOMENT_NAMES, initial_state, make_adamw, param
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import Box
-from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, Reserve, reserve_nothing
+from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
 
 _BLOCKS_AT_ONCE = 1 << 12  # whose fp32 values exist at one time: 4 MiB of each moment

@@ -16,7 +16,8 @@ from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterSums
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
-from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
+from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
+from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.world.comm import RunAndAgree, run_alone

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.weights import adapted_layer
 from hpc_tune.world.architecture import find_architecture
 
 SIDE_MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
@@ -67,6 +68,6 @@ def use_float8(
 
 
 def _is_plain(module: nn.Module, name: str) -> bool:
-    if type(module) is not nn.Linear or any(part.startswith("lora_") for part in name.split(".")):
+    if type(module) is not nn.Linear or adapted_layer(name):
         return False
     return module.in_features % SIDE_MULTIPLE == 0 and module.out_features % SIDE_MULTIPLE == 0

@@ -16,7 +16,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
-from hpc_tune.model.weights import Reserve, reserve_nothing
+from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, StepPlan
 
 _VALUES_AT_ONCE = 1 << 22

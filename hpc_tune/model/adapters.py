@@ -30,6 +30,7 @@ from hpc_tune.model.experts import (
 from hpc_tune.model.language import LanguageModel, read_config
 from hpc_tune.model.modules_to_save import add_trained_rows, token_ids, train_modules
 from hpc_tune.model.special_layers import find_uncalled_linears
+from hpc_tune.model.weights import adapted_layer
 from hpc_tune.packages import fast_imports
 
 ALL_LINEAR = "all-linear"
@@ -100,7 +101,7 @@ def add_adapters(
         )
     if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
+            f"tune.targets={tune.targets}: {adapted_layer(others[0])} is an embedding; "
             "adapters are for linear layers"
         )
     if hasattr(model.get_output_embeddings(), "lora_A"):

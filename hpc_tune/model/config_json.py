@@ -36,6 +36,12 @@ def _read_cached(file: Path, changed_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def config_parts(settings: Any) -> list[dict[str, Any]]:
+    """Return the content of a config.json, and the dicts in it: of its language model, and more."""
+    several = [settings, *settings.values()] if isinstance(settings, dict) else []
+    return [part for part in several if isinstance(part, dict)]
+
+
 def common_value(config: Any, name: str) -> Any:
     """Return a value of transformers' ``config`` that all layers have, None where they differ."""
     try:
@@ -46,9 +52,8 @@ def common_value(config: Any, name: str) -> Any:
 
 def has_router_losses(directory: Path) -> bool:
     """Whether config.json asks transformers for a loss of the routers."""
-    settings = read_config_json(directory)
-    parts = (settings, *settings.values())
-    return any(isinstance(part, dict) and part.get("output_router_logits") for part in parts)
+    parts = config_parts(read_config_json(directory))
+    return any(part.get("output_router_logits") for part in parts)
 
 
 def refuse_huge_counts(directory: Path) -> None:
@@ -61,8 +66,7 @@ def refuse_huge_counts(directory: Path) -> None:
         settings = read_config_json(directory)
     except (OSError, ValueError, RecursionError):
         return  # transformers says what is wrong
-    parts = [settings, *settings.values()] if isinstance(settings, dict) else []
-    counts = (part.items() for part in parts if isinstance(part, dict))
+    counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
         if _COUNT_KEY.search(name) and isinstance(value, int | float) and value > MAX_PARTS:
             raise DataError(
@@ -73,8 +77,7 @@ def refuse_huge_counts(directory: Path) -> None:
 
 def refuse_hub_kernels(directory: Path) -> None:
     """Refuse a config.json that names code of the hub, which transformers would load and run."""
-    settings = read_config_json(directory)
-    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    parts = config_parts(read_config_json(directory))
     for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
         if "/" in name:
             raise DataError(
@@ -138,12 +141,9 @@ class ShapeIndex:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take names, shapes and dtypes from a model, which may be on the meta device."""
-        self.pieces: dict[str, list[object]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.num_bytes = 0
         for name, tensor in tensors:
-            self.pieces[name] = []
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
     @property

@@ -24,7 +24,8 @@ from torch import nn
 
 from hpc_tune.errors import first_line
 from hpc_tune.model.config_json import ShapeIndex
-from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
+from hpc_tune.model.weights import TensorIndex
 from hpc_tune.world.architecture import find_architecture
 
 CODE_DTYPE = torch.float8_e4m3fn

@@ -26,9 +26,9 @@ from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
 from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
 from hpc_tune.model.loss import decoder_of
-from hpc_tune.model.tensor_sources import find_joined_tensors, find_renamed_tensors
+from hpc_tune.model.tensor_sources import PIECE_BYTES, find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.transformers_compat import use_plain_functions_on_cpu
-from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
+from hpc_tune.model.weights import TensorIndex
 from hpc_tune.packages import fast_imports
 
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
@@ -222,7 +222,7 @@ class TensorNames:
         if whole in self.renamed:
             return self.renamed[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
-        stored = next((c for c in candidates if c in index.pieces), None)
+        stored = next((c for c in candidates if c in index.shapes), None)
         head = f"{self.head}.weight"
         return self.stored(head, index) if stored is None and tied else stored
 
@@ -231,12 +231,13 @@ class TensorNames:
 class LanguageModel:
     """transformers' model on the meta device: the language model of a directory with its head.
 
-    ``config`` is its own.
+    ``config`` is its own. ``index`` of the files knows what is joined of several of their tensors.
     """
 
     model: Any
     config: Any
     names: TensorNames
+    index: TensorIndex | None
 
     @property
     def is_tied(self) -> bool:
@@ -252,7 +253,7 @@ def make_language_model(
 
     Where ``config`` ties the output head to the embedding and the files hold both, they are tied if
     they have the same values, as transformers does. Without an ``index`` of the files no names of
-    theirs are known; with one, it knows from then on what is joined of several of their tensors.
+    theirs are known.
 
     Raises:
         DataError: if it is not a causal LM.
@@ -264,9 +265,10 @@ def make_language_model(
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
     model = _make_text_model(config, text, dtype)
     if index is not None:
-        index.join(find_joined_tensors(whole or model, index))
+        joined, unfollowed = find_joined_tensors(whole or model, index.sources.values())
+        index = replace(index, sources={**index.sources, **joined}, unfollowed=unfollowed)
     names = _find_names(model, whole or model, index)
-    language = LanguageModel(model, text, names)
+    language = LanguageModel(model, text, names, index)
     if index is None or not language.is_tied or not _has_own_head(language, index):
         return language
     text.tie_word_embeddings = False
@@ -312,7 +314,7 @@ def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorName
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
         places.append([paths.get(id(part), "") for part in (decoder_of(root), head)])
     (decoder, head), (in_whole, head_in_whole) = places
-    renamed = {} if index is None else find_renamed_tensors(whole, index)
+    renamed = {} if index is None else find_renamed_tensors(whole, index.stored)
     return TensorNames(
         decoder, in_whole, head, head_in_whole, f"{whole.base_model_prefix}.", renamed
     )
@@ -329,7 +331,7 @@ def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ..
     shared = {name.partition(".")[0] for name in used}
     in_blocks = {_cut_at_number(name) for name in used}
     joined = [index.joined[name] for name in used if name in index.joined]
-    used = {*used, *(part.stored for one in joined for part in one.parts)}
+    used = {*used, *(part.stored.name for one in joined for part in one.parts)}
     for name in index.stored:
         if name not in used and not name.endswith(_CONSTANTS):
             blocks = _cut_at_number(name)
@@ -370,12 +372,13 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the tensors of a directory's language model lie in its files.
+    """How the tensors of a directory's language model lie in its files, of which it has an index.
 
     ``transposed``: those that are stored transposed (Conv1D). ``copied_head``: an output head that
     is stored beside the embedding that it is. ``stacks``: of experts, by an adapter's layer.
     """
 
+    index: TensorIndex
     names: TensorNames
     transposed: frozenset[str]
     copied_head: str | None
@@ -388,6 +391,7 @@ def find_storage(directory: Path, index: TensorIndex) -> Storage:
 
     language = make_language_model(read_config(directory), directory, torch.float32, index)
     names, modules = language.names, language.model.named_modules()
+    index = language.index or index
     transposed = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
     head = names.stored(f"{names.head}.weight", index) if language.is_tied else None
     embedding = language.model.get_input_embeddings()
@@ -400,4 +404,4 @@ def find_storage(directory: Path, index: TensorIndex) -> Storage:
         )
         for layer, one in find_adapted_tensors(language.model).items()
     }
-    return Storage(names, frozenset(name for name in transposed if name), head, stacks)
+    return Storage(index, names, frozenset(name for name in transposed if name), head, stacks)

@@ -27,14 +27,15 @@ from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.language import TensorNames, stored_tensors
 from hpc_tune.model.modules_to_save import SUFFIX, TokenRows
 from hpc_tune.model.quantized_base import find_packed_weights
+from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.model.transformers_compat import fix_positions
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,
-    Reserve,
     TensorIndex,
     index_checkpoint,
-    reserve_nothing,
+    index_files,
+    is_lora_a,
 )
 from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
@@ -90,12 +91,11 @@ def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
             "it only fits that changed base; save it with peft's "
             "path_initial_model_for_weight_conversion"
         )
-    index = TensorIndex([file])
-    use_whole_model_names(index, built.names)
+    index = use_whole_model_names(index_files([file]), built.names)
     _refuse_unstacked_experts(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
-    needed, stored = set(shapes), set(index.pieces)
+    needed, stored = set(shapes), set(index.shapes)
     problems += [f"it has no {name}" for name in sorted(needed - stored)[:1]]
     problems += [
         f"it has {name}, which this run does not have" for name in sorted(stored - needed)[:1]
@@ -131,22 +131,24 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
 
-def use_whole_model_names(index: TensorIndex, names: TensorNames) -> None:
+def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex:
     """Give an adapter that was made on a language model by itself its names in the whole model.
 
     In a checkpoint the optimizer's state has them as well.
     """
-    tables: tuple[dict[str, Any], ...] = (index.pieces, index.shapes, index.dtypes)
-    for table in tables:
-        for name in list(table):
-            part, prefix, own = name.partition(ADAPTER_PREFIX)
-            if prefix and not own.startswith(f"{names.in_whole}."):
-                table[part + prefix + names.name_in_whole(own)] = table.pop(name)
+
+    def in_whole(name: str) -> str:
+        part, prefix, own = name.partition(ADAPTER_PREFIX)
+        if prefix and not own.startswith(f"{names.in_whole}."):
+            return part + prefix + names.name_in_whole(own)
+        return name
+
+    return index.renamed(in_whole)
 
 
 def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
     """Refuse an adapter with a pair of tensors for each expert, as for vLLM or transformers 4."""
-    names = (name for name in index.pieces if re.search(r"\.experts\.\d+\.", name))
+    names = (name for name in index.shapes if re.search(r"\.experts\.\d+\.", name))
     if (first := next(names, None)) is not None and first not in {*known}:
         raise ConfigError(
             f"tune.init_from={directory}: it has {first}: a pair of tensors per expert. Expected "
@@ -325,8 +327,7 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
     Raises:
         CheckpointError: if a file is damaged or a tensor has another shape.
     """
-    index = index_checkpoint(checkpoint)
-    use_whole_model_names(index, built.names)
+    index = use_whole_model_names(index_checkpoint(checkpoint), built.names)
     index.require(built.saved_names.values())
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
@@ -358,7 +359,7 @@ def make_first_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> t
 def init_lora_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
     full = torch.zeros(shape, dtype=torch.float32)
-    if "lora_A" in name:
+    if is_lora_a(name):
         # A CPU generator looks at the lower 32 bits of its seed only.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)

@@ -29,7 +29,8 @@ from hpc_tune.model.grouped_experts import (
     use_grouped_experts,
 )
 from hpc_tune.model.special_layers import find_unquantised_layers
-from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
+from hpc_tune.model.weights import TensorIndex
 
 # -- The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantisation, by bitsandbytes.
 #

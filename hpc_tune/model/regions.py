@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import CheckpointError, find_remedy
-from hpc_tune.model.tensor_sources import Box
-from hpc_tune.model.weights import DTYPE_NAMES, FULL_SHAPES_KEY, NAMES_KEY, OFFSETS_KEY, PIECE_BYTES
+from hpc_tune.model.tensor_sources import PIECE_BYTES, Box
+from hpc_tune.model.weights import DTYPE_NAMES, FULL_SHAPES_KEY, NAMES_KEY, OFFSETS_KEY
 
 SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
 _LIBC = ctypes.CDLL("libc.so.6", use_errno=True)

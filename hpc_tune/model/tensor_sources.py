@@ -1,39 +1,35 @@
-"""Tensors of a model that its files hold in several: the experts of a layer, one by one in files.
+"""Where the values of a tensor lie in files, and how a region of it is read.
 
-    transformers' table of conversions -> JoinedTensor: which stored tensor lies where in the whole
-    TensorIndex.fill reads a region of it: of each stored tensor the part that lies there
+    Plain   as the tensor is: in one safetensors file, or in boxes of it in several
+    Scaled  in float8, with scales
+    Packed  in MXFP4, with scales: a stack of experts
+    Joined  as several tensors that lie in one of these ways: the experts of a layer one by one
 
-So a rank reads of each expert what it keeps of the stack, and no stack is ever put together that is
-not kept. The table is ``transformers.conversion_mapping``; what it does to tensors is followed here
-on shapes and places alone.
+A rank reads what it keeps of a tensor, a few MiB at a time: no tensor is ever put together that is
+not kept.
 
 Shapes, mostly: E experts, I inner features (2I where gate and up are joined), H hidden features.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 
-if TYPE_CHECKING:
-    from hpc_tune.model.weights import TensorIndex
-from pathlib import Path
-from typing import TYPE_CHECKING
+PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
+Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
 
-from hpc_tune.errors import raise_if_out_of_files
-from hpc_tune.model.config_json import read_config_json
 
-if TYPE_CHECKING:
-    from hpc_tune.model.weights import TensorIndex
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hpc_tune.model.weights import Piece, TensorIndex
+def reserve_nothing(num_bytes: int) -> None:
+    """Let ``num_bytes`` be allocated: no memory limit is watched here."""
 
 
 # -- A box of a tensor: the values that a file or a rank has of it.
@@ -81,16 +77,258 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Source(ABC):
+    """A tensor that can be read; ``file`` is where messages say that it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+    @abstractmethod
+    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+        """Copy the region of ``local``'s shape from ``offset`` on into it, in its dtype.
+
+        The region must be within the tensor.
+
+        Raises:
+            HpcTuneError: if its bytes cannot be read.
+        """
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Return a box of the tensor, in its dtype."""
+        values = torch.empty(box.shape, dtype=self.dtype)
+        self.fill(values, box.offset, reserve_nothing)
+        return values
+
+
+# -- Tensors that lie in files as they are.
+
+
+class TensorFiles:
+    """Safetensors files to read from; what is wrong with one is raised as an ``error``."""
+
+    def __init__(self, error: type[HpcTuneError]) -> None:
+        """Open nothing yet."""
+        self.error = error
+        self._open: tuple[Path, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another rank gets, which opens files of its own."""
+        return self.__dict__ | {"_open": None}
+
+    def open(self, file: Path) -> Any:
+        """Return ``file`` opened, until another one is: tensors that follow each other share it."""
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = file, safe_open(file, "pt")
+        return self._open[1]
+
+    def close(self) -> None:
+        """Have the next opening see if a file has been changed since."""
+        self._open = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor, and where it is on disk."""
+
+    file: Path
+    stored_name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plain(Source):
+    """A tensor of which files have boxes; of most one file has all of it."""
+
+    pieces: tuple[Piece, ...]
+    files: TensorFiles = field(repr=False)
+
+    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+        """See ``Source``; at most ``PIECE_BYTES`` of a file are in anonymous memory at once."""
+        pieces = [piece for piece in self.pieces if piece.box.num_values]
+        if len({piece.box.offset for piece in pieces}) < len(pieces):
+            raise self.files.error(
+                f"{pieces[0].file.parent}: {self.name} has several regions at the same place, so "
+                "values of others are missing: it was saved wrongly, and cannot be used; go on "
+                "from another checkpoint (checkpoint.resume=PATH)"
+            )
+        wanted = Box(offset, tuple(local.shape))
+        covered = sum(self._copy_overlap(piece, local, wanted, reserve) for piece in pieces)
+        if covered != local.numel():
+            raise self.files.error(
+                f"{self.file.parent}: {self.name} has only {covered} of the {local.numel()} values "
+                "that this rank needs; a file is missing"
+            )
+
+    def map_pages(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor that *is* the file's pages, shared by all processes of the node.
+
+        None where the file holds another dtype or only pieces. It must not be written to.
+        """
+        piece, *others = self.pieces
+        if others or piece.box.shape != self.shape or self.dtype != dtype:
+            return None
+        try:
+            # safetensors maps a file privately and copies nothing on the CPU.
+            tensor: torch.Tensor = self.files.open(piece.file).get_tensor(piece.stored_name)
+        except (SafetensorError, OSError) as error:
+            raise self._read_error(piece, error) from None
+        return tensor
+
+    def _copy_overlap(
+        self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve
+    ) -> int:
+        """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
+        if (found := piece.box.overlap(wanted)) is None:
+            return 0
+        try:
+            handle = self.files.open(piece.file)
+            stored = handle.get_slice(piece.stored_name)
+            if local.dim() == 0:
+                local.copy_(handle.get_tensor(piece.stored_name))
+                return 1
+            for rows in _cut_into_rows(found):
+                part = local[rows.slices(wanted.offset)]
+                reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
+                part.copy_(stored[rows.slices(piece.box.offset)])
+        except (SafetensorError, OSError) as error:
+            raise self._read_error(piece, error) from None
+        return found.num_values
+
+    def _read_error(self, piece: Piece, error: Exception) -> HpcTuneError:
+        why = why_not_opened(piece.file)
+        return self.files.error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
+
+
+def why_not_opened(file: Path) -> str | None:
+    """Return why a file that is there cannot be opened: safetensors calls each such one missing."""
+    try:
+        with file.open("rb"):
+            return None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}{find_remedy(error)}"
+
+
+def _cut_into_rows(box: Box) -> Iterator[Box]:
+    """Yield as many rows of a box at once as ``PIECE_BYTES`` of fp32 values hold, at least one."""
+    (first, *offset), (num, *shape) = box.offset, box.shape
+    rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
+    for row in range(0, num, rows):
+        yield Box((first + row, *offset), (min(rows, num - row), *shape))
+
+
+# -- Weights that are stored in float8 with scales, dequantised as they are read.
+#
+#     value[r, c] = stored[r, c] * scale[r // rows of a block, c // columns of a block]
+#
+# One scale for a tensor, one for each row, or one for each block (DeepSeek-V3's form,
+# arXiv:2412.19437, section 3.3).
+
+
+_ROWS_AT_ONCE = 128  # as many are multiplied at once, in fp32
+
+
+@dataclass(frozen=True)
+class Scaled(Source):
+    """A float8 matrix and its scales, fp32, each of which is for ``rows`` x ``columns`` of it."""
+
+    stored: Source
+    scales: torch.Tensor
+    rows: int
+    columns: int
+
+    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+        """See ``Source``."""
+        self.stored.fill(local, offset, reserve)
+        rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
+        columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = local[first : first + _ROWS_AT_ONCE]
+            part.copy_(part.float() * self.scales[rows[first : first + _ROWS_AT_ONCE]][:, columns])
+
+
+# -- Stacks of experts in MXFP4, dequantised as they are read: gpt_oss's published files.
+#
+#     NAME_blocks uint8 [E, O, G, 16]   two values of 4 bits in a byte, the low ones first
+#     NAME_scales uint8 [E, O, G]       one power of two for each 32 values, with 127 added
+#     NAME        bf16  [E, 32 G, O]    what transformers makes of them
+#
+# E experts, O outputs, G groups of 32 inputs. The format: OCP Microscaling Formats (MX) 1.0,
+# section 5.3; the order of the values:
+# ``transformers.integrations.mxfp4.convert_moe_packed_tensors``.
+
+
+BLOCK_VALUES, BLOCK_BYTES = 32, 16
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+# The values of each byte, 256 x 2.
+_PAIRS = torch.cartesian_prod(*[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2).flip(
+    1
+)
+
+
+@dataclass(frozen=True)
+class Packed(Source):
+    """A stack of experts in MXFP4: its blocks and its scales."""
+
+    blocks: Source
+    scales: Source
+
+    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+        """See ``Source``."""
+        for part in _cut_into_experts(Box(offset, tuple(local.shape))):
+            into = local[part.slices(offset)]
+            reserve(into.nbytes + PIECE_BYTES)
+            into.copy_(self._dequantise(part))
+
+    def _dequantise(self, part: Box) -> torch.Tensor:
+        """Return rows of one expert in fp32."""
+        (expert, column, row), (_, columns, rows) = part.offset, part.shape
+        first, last = column // BLOCK_VALUES, -(-(column + columns) // BLOCK_VALUES)
+        offset, shape = (expert, row, first), (1, rows, last - first)
+        scales_ROG = self.scales.read(Box(offset, shape))
+        blocks = self.blocks.read(Box((*offset, 0), (*shape, BLOCK_BYTES)))
+        pairs = _PAIRS.index_select(0, blocks.flatten().int())
+        powers = torch.pow(2.0, scales_ROG.int() - _BIAS)
+        values_EOI = (pairs.view(*shape, BLOCK_VALUES) * powers.unsqueeze(-1)).flatten(2)
+        return values_EOI[..., column - first * BLOCK_VALUES :][..., :columns].transpose(1, 2)
+
+
+def _cut_into_experts(wanted: Box) -> Iterator[Box]:
+    """Cut a region of a stack into rows of one expert that take ``PIECE_BYTES`` while read."""
+    (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
+    rows = max(1, PIECE_BYTES // (12 * (columns + 2 * BLOCK_VALUES)))
+    for e in range(expert, expert + num_experts):
+        for first in range(row, row + num_rows, rows):
+            yield Box((e, column, first), (1, columns, min(rows, row + num_rows - first)))
+
+
+# -- Tensors of a model that its files hold in several.
+#
+# transformers' table of conversions (``transformers.conversion_mapping``) says which; what it does
+# to tensors is followed here on shapes and places alone.
+
+
+@dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor in a joined one: its name, where it begins there and which axis is which.
+    """A stored tensor in a joined one: where it lies there and which axis is which.
 
     ``axes`` has, for each dimension of the joined tensor, that of the stored one; None where the
     stored one is a single layer of a stack.
     """
 
-    stored: str
+    stored: Source
     box: Box
     axes: tuple[int | None, ...]
+
+    @classmethod
+    def whole(cls, stored: Source) -> "StoredPart":
+        """Return all of a stored tensor, as it is."""
+        return cls(stored, Box.whole(stored.shape), tuple(range(len(stored.shape))))
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
         """Return a region of the joined tensor within this part with the axes of the stored one."""
@@ -108,17 +346,25 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class JoinedTensor:
+class Joined(Source):
     """A tensor of the model, made of stored ones."""
 
-    shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
 
-    def overlaps(self, wanted: Box) -> Iterator[tuple[StoredPart, Box]]:
-        """Yield the parts that have something of ``wanted``, and what."""
+    @classmethod
+    def of(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "Joined":
+        """Join parts; the tensor has the first one's name, dtype and file."""
+        first, *others = parts
+        stored = first.stored
+        return cls(stored.name, shape, stored.dtype, stored.file, (first, *others))
+
+    def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
+        """See ``Source``."""
+        wanted = Box(offset, tuple(local.shape))
         for part in self.parts:
             if (found := part.box.overlap(wanted)) is not None:
-                yield part, found
+                view = part.view(local[found.slices(offset)])
+                part.stored.fill(view, part.offset_of(found), reserve)
 
 
 def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
@@ -131,7 +377,7 @@ def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
     return renamings, [c for c in conversions if not isinstance(c, WeightRenaming)]
 
 
-def find_renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
+def find_renamed_tensors(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     """Return the stored name of each tensor that transformers has another name for than its file.
 
     Those that it would also cut, join or turn are left out: see ``find_joined_tensors``.
@@ -140,7 +386,7 @@ def find_renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
 
     renamed = {}
     renamings, converters = _find_conversions(model)
-    for stored in sorted(index.stored):
+    for stored in sorted(stored_names):
         name, converted = rename_source_key(stored, renamings, converters)
         if converted is None and name != stored:
             renamed[name] = stored
@@ -158,11 +404,12 @@ def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if rename_source_key(name, *conversions)[0] != name]
 
 
-def find_joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, JoinedTensor]:
+def find_joined_tensors(
+    model: Any, stored: Iterable[Source]
+) -> tuple[dict[str, Joined], dict[str, str]]:
     """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
 
-    Those that transformers makes in a way that is not followed here are left out, and noted in the
-    ``index``.
+    And those that transformers makes in a way that is not followed here, with what it does.
 
     Raises:
         DataError: if the experts of a layer are not all there, or differ in shape.
@@ -171,42 +418,39 @@ def find_joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined
 
     renamings, converters = _find_conversions(model)
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    sources: dict[str, dict[str, list[Source]]] = defaultdict(lambda: defaultdict(list))
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for stored in sorted(index.stored, key=_natural_sort_key):
-        if stored in own:  # in its final form, as files may have it too
+    for one in sorted(stored, key=_natural_sort_key):
+        if one.name in own:  # in its final form, as files may have it too
             continue
-        name, pattern = rename_source_key(stored, renamings, converters)
+        name, pattern = rename_source_key(one.name, renamings, converters)
         if pattern is not None:
-            sources[name][pattern].append(stored)
-    joined = {}
+            sources[name][pattern].append(one)
+    joined, unfollowed = {}, {}
     for name, by_source in sources.items():
         converter = by_pattern[next(iter(by_source))]
         operations = {type(operation).__name__ for operation in converter.operations}
         if operations - _OPERATIONS.keys():
-            index.unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
+            unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
         _require_all_experts(name, by_source, own.get(name, ()))
-        found = _convert(converter, by_source, index, own.get(name))
+        found = _convert(converter, by_source, own.get(name))
         if found is not None:
-            joined[name] = found
-    return joined
+            joined[name] = replace(found, name=name)
+    return joined, unfollowed
 
 
-def _natural_sort_key(name: str) -> list[tuple[int, str]]:
-    """Return what names are sorted by so that expert 10 comes after expert 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+def _natural_sort_key(stored: Source) -> list[tuple[int, str]]:
+    """Return what tensors are sorted by so that expert 10 comes after expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in stored.name.split(".")]
 
 
 def _convert(
-    converter: Any,
-    by_source: Mapping[str, list[str]],
-    index: "TensorIndex",
-    wanted: tuple[int, ...] | None,
-) -> JoinedTensor | None:
+    converter: Any, by_source: Mapping[str, list[Source]], wanted: tuple[int, ...] | None
+) -> Joined | None:
     """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
     groups = [
-        [_whole_tensor(stored, index.shapes[stored]) for stored in by_source[pattern]]
+        [Joined.of(stored.shape, [StoredPart.whole(stored)]) for stored in by_source[pattern]]
         for pattern in converter.source_patterns
         if pattern in by_source
     ]
@@ -215,11 +459,7 @@ def _convert(
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 
-def _whole_tensor(stored: str, shape: tuple[int, ...]) -> JoinedTensor:
-    return JoinedTensor(shape, (StoredPart(stored, Box.whole(shape), tuple(range(len(shape)))),))
-
-
-_Groups = list[list[JoinedTensor]]
+_Groups = list[list[Joined]]
 
 
 def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
@@ -227,7 +467,7 @@ def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_stack(group, operation.dim)] for group in groups]
 
 
-def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
+def _stack(group: list[Joined], dim: int) -> Joined:
     layers = []
     for one in group:
         shape = (*one.shape[:dim], 1, *one.shape[dim:])
@@ -239,7 +479,7 @@ def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
             )
             for part in one.parts
         )
-        layers.append(JoinedTensor(shape, tuple(parts)))
+        layers.append(Joined.of(shape, parts))
     return _concatenate_tensors(layers, dim)
 
 
@@ -255,28 +495,21 @@ def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
 
 
-def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
+def _concatenate_tensors(tensors: list[Joined], dim: int) -> Joined:
     start, parts, first = 0, [], tensors[0]
     for one in tensors:
         if _drop_at(one.shape, dim) != _drop_at(first.shape, dim):
             raise DataError(
-                f"{one.parts[0].stored} has the shape {_stored_shape(one)}, and "
-                f"{first.parts[0].stored}, which it is stacked with, {_stored_shape(first)}; a "
-                "file is damaged or of another model"
+                f"{one.name} has the shape {list(one.parts[0].stored.shape)}, and {first.name}, "
+                f"which it is stacked with, {list(first.parts[0].stored.shape)}; a file is damaged "
+                "or of another model"
             )
         for part in one.parts:
             offset = list(part.box.offset)
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    return JoinedTensor(_replace_at(_drop_at(first.shape, dim), dim, start), tuple(parts))
-
-
-def _stored_shape(one: JoinedTensor) -> list[int]:
-    """Return the shape of the first stored tensor of a joined one."""
-    part = one.parts[0]
-    sizes = sorted((a, n) for a, n in zip(part.axes, part.box.shape, strict=True) if a is not None)
-    return [size for _, size in sizes]
+    return Joined.of(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
 
 
 def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
@@ -288,14 +521,14 @@ def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) 
         out[first], out[second] = out[second], out[first]
         return tuple(out)
 
-    def turned(one: JoinedTensor) -> JoinedTensor:
+    def turned(one: Joined) -> Joined:
         if operation.check_dims and one.shape == wanted:
             return one
         parts = (
             StoredPart(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
             for p in one.parts
         )
-        return JoinedTensor(swapped(one.shape), tuple(parts))
+        return Joined.of(swapped(one.shape), parts)
 
     return [[turned(one) for one in group] for group in groups]
 
@@ -308,7 +541,7 @@ _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
 
 
 def _require_all_experts(
-    name: str, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]
+    name: str, by_source: Mapping[str, list[Source]], wanted: tuple[int, ...]
 ) -> None:
     """Refuse a stack without some of its experts, which would be shifted into other places."""
     counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}
@@ -319,220 +552,3 @@ def _require_all_experts(
         f"{name} has {wanted[0]} experts by config.json, and the files hold {counts[fewest]} of "
         f"{fewest.replace('.*.', '.N.')}; a file is missing or of another model"
     )
-
-
-# -- Weights that are stored in float8 with scales, dequantised as they are read.
-#
-#     value[r, c] = stored[r, c] * scale[r // rows of a block, c // columns of a block]
-#
-# One scale for a tensor, one for each row, or one for each block (DeepSeek-V3's form,
-# arXiv:2412.19437, section 3.3). Checkpoints that are quantised in another way are refused, naming
-# the method.
-
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
-_ROWS_AT_ONCE = 128  # as many are multiplied at once, in fp32
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
-_INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
-
-
-@dataclass(frozen=True)
-class Float8Scale:
-    """The scales of a matrix, fp32, and how many rows and columns of it each is for."""
-
-    values: torch.Tensor
-    rows: int
-    columns: int
-
-    def multiply(self, local: torch.Tensor, offset: tuple[int, ...]) -> None:
-        """Multiply the region of the matrix that begins at ``offset``, in place."""
-        rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
-        columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = local[first : first + _ROWS_AT_ONCE]
-            part.copy_(part.float() * self.values[rows[first : first + _ROWS_AT_ONCE]][:, columns])
-
-
-def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Float8Scale]:
-    """Return the scale of each float8 tensor, and remove scales from the index.
-
-    Such tensors are bf16 in the index from then on.
-
-    Raises:
-        DataError: if a float8 tensor has no scale, or one of a shape that does not fit, or is no
-        matrix.
-    """
-    quantised = [name for name, dtype in index.dtypes.items() if dtype in FLOAT8]
-    block = read_quantization(directory).get("weight_block_size")
-    scales = {}
-    for name in quantised:
-        if len(index.shapes[name]) > 2:
-            raise DataError(
-                f"{directory}: {name}: a stack of matrices in float8, {list(index.shapes[name])}: "
-                "they are read only where files hold each matrix by itself. Take the model in bf16"
-            )
-        beside = next((name + end for end in _SCALE_SUFFIXES if name + end in index.shapes), None)
-        if beside is None:
-            raise DataError(
-                f"{directory}: {name} is stored in float8 without a scale, such as "
-                f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
-            )
-        scales[name] = _read_scale(index, directory, name, beside, block)
-    for name in quantised:
-        index.dtypes[name] = torch.bfloat16
-    unused = [n for n in index.shapes if n.endswith(_INPUT_SCALE_SUFFIXES)] if quantised else []
-    for name in [*(name + end for name in quantised for end in _SCALE_SUFFIXES), *unused]:
-        for table in (index.shapes, index.dtypes, index.pieces):
-            table.pop(name, None)
-    return scales
-
-
-def read_quantization(directory: Path) -> dict[str, Any]:
-    """Return quantization_config of a directory's config.json, or of a part; empty without one."""
-    try:
-        config = read_config_json(directory)
-    except (OSError, ValueError) as error:
-        raise_if_out_of_files(error)
-        return {}
-    parts = [config, *config.values()] if isinstance(config, dict) else []
-    found = [part.get(key) for part in parts if isinstance(part, dict) for key in QUANTIZATION_KEYS]
-    return next((settings for settings in found if isinstance(settings, dict)), {})
-
-
-def refuse_unknown_quantisation(index: "TensorIndex", directory: Path) -> None:
-    """Refuse what is quantised in another way than float8 with scales, or MXFP4.
-
-    Raises:
-        DataError: naming the method.
-    """
-    settings = read_quantization(directory)
-    method = str(settings.get("quant_method") or "an unknown method")
-    marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
-    packed = [
-        name
-        for name, dtype in index.dtypes.items()
-        if name.endswith(marks) or (name.endswith(".weight") and not dtype.is_floating_point)
-    ]
-    is_read = index.packed or any(dtype in FLOAT8 for dtype in index.dtypes.values())
-    if packed:
-        raise DataError(
-            f"{directory}: its weights are quantised ({method}, such as in {packed[0]}); hpc_tune "
-            "trains on bf16, fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was "
-            "made from, with tune.method=qlora if memory is short"
-        )
-    if settings and not is_read:
-        raise DataError(
-            f"{directory}/config.json says that weights are quantised ({method}), but none has a "
-            "quantised form that is known here. If they are whole, as a tool that merges or "
-            "dequantises may leave them, remove quantization_config from it; if not, take the "
-            "checkpoint that this one was made from"
-        )
-
-
-def _read_scale(
-    index: "TensorIndex", directory: Path, name: str, beside: str, block: Any
-) -> Float8Scale:
-    rows, columns = (*index.shapes[name], 1)[:2]
-    stored = torch.empty(index.shapes[beside], dtype=torch.float32)
-    index.fill(stored, beside)
-    shape = tuple(stored.shape)
-    if stored.numel() == 1:
-        return Float8Scale(stored.view(1, 1), rows, columns)
-    if shape in ((rows,), (rows, 1)):
-        return Float8Scale(stored.view(rows, 1), 1, columns)
-    by_block = isinstance(block, list | tuple) and len(block) == 2
-    if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
-        return Float8Scale(stored, *block)
-    raise DataError(
-        f"{directory}: {beside} has the shape {list(shape)}, which does not fit a matrix of "
-        f"{rows} x {columns} in blocks of {block}"
-    )
-
-
-# -- Stacks of experts in MXFP4, dequantised as they are read: gpt_oss's published files.
-#
-#     NAME_blocks uint8 [E, O, G, 16]   two values of 4 bits in a byte, the low ones first
-#     NAME_scales uint8 [E, O, G]       one power of two for each 32 values, with 127 added
-#     NAME        bf16  [E, 32 G, O]    what transformers makes of them
-#
-# E experts, O outputs, G groups of 32 inputs. The format: OCP Microscaling Formats (MX) 1.0,
-# section 5.3; the order of the values:
-# ``transformers.integrations.mxfp4.convert_moe_packed_tensors``.
-
-
-BLOCKS, _SCALES = "_blocks", "_scales"
-_BLOCK_VALUES, _BLOCK_BYTES = 32, 16
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127
-# The values of each byte, 256 x 2.
-_PAIRS = torch.cartesian_prod(*[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)])] * 2).flip(
-    1
-)
-
-
-@dataclass(frozen=True)
-class Mxfp4Stack:
-    """Where the blocks and the scales of a stack are in the files."""
-
-    blocks: "Piece"
-    scales: "Piece"
-
-    def parts_of(self, wanted: Box, num_bytes: int) -> list[Box]:
-        """Cut a region of the stack into such that take ``num_bytes`` each while they are read."""
-        (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
-        rows = max(1, num_bytes // (12 * (columns + 2 * _BLOCK_VALUES)))
-        return [
-            Box((e, column, first), (1, columns, min(rows, row + num_rows - first)))
-            for e in range(expert, expert + num_experts)
-            for first in range(row, row + num_rows, rows)
-        ]
-
-    def read(self, part: Box, stored: Callable[["Piece", Box], torch.Tensor]) -> torch.Tensor:
-        """Return a part of the stack in fp32; ``stored`` reads boxes of what the files hold."""
-        (expert, column, row), (_, columns, rows) = part.offset, part.shape
-        first, last = column // _BLOCK_VALUES, -(-(column + columns) // _BLOCK_VALUES)
-        offset, shape = (expert, row, first), (1, rows, last - first)
-        scales_ROG = stored(self.scales, Box(offset, shape))
-        blocks = stored(self.blocks, Box((*offset, 0), (*shape, _BLOCK_BYTES)))
-        pairs = _PAIRS.index_select(0, blocks.flatten().int())
-        powers = torch.pow(2.0, scales_ROG.int() - _BIAS)
-        values_EOI = (pairs.view(*shape, _BLOCK_VALUES) * powers.unsqueeze(-1)).flatten(2)
-        return values_EOI[..., column - first * _BLOCK_VALUES :][..., :columns].transpose(1, 2)
-
-
-def take_mxfp4_stacks(index: "TensorIndex", directory: Path) -> Mapping[str, Mxfp4Stack]:
-    """Return the stacks that are stored in MXFP4, and put them in the place of their blocks.
-
-    They are bf16 in the index from then on.
-
-    Raises:
-        DataError: if scales are missing or do not fit their blocks.
-    """
-    found = {}
-    for blocks in [n for n, dtype in index.dtypes.items() if _is_packed(n, dtype, index.shapes[n])]:
-        name = blocks.removesuffix(BLOCKS)
-        scales = name + _SCALES
-        shape = index.shapes[blocks]
-        beside = (index.shapes.get(scales), index.dtypes.get(scales))
-        if beside != (shape[:-1], torch.uint8):
-            has = "no such tensor is there" if beside[0] is None else f"found {list(beside[0])}"
-            raise DataError(
-                f"{directory}: {blocks} has the shape {list(shape)}, so {scales} should be uint8 "
-                f"of the shape {list(shape[:-1])}; {has}. A file is missing or damaged, copy it "
-                "again"
-            )
-        found[name] = Mxfp4Stack(index.pieces[blocks][0], index.pieces[scales][0])
-        for table in (index.shapes, index.dtypes, index.pieces):
-            table.pop(blocks, None)
-            table.pop(scales, None)
-        experts, rows, groups, _ = shape
-        index.shapes[name] = (experts, groups * _BLOCK_VALUES, rows)
-        index.dtypes[name] = torch.bfloat16
-        index.pieces[name] = [found[name].blocks]  # where messages say that it is
-    return found
-
-
-def _is_packed(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    is_uint8 = name.endswith(BLOCKS) and dtype is torch.uint8
-    return is_uint8 and len(shape) == 4 and shape[-1] == _BLOCK_BYTES

@@ -1,35 +1,42 @@
-"""Tensors on disk, read by region, so that no rank ever holds what it does not keep.
+"""The tensors of a directory, by name: what headers of its files say, read once.
 
-    directory -> TensorIndex: name -> pieces (file, offset, shape)
-    index.fill(local, name, offset): copies just the overlap of each piece, a few MiB at a time
+    index_model_directory   a Hugging Face directory: tensors in one piece each
+    index_checkpoint        a checkpoint: in pieces that carry their offset in the file's header
+    TensorIndex: name -> Source, of ``tensor_sources.py``, which reads any region of it
 
-A Hugging Face directory is an index whose tensors have one piece each; a checkpoint is one whose
-pieces carry their offset in the file's header. Both are the safetensors format (an 8-byte header
-length, a JSON header, raw bytes), so nothing here unpickles.
+Both are the safetensors format (an 8-byte header length, a JSON header, raw bytes), so nothing here
+unpickles.
 """
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, find_remedy
+from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, raise_if_out_of_files
 from hpc_tune.files import why_pointer
-from hpc_tune.model.config_json import ShapeIndex, read_config_json
+from hpc_tune.model.config_json import ShapeIndex, config_parts, read_config_json
 from hpc_tune.model.tensor_sources import (
+    BLOCK_BYTES,
+    BLOCK_VALUES,
     Box,
-    Float8Scale,
-    JoinedTensor,
-    Mxfp4Stack,
-    refuse_unknown_quantisation,
-    take_mxfp4_stacks,
-    take_scales,
+    Joined,
+    Packed,
+    Piece,
+    Plain,
+    Reserve,
+    Scaled,
+    Source,
+    TensorFiles,
+    reserve_nothing,
+    why_not_opened,
 )
 
 # -- NaN and inf among the values of a tensor.
@@ -67,11 +74,38 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in tensor.aminmax())
 
 
+# -- Names of an adapter's tensors, as peft has them: LAYER and one of these behind it.
+#
+# In files ADAPTER_PREFIX is before them, and in a model the adapter's name, "default", is inside.
+# Modules that are trained in full beside an adapter have the prefix alone.
+
+
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+ADAPTER_PREFIX = "base_model.model."
+
+
+def adapted_layer(name: str) -> str:
+    """Return the layer that a tensor of an adapter, or a module of one, is for; "" of others."""
+    layer, found, _ = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+    return layer if found else ""
+
+
+def is_lora_a(name: str) -> bool:
+    """Whether a tensor is an adapter's A, by its name in files or in a model."""
+    return ".lora_A." in name
+
+
+def is_lora_b(name: str) -> bool:
+    """Whether a tensor is an adapter's B, by its name in files or in a model."""
+    return ".lora_B." in name
+
+
+# -- Names in directories, and in headers of files.
+
+
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
-ADAPTER_PREFIX = "base_model.model."  # before the names of its tensors
 SHARDS_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
-PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
 NAMES_KEY = "hpc_tune_names"  # of pieces that share a file with another piece of their tensor
@@ -93,118 +127,59 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What JSON of another kind than ours raises where it is used.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
-
-
-def reserve_nothing(num_bytes: int) -> None:
-    """Let ``num_bytes`` be allocated: no memory limit is watched here."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of one tensor, and where it is on disk."""
-
-    file: Path
-    stored_name: str
-    box: Box
-
-
 class TensorIndex:
-    """Which file holds which region of which tensor. Reads headers only."""
+    """The tensors of some files, by name, and what is ``joined`` of these.
 
-    def __init__(self, files: list[Path], error: type[HpcTuneError] = DataError) -> None:
-        """Index safetensors files.
+    ``unread``: other weights beside the files. ``unfollowed``: tensors of the model that would be
+    made of these in a way that is not known here, and which. What is wrong is raised as ``error``.
+    """
 
-        Raises:
-            HpcTuneError: of the type ``error``, if a file is missing, truncated or not safetensors.
-        """
-        self.pieces: dict[str, list[Piece]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.num_bytes = 0
-        self.files = files
-        self.scales: Mapping[str, Float8Scale] = {}
-        self.packed: Mapping[str, Mxfp4Stack] = {}
-        self.unread: tuple[str, ...] = ()  # other weights in the directory
-        self.joined: dict[
-            str, JoinedTensor
-        ] = {}  # tensors of the model that lie in several of these
-        self.unfollowed: dict[str, str] = {}  # those that nothing here joins, and what would
-        self._error = error
-        self._open: tuple[Path, Any] | None = None
-        for file in files:
-            self._add(file)
-        self._open = None  # the next opening sees if a file has been changed since
+    sources: Mapping[str, Source]
+    files: Sequence[Path]
+    error: type[HpcTuneError] = DataError
+    unread: tuple[str, ...] = ()
+    unfollowed: Mapping[str, str] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another rank gets, which opens files of its own."""
-        return self.__dict__ | {"_open": None}
+    @functools.cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: source.shape for name, source in self.sources.items()}
 
-    def _handle(self, file: Path) -> Any:
-        """Return ``file`` opened, until another one is: tensors that follow each other share it."""
-        if self._open is None or self._open[0] != file:
-            self._open = None
-            self._open = file, safe_open(file, "pt")
-        return self._open[1]
-
-    def _add(self, file: Path) -> None:
-        try:
-            handle = self._handle(file)
-            metadata = handle.metadata() or {}
-            offsets = json.loads(metadata.get(OFFSETS_KEY, "{}"))
-            full_shapes = json.loads(metadata.get(FULL_SHAPES_KEY, "{}"))
-            names = json.loads(metadata.get(NAMES_KEY, "{}"))
-            for stored_name in handle.keys():  # noqa: SIM118 - not a dict
-                stored = handle.get_slice(stored_name)
-                shape = tuple(stored.get_shape())
-                name = str(names.get(stored_name, stored_name))
-                box = Box(tuple(offsets.get(stored_name, (0,) * len(shape))), shape)
-                full = tuple(full_shapes.get(stored_name, shape))
-                if not box.is_within(full):
-                    raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
-                if self.shapes.get(name, full) != full:
-                    raise ValueError(f"{name} has the shape {full}, and another in another file")
-                self.dtypes[name] = self._dtype_of(stored.get_dtype(), name, file)
-                self.pieces.setdefault(name, []).append(Piece(file, stored_name, box))
-                self.shapes[name] = full
-            self.num_bytes += file.stat().st_size
-        except FileNotFoundError:
-            raise self._error(
-                _why_not_opened(file)
-                or f"{file}: no such file, though the model's index names it; copy the directory "
-                "again"
-            ) from None
-        except (SafetensorError, OSError, *_PARSE_ERRORS) as error:
-            raise self._error(
-                why_pointer(file)
-                or f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
-                "copy it again"
-            ) from None
-
-    def _dtype_of(self, stored: str, name: str, file: Path) -> torch.dtype:
-        if stored not in _DTYPES:
-            raise self._error(
-                f"{file}: {name} is stored as {stored}, which is not read here; take a checkpoint "
-                "in bf16, fp16, fp32, float8 with scales or MXFP4"
-            )
-        return _DTYPES[stored]
-
-    def join(self, joined: Mapping[str, JoinedTensor]) -> None:
-        """Know tensors that are made of stored ones, beside these, by names of their own."""
-        for name, tensor in joined.items():
-            first = tensor.parts[0].stored
-            self.joined[name], self.shapes[name] = tensor, tensor.shape
-            self.dtypes[name] = self.dtypes[first]
-            self.pieces[name] = self.pieces[first]  # where messages say that it is
+    @functools.cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor: where it is quantised in the files, the one it stands for."""
+        return {name: source.dtype for name, source in self.sources.items()}
 
     @property
     def stored(self) -> list[str]:
         """Names of the tensors in the files, without those that are joined of them."""
-        return [name for name in self.pieces if name not in self.joined]
+        return [name for name in self.sources if name not in self.joined]
+
+    @functools.cached_property
+    def joined(self) -> Mapping[str, Joined]:
+        """The tensors that are made of several stored ones."""
+        return {name: one for name, one in self.sources.items() if isinstance(one, Joined)}
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether files hold tensors in float8 or MXFP4."""
+        return any(isinstance(one, Scaled | Packed) for one in self.sources.values())
+
+    def renamed(self, rename: Callable[[str], str]) -> "TensorIndex":
+        """Return an index of the same tensors by other names."""
+        named = {rename(name): source for name, source in self.sources.items()}
+        return replace(self, sources={name: replace(one, name=name) for name, one in named.items()})
 
     def bytes_of(self, name: str) -> int:
         """Return the size of a whole tensor."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+        return self.sources[name].read(Box.whole(self.shapes[name]))
 
     def fill(
         self,
@@ -221,49 +196,21 @@ class TensorIndex:
         Raises:
             HpcTuneError: if the tensor on disk has another shape or its bytes cannot be read.
         """
-        offset = offset or (0,) * local.dim()
-        full, box = self.shapes[name], Box(offset, tuple(local.shape))
-        if not box.is_within(full):
-            raise self._error(
-                f"{self.pieces[name][0].file}: {name} has shape {list(full)}, which has no region "
-                f"of shape {list(local.shape)} at {list(offset)}; the weights are of another model"
+        source, offset = self.sources[name], offset or (0,) * local.dim()
+        if not Box(offset, tuple(local.shape)).is_within(source.shape):
+            raise self.error(
+                f"{source.file}: {name} has shape {list(source.shape)}, which has no region of "
+                f"shape {list(local.shape)} at {list(offset)}; the weights are of another model"
             )
-        if (joined := self.joined.get(name)) is not None:
-            for part, found in joined.overlaps(box):
-                view = part.view(local[found.slices(offset)])
-                self.fill(view, part.stored, part.offset_of(found), reserve)
-            return
-        if (packed := self.packed.get(name)) is not None:
-            for rows in packed.parts_of(box, PIECE_BYTES):
-                into = local[rows.slices(offset)]
-                reserve(into.nbytes + PIECE_BYTES)
-                into.copy_(packed.read(rows, self._stored_box))
-            return
-        pieces = [piece for piece in self.pieces[name] if piece.box.num_values]
-        if len({piece.box.offset for piece in pieces}) < len(pieces):
-            raise self._error(
-                f"{pieces[0].file.parent}: {name} has several regions at the same place, so values "
-                "of others are missing: it was saved wrongly, and cannot be used; go on from "
-                "another checkpoint (checkpoint.resume=PATH)"
-            )
-        covered = 0
-        for piece in pieces:
-            covered += self._copy_overlap(piece, local, box, reserve)
-        if covered != local.numel():
-            raise self._error(
-                f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
-                f"{local.numel()} values that this rank needs; a file is missing"
-            )
-        if (scale := self.scales.get(name)) is not None:
-            scale.multiply(local, offset)
+        source.fill(local, offset, reserve)
 
     def require_finite(self, local: torch.Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Raise a HpcTuneError for NaN or inf in ``local``, read from ``offset`` of ``name`` on."""
         if (found := find_non_finite(local)) is None:
             return
         at = [a + b for a, b in zip(found.at, offset, strict=True)]
-        raise self._error(
-            f"{self.pieces[name][0].file}: {name} has {found.value:g} at {at}, expected finite "
+        raise self.error(
+            f"{self.sources[name].file}: {name} has {found.value:g} at {at}, expected finite "
             "numbers alone: the loss would be nan from the first step. The weights are damaged, or "
             "were converted wrongly; copy or convert them again"
         )
@@ -271,79 +218,79 @@ class TensorIndex:
     def require(self, names: Iterable[str]) -> None:
         """Raise a HpcTuneError if one of ``names`` is missing."""
         for name in names:
-            if name not in self.pieces:
-                raise self._error(
+            if name not in self.sources:
+                raise self.error(
                     f"{self.files[0].parent}: it has no {name}; it is of another model"
                 )
 
     def map_pages(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor that *is* the file's pages, shared by all processes of the node.
+        """Return a tensor that *is* the file's pages; see ``Plain.map_pages``."""
+        source = self.sources[name]
+        return source.map_pages(dtype) if isinstance(source, Plain) else None
 
-        None where the file holds another dtype or only pieces. It must not be written to.
-        """
-        pieces = self.pieces[name]
-        is_whole = len(pieces) == 1 and pieces[0].box.shape == self.shapes[name]
-        is_whole = is_whole and name not in {*self.joined, *self.scales, *self.packed}
-        if not is_whole or self.dtypes[name] != dtype:
-            return None
+
+def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) -> TensorIndex:
+    """Index safetensors files, of which the headers are read.
+
+    Raises:
+        HpcTuneError: of the type ``error``, if a file is missing, truncated or not safetensors.
+    """
+    return TensorIndex(_read_headers(files, error), files, error)
+
+
+def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, Plain]:
+    opened = TensorFiles(error)
+    pieces: dict[str, list[Piece]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
         try:
-            # safetensors maps a file privately and copies nothing on the CPU.
-            tensor: torch.Tensor = self._handle(pieces[0].file).get_tensor(pieces[0].stored_name)
-        except (SafetensorError, OSError) as error:
-            raise self._read_error(pieces[0], error) from None
-        return tensor
-
-    def _stored_box(self, piece: Piece, box: Box) -> torch.Tensor:
-        """Return a box of a piece as it is in the file."""
-        try:
-            stored = self._handle(piece.file).get_slice(piece.stored_name)
-            values: torch.Tensor = stored[box.slices()]
-        except (SafetensorError, OSError) as error:
-            raise self._read_error(piece, error) from None
-        return values
-
-    def _read_error(self, piece: Piece, error: Exception) -> HpcTuneError:
-        why = _why_not_opened(piece.file)
-        return self._error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
-
-    def _copy_overlap(
-        self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve
-    ) -> int:
-        """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
-        if (found := piece.box.overlap(wanted)) is None:
-            return 0
-        try:
-            handle = self._handle(piece.file)
-            stored = handle.get_slice(piece.stored_name)
-            if local.dim() == 0:
-                local.copy_(handle.get_tensor(piece.stored_name))
-                return 1
-            for rows in _cut_into_rows(found):
-                part = local[rows.slices(wanted.offset)]
-                reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
-                part.copy_(stored[rows.slices(piece.box.offset)])
-        except (SafetensorError, OSError) as error:
-            raise self._read_error(piece, error) from None
-        return found.num_values
+            for piece, name, full, dtype in _read_header(opened, file):
+                if shapes.setdefault(name, full) != full:
+                    raise ValueError(f"{name} has the shape {full}, and another in another file")
+                pieces.setdefault(name, []).append(piece)
+                dtypes[name] = dtype
+        except FileNotFoundError:
+            raise error(
+                why_not_opened(file)
+                or f"{file}: no such file, though the model's index names it; copy the directory "
+                "again"
+            ) from None
+        except (SafetensorError, OSError, *_PARSE_ERRORS) as found:
+            raise error(
+                why_pointer(file)
+                or f"{file}: not a whole safetensors file ({found}); it is cut off or damaged, "
+                "copy it again"
+            ) from None
+    opened.close()
+    return {
+        name: Plain(name, shapes[name], dtypes[name], own[0].file, tuple(own), opened)
+        for name, own in pieces.items()
+    }
 
 
-def _why_not_opened(file: Path) -> str | None:
-    """Return why a file that is there cannot be opened: safetensors calls each such one missing."""
-    try:
-        with file.open("rb"):
-            return None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return f"{file} cannot be read: {error.strerror}{find_remedy(error)}"
-
-
-def _cut_into_rows(box: Box) -> Iterator[Box]:
-    """Yield as many rows of a box at once as ``PIECE_BYTES`` of fp32 values hold, at least one."""
-    (first, *offset), (num, *shape) = box.offset, box.shape
-    rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
-    for row in range(0, num, rows):
-        yield Box((first + row, *offset), (min(rows, num - row), *shape))
+def _read_header(
+    opened: TensorFiles, file: Path
+) -> Iterator[tuple[Piece, str, tuple[int, ...], torch.dtype]]:
+    """Yield the pieces of a file, each with its tensor's name, shape and dtype."""
+    handle = opened.open(file)
+    metadata = handle.metadata() or {}
+    keys = (OFFSETS_KEY, FULL_SHAPES_KEY, NAMES_KEY)
+    offsets, full_shapes, names = (json.loads(metadata.get(key, "{}")) for key in keys)
+    for stored_name in handle.keys():  # noqa: SIM118 - not a dict
+        stored = handle.get_slice(stored_name)
+        shape = tuple(stored.get_shape())
+        name = str(names.get(stored_name, stored_name))
+        box = Box(tuple(offsets.get(stored_name, (0,) * len(shape))), shape)
+        full = tuple(full_shapes.get(stored_name, shape))
+        if not box.is_within(full):
+            raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
+        if (dtype := stored.get_dtype()) not in _DTYPES:
+            raise opened.error(
+                f"{file}: {name} is stored as {dtype}, which is not read here; take a checkpoint "
+                "in bf16, fp16, fp32, float8 with scales or MXFP4"
+            )
+        yield Piece(file, stored_name, box), name, full, _DTYPES[dtype]
 
 
 def index_model_directory(directory: Path) -> TensorIndex:
@@ -354,14 +301,14 @@ def index_model_directory(directory: Path) -> TensorIndex:
             way than float8 or MXFP4.
     """
     files, unread = _find_weight_files(directory)
-    index = TensorIndex(files)
-    index.unread = unread
-    for pieces in index.pieces.values():
-        del pieces[:-1]  # of a tensor that is in several files transformers takes the last, too
-    index.packed = take_mxfp4_stacks(index, directory)
-    refuse_unknown_quantisation(index, directory)
-    index.scales = take_scales(index, directory)
-    return index
+    # Of a tensor that is in several files transformers takes the last, too.
+    stored = {
+        name: replace(one, file=one.pieces[-1].file, pieces=one.pieces[-1:])
+        for name, one in _read_headers(files, DataError).items()
+    }
+    sources = with_packed_stacks(stored, directory)
+    _refuse_unknown_quantisation(sources, directory)
+    return TensorIndex(with_scales(sources, directory), files, unread=unread)
 
 
 def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
@@ -410,7 +357,144 @@ def index_checkpoint(directory: Path) -> TensorIndex:
     if not files:
         raise CheckpointError(f"{directory} has no rank-*.safetensors: it is not a checkpoint")
     files += (directory / ADAPTER_FOLDER).glob(ADAPTER_FILE)
-    return TensorIndex(files, CheckpointError)
+    return index_files(files, CheckpointError)
+
+
+# -- Quantised weights: in float8 with scales, and in MXFP4, as gpt_oss is published.
+#
+#     NAME, NAME_scale_inv or NAME_scale    float8 and the scales: one tensor, bf16
+#     NAME_blocks, NAME_scales              MXFP4: one stack, bf16
+#
+# Checkpoints that are quantised in another way are refused, naming the method.
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
+_INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
+_BLOCKS, _SCALES = "_blocks", "_scales"  # behind the name of a stack in MXFP4
+Sources = Mapping[str, Source]
+
+
+def with_scales(sources: Sources, directory: Path) -> Sources:
+    """Return sources with each float8 tensor and its scale as one, and no scales beside.
+
+    Raises:
+        DataError: if a float8 tensor has no scale, or one of a shape that does not fit, or is a
+        stack.
+    """
+    block = _read_quantization(directory).get("weight_block_size")
+    scaled = {
+        name: _scale(source, sources, directory, block)
+        for name, source in sources.items()
+        if source.dtype in FLOAT8
+    }
+    unused = {name + end for name in scaled for end in _SCALE_SUFFIXES}
+    if scaled:
+        unused |= {name for name in sources if name.endswith(_INPUT_SCALE_SUFFIXES)}
+    return {name: one for name, one in ({**sources, **scaled}).items() if name not in unused}
+
+
+def _scale(tensor: Source, sources: Sources, directory: Path, block: Any) -> Scaled:
+    """Return a float8 tensor with the scale that is beside it."""
+    name = tensor.name
+    if len(tensor.shape) > 2:
+        raise DataError(
+            f"{directory}: {name}: a stack of matrices in float8, {list(tensor.shape)}: they are "
+            "read only where files hold each matrix by itself. Take the model in bf16"
+        )
+    beside = next((name + end for end in _SCALE_SUFFIXES if name + end in sources), None)
+    if beside is None:
+        raise DataError(
+            f"{directory}: {name} is stored in float8 without a scale, such as "
+            f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
+        )
+    rows, columns = (*tensor.shape, 1)[:2]
+    shape = sources[beside].shape
+    stored = torch.empty(shape, dtype=torch.float32)
+    sources[beside].fill(stored, (0,) * len(shape), reserve_nothing)
+    scaled = functools.partial(Scaled, name, tensor.shape, torch.bfloat16, tensor.file, tensor)
+    if stored.numel() == 1:
+        return scaled(stored.view(1, 1), rows, columns)
+    if shape in ((rows,), (rows, 1)):
+        return scaled(stored.view(rows, 1), 1, columns)
+    by_block = isinstance(block, list | tuple) and len(block) == 2
+    if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
+        return scaled(stored, *block)
+    raise DataError(
+        f"{directory}: {beside} has the shape {list(shape)}, which does not fit a matrix of "
+        f"{rows} x {columns} in blocks of {block}"
+    )
+
+
+def with_packed_stacks(sources: Sources, directory: Path) -> Sources:
+    """Return sources with each stack in MXFP4 in the place of its blocks and its scales.
+
+    Raises:
+        DataError: if scales are missing or do not fit their blocks.
+    """
+    packed = {}
+    for blocks in filter(_has_mxfp4_blocks, sources.values()):
+        name = blocks.name.removesuffix(_BLOCKS)
+        scales = sources.get(name + _SCALES)
+        experts, rows, groups, _ = blocks.shape
+        if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:-1], torch.uint8):
+            has = "no such tensor is there" if scales is None else f"found {list(scales.shape)}"
+            raise DataError(
+                f"{directory}: {blocks.name} has the shape {list(blocks.shape)}, so "
+                f"{name}{_SCALES} should be uint8 of the shape {list(blocks.shape[:-1])}; {has}. A "
+                "file is missing or damaged, copy it again"
+            )
+        shape = (experts, groups * BLOCK_VALUES, rows)
+        packed[name] = Packed(name, shape, torch.bfloat16, blocks.file, blocks, scales)
+    unused = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
+    return {name: one for name, one in sources.items() if name not in unused} | packed
+
+
+def _has_mxfp4_blocks(tensor: Source) -> bool:
+    is_uint8 = tensor.name.endswith(_BLOCKS) and tensor.dtype is torch.uint8
+    return is_uint8 and len(tensor.shape) == 4 and tensor.shape[-1] == BLOCK_BYTES
+
+
+def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
+    """Refuse what is quantised in another way than float8 with scales, or MXFP4.
+
+    Raises:
+        DataError: naming the method.
+    """
+    settings = _read_quantization(directory)
+    method = str(settings.get("quant_method") or "an unknown method")
+    marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
+    packed = [
+        name
+        for name, one in sources.items()
+        if name.endswith(marks) or (name.endswith(".weight") and not one.dtype.is_floating_point)
+    ]
+    is_read = any(isinstance(one, Packed) or one.dtype in FLOAT8 for one in sources.values())
+    if packed:
+        raise DataError(
+            f"{directory}: its weights are quantised ({method}, such as in {packed[0]}); hpc_tune "
+            "trains on bf16, fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was "
+            "made from, with tune.method=qlora if memory is short"
+        )
+    if settings and not is_read:
+        raise DataError(
+            f"{directory}/config.json says that weights are quantised ({method}), but none has a "
+            "quantised form that is known here. If they are whole, as a tool that merges or "
+            "dequantises may leave them, remove quantization_config from it; if not, take the "
+            "checkpoint that this one was made from"
+        )
+
+
+def _read_quantization(directory: Path) -> dict[str, Any]:
+    """Return quantization_config of a directory's config.json, or of a part; empty without one."""
+    try:
+        config = read_config_json(directory)
+    except (OSError, ValueError) as error:
+        raise_if_out_of_files(error)
+        return {}
+    found = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
+    return next((settings for settings in found if isinstance(settings, dict)), {})
 
 
 # -- Which model a directory holds: by the names and shapes of its tensors, and by some values.
@@ -440,7 +524,7 @@ def fingerprint_weights(index: TensorIndex) -> str:
         DataError: if they cannot be read.
     """
     chosen = sorted(index.stored, key=_draw_key)[:_MAX_TENSORS]
-    by_file = sorted(chosen, key=lambda name: str(index.pieces[name][0].file))
+    by_file = sorted(chosen, key=lambda name: str(index.sources[name].file))
     sampled = {name: _hash_middle(index, name) for name in by_file}
     whole = hashlib.sha256()
     for name in sorted(sampled):

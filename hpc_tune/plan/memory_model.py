@@ -29,7 +29,7 @@ from hpc_tune.memory.host import (
     TRIMMED_STEP_BYTES,
 )
 from hpc_tune.memory.policy import NO_PLAN_BELOW
-from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout

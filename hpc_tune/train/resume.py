@@ -93,8 +93,7 @@ def resume(
         ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
-        use_whole_model_names(index, model.built.names)
-        engine.load(index, state.step)
+        engine.load(use_whole_model_names(index, model.built.names), state.step)
         return state
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.

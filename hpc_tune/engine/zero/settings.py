@@ -21,6 +21,7 @@ from hpc_tune.log import log
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.special_layers import is_vector
+from hpc_tune.model.weights import adapted_layer
 from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import all_gather
@@ -41,7 +42,7 @@ def deepspeed_config(
     block = max(sum(p.numel() for p in b.parameters()) for b in find_blocks(built.module))
     # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
     named = list(built.module.named_parameters())
-    adapters = [p.numel() for n, p in named if ".lora_" in n]
+    adapters = [p.numel() for n, p in named if adapted_layer(n)]
     kept = adapters + [p.numel() for n, p in named if is_vector(n, p)]
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,

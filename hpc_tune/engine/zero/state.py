@@ -26,8 +26,8 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.load import make_first_values
 from hpc_tune.model.regions import Region
-from hpc_tune.model.tensor_sources import Box
-from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
+from hpc_tune.model.tensor_sources import Box, Reserve, reserve_nothing
+from hpc_tune.model.weights import TensorIndex
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
 from hpc_tune.model.stock_reference import NoTrial, compute_reference, software
-from hpc_tune.model.weights import ADAPTER_PREFIX
+from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
 from hpc_tune.step.layout import Layout, staging_problems
 from hpc_tune.step.plan import StepPlan
@@ -440,7 +440,7 @@ def _list_without_gradient(built: BuiltModel) -> str:
 
 def name_pattern(saved: str) -> str:
     """Return how ``untrained`` names a trained tensor, by its name in checkpoints."""
-    layer = re.split(r"\.lora_", saved.removeprefix(ADAPTER_PREFIX))[0]
+    layer = adapted_layer(saved) or saved.removeprefix(ADAPTER_PREFIX)
     return re.sub(r"\.\d+\.", ".*.", layer)
 
 

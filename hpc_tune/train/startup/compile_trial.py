@@ -41,6 +41,7 @@ from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.language import read_config
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock_reference import NoTrial, write_small_model
+from hpc_tune.model.weights import is_lora_b
 from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import trial_cache_file
@@ -182,7 +183,7 @@ def _run_step(
     trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for number, (name, parameter) in enumerate(sorted(trained.items())):
-            if ".lora_B." in name:  # zero at first, and then A gets no gradient
+            if is_lora_b(name):  # zero at first, and then A gets no gradient
                 generator = torch.Generator().manual_seed(number)
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     losses = []

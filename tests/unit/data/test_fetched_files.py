@@ -11,7 +11,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.errors import DataError
 from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.model.weights import TensorIndex, index_model_directory
+from hpc_tune.model.weights import index_files, index_model_directory
 from tests.support.data import byte_tokenizer
 from tests.support.hub import cache
 
@@ -83,7 +83,7 @@ def test_a_pointer_in_place_of_weights_is_refused(model):
         index_model_directory(model)
     (model / "model.safetensors").write_text("x")
     with pytest.raises(DataError, match="not a whole safetensors file"):
-        TensorIndex([model / "model.safetensors"])
+        index_files([model / "model.safetensors"])
 
 
 def row(text):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.packages import parse_release
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 

@@ -15,7 +15,8 @@ from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights, use_init_adapter
-from hpc_tune.model.weights import find_non_finite, reserve_nothing
+from hpc_tune.model.tensor_sources import reserve_nothing
+from hpc_tune.model.weights import find_non_finite
 
 NAME = "model.layers.2.self_attn.k_proj.weight"
 

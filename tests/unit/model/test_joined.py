@@ -126,7 +126,7 @@ def deepseek(tmp_path_factory):
 def test_any_region_of_a_stack_of_float8_experts_is_what_they_stand_for(deepseek):
     directory, meant = deepseek
     index = index_model_directory(directory)
-    make_language_model(read_config(directory), directory, torch.float32, index)
+    index = make_language_model(read_config(directory), directory, torch.float32, index).index
     path = "model.layers.1.mlp.experts"
     experts = [f"{path}.{number}" for number in range(8)]
     gates, ups, downs = (

@@ -22,8 +22,8 @@ from hpc_tune.model.build import LocalRegion, build, compute_dtype
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 from hpc_tune.model.language import read_language_config
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.tensor_sources import reserve_nothing
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.model.weights import reserve_nothing
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)

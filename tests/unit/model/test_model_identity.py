@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import save_file
 
-from hpc_tune.model.weights import TensorIndex, fingerprint_weights
+from hpc_tune.model.weights import fingerprint_weights, index_files
 
 
 def sampled(folder, *files):
@@ -11,7 +11,7 @@ def sampled(folder, *files):
     paths = [folder / f"{number}.safetensors" for number in range(len(files))]
     for path, tensors in zip(paths, files, strict=True):
         save_file(tensors, path)
-    return fingerprint_weights(TensorIndex(paths))
+    return fingerprint_weights(index_files(paths))
 
 
 def test_one_changed_tensor_makes_another_model_and_other_files_do_not(tmp_path):

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hpc_tune.checkpoint.export import export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
-from hpc_tune.model import weights
+from hpc_tune.model import tensor_sources
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
@@ -72,7 +72,7 @@ def test_any_region_is_what_transformers_makes_of_the_blocks(tmp_path, monkeypat
     boxes = [[(0, size) for size in wanted.shape]]
     boxes += [[sorted(draw.sample(range(n + 1), 2)) for n in wanted.shape] for _ in range(60)]
     for piece_bytes in (16 << 20, 4000):  # in one part, and in some
-        monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(tensor_sources, "PIECE_BYTES", piece_bytes)
         for box in boxes:
             region = wanted[tuple(slice(*ends) for ends in box)]
             local = torch.full(region.shape, 9.0, dtype=torch.bfloat16)
@@ -86,9 +86,9 @@ def test_a_rank_reads_the_blocks_of_its_region_alone(tmp_path, monkeypatch):
         {f"{STACK}_blocks": blocks, f"{STACK}_scales": scales}, tmp_path / "model.safetensors"
     )
     index, read = index_model_directory(tmp_path), []
-    stored_box = index._stored_box
+    read_box = tensor_sources.Plain.read
     monkeypatch.setattr(
-        index, "_stored_box", lambda piece, box: read.append(box) or stored_box(piece, box)
+        tensor_sources.Plain, "read", lambda source, box: read.append(box) or read_box(source, box)
     )
     index.fill(torch.empty(1, 40, 3, dtype=torch.bfloat16), STACK, (2, 30, 5))
     # inputs 30 to 69 are in the groups 0, 1 and 2

@@ -70,7 +70,7 @@ def test_an_index_that_names_the_whole_file_leaves_nothing_unread(model):
     (model / SHARDS_FILE).write_text(text)
     index = index_model_directory(model)
     assert index.unread == ()
-    assert index.pieces.keys() == names.keys()
+    assert index.shapes.keys() == names.keys()
 
 
 def test_a_tensor_in_two_shards_is_the_one_that_transformers_takes(model):

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.tensor_sources import Scaled
 from hpc_tune.model.weights import index_model_directory
 from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_loss, row, stock_loss
 
@@ -72,7 +73,9 @@ def test_any_region_of_a_float8_weight_is_read_as_what_it_stands_for(tmp_path, k
             local = torch.empty(bottom - top, right - left, dtype=torch.bfloat16)
             index.fill(local, name, (top, left))
             assert torch.equal(local, whole[top:bottom, left:right].bfloat16()), name
-        assert index.map_pages(name, torch.bfloat16) is None or name not in index.scales
+        assert index.map_pages(name, torch.bfloat16) is None or not isinstance(
+            index.sources[name], Scaled
+        )
 
 
 def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):

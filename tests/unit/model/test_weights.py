@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hpc_tune.errors import CheckpointError, DataError
-from hpc_tune.model import regions, weights
+from hpc_tune.model import regions, tensor_sources, weights
 from hpc_tune.model.regions import Region, local_region, write_regions
 from hpc_tune.model.tensor_sources import Box
-from hpc_tune.model.weights import TensorIndex, index_model_directory
+from hpc_tune.model.weights import index_files, index_model_directory
 from tests.support.ranks import HANG_S
 from tests.support.regions import regions_of
 
@@ -57,7 +57,7 @@ def cut_tensors(draw):
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_tensors(), st.sampled_from([4, 40, 16 << 20]))
 def test_any_box_read_from_any_pieces_is_the_slice(tmp_path, monkeypatch, case, piece_bytes):
-    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(tensor_sources, "PIECE_BYTES", piece_bytes)
     shape, boxes, wanted = case
     full = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     for file in tmp_path.glob("*.safetensors"):
@@ -65,7 +65,7 @@ def test_any_box_read_from_any_pieces_is_the_slice(tmp_path, monkeypatch, case, 
     files = [tmp_path / f"rank-{i}.safetensors" for i in range(len(boxes))]
     for file, box in zip(files, boxes, strict=True):
         write_regions(file, [part_of("w", full, box)])
-    index = TensorIndex(files)
+    index = index_files(files)
     assert index.shapes["w"] == shape
     local = torch.full_like(full[wanted], -1).contiguous()
     index.fill(local, "w", tuple(b.start for b in wanted))
@@ -81,7 +81,7 @@ def test_a_region_is_filled_into_a_strided_tensor(tmp_path):
 
 
 def test_each_piece_is_announced_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "PIECE_BYTES", 32)
+    monkeypatch.setattr(tensor_sources, "PIECE_BYTES", 32)
     save_file({"w": torch.ones(5, 4)}, tmp_path / "model.safetensors")
     local, announced = torch.zeros(5, 4), []
 
@@ -119,7 +119,6 @@ def test_a_directory_of_several_files_is_one_index(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     index = index_model_directory(tmp_path)
     assert index.shapes == {"a": (2,), "b": (3,)}
-    assert index.num_bytes == sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
 
 
 def test_a_missing_shard_is_named(tmp_path):
@@ -157,7 +156,7 @@ def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path, left):
 def test_a_file_that_shrinks_after_it_was_indexed_is_refused(tmp_path):
     file = tmp_path / "rank-0.safetensors"
     write_regions(file, regions_of({"w": torch.ones(100)}))
-    index = TensorIndex([file], CheckpointError)
+    index = index_files([file], CheckpointError)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="w cannot be read"):
         index.fill(torch.zeros(100), "w")
@@ -186,7 +185,7 @@ def test_a_region_that_is_not_in_the_tensor_is_refused_with_both_shapes(tmp_path
 def test_a_region_of_which_a_piece_is_missing_is_refused_with_the_count(tmp_path):
     full = torch.ones(4, 3)
     write_regions(tmp_path / "rank-0.safetensors", [part_of("w", full, (slice(0, 3), slice(0, 3)))])
-    index = TensorIndex([tmp_path / "rank-0.safetensors"], CheckpointError)
+    index = index_files([tmp_path / "rank-0.safetensors"], CheckpointError)
     index.fill(torch.zeros(3, 3), "w")
     with pytest.raises(CheckpointError, match="w has only 6 of the 9 values"):
         index.fill(torch.zeros(3, 3), "w", (1, 0))
@@ -197,7 +196,7 @@ def test_a_tensor_of_which_one_place_was_saved_twice_is_refused(tmp_path):
     full, files = torch.ones(4, 3), [tmp_path / f"rank-{n}.safetensors" for n in range(2)]
     for file in files:
         write_regions(file, [part_of("w", full, (slice(0, 2), slice(0, 3)))])
-    index = TensorIndex(files, CheckpointError)
+    index = index_files(files, CheckpointError)
     with pytest.raises(CheckpointError, match="w has several regions at the same place"):
         index.fill(torch.zeros(4, 3), "w")
 
@@ -208,7 +207,7 @@ def test_ranks_that_hold_nothing_of_a_small_tensor_leave_it_whole(tmp_path):
     for file, rows in zip(files, (slice(0, 1), slice(1, 1), slice(1, 1)), strict=True):
         write_regions(file, [part_of("w", full, (rows, slice(0, 3)))])
     found = torch.zeros(1, 3)
-    TensorIndex(files, CheckpointError).fill(found, "w")
+    index_files(files, CheckpointError).fill(found, "w")
     assert torch.equal(found, full)
 
 
@@ -340,10 +339,10 @@ def test_what_must_be_converted_or_put_together_is_not_mapped(tmp_path):
         box = (slice(2 * rank, 2 * rank + 2), slice(0, 3))
         write_regions(tmp_path / f"rank-{rank}.safetensors", [part_of("w", full, box)])
     files = sorted(tmp_path.glob("rank-*"))
-    assert TensorIndex(files).map_pages("w", torch.float32) is None
-    assert TensorIndex(files[:1]).map_pages("w", torch.float32) is None
+    assert index_files(files).map_pages("w", torch.float32) is None
+    assert index_files(files[:1]).map_pages("w", torch.float32) is None
     write_regions(tmp_path / "whole.safetensors", regions_of({"w": full}))
-    whole = TensorIndex([tmp_path / "whole.safetensors"])
+    whole = index_files([tmp_path / "whole.safetensors"])
     assert whole.map_pages("w", torch.bfloat16) is None
     assert torch.equal(whole.map_pages("w", torch.float32), full)
 

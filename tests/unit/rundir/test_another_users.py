@@ -14,7 +14,7 @@ from hpc_tune.checkpoint.store import Store, find_damage
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import EXIT_USER, DataError, DiskError, NoRightError
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import index_files
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.rundir.owner import AnothersError, RunLock, make_owner, require_permissions
 from hpc_tune.train.job import _make_run_dir
@@ -128,7 +128,7 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(run_dir):
     os.chown(file, ANNA, GROUP)
     file.chmod(0o600)
     with user(BEN, GROUP), pytest.raises(DataError) as refused:
-        TensorIndex([file])
+        index_files([file])
     assert f"is a file of user {ANNA}" in str(refused.value)
     assert "damaged" not in str(refused.value)
 

@@ -21,7 +21,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import Faults
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.regions import WrittenFile
-from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.run import run

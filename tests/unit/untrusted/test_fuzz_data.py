@@ -22,7 +22,7 @@ from hpc_tune.model.weights import (
     FULL_SHAPES_KEY,
     NAMES_KEY,
     OFFSETS_KEY,
-    TensorIndex,
+    index_files,
     index_model_directory,
 )
 from tests.support.data import byte_tokenizer, store_of_lengths
@@ -288,8 +288,8 @@ def test_what_files_of_tensors_say_of_their_places(folder, drawn):
     file = folder / "rank-0.safetensors"
     save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, file, places)
     try:
-        index = TensorIndex([file], CheckpointError)
-        for name in index.pieces:
+        index = index_files([file], CheckpointError)
+        for name in index.shapes:
             if index.bytes_of(name) < 1 << 20:
                 index.fill(torch.empty(index.shapes[name], dtype=index.dtypes[name]), name)
     except CheckpointError as error:
@@ -302,11 +302,11 @@ def test_damaged_tensors(folder, drawn):
     (folder / "model.safetensors").write_bytes(data)
     for look in (
         lambda: index_model_directory(folder),
-        lambda: TensorIndex([folder / "model.safetensors"], CheckpointError),
+        lambda: index_files([folder / "model.safetensors"], CheckpointError),
     ):
         try:
             index = look()
-            for name in index.pieces:
+            for name in index.shapes:
                 index.fill(torch.empty(index.shapes[name], dtype=index.dtypes[name]), name)
         except (DataError, CheckpointError) as error:
             said(error, "model.safetensors")
