@@ -7,16 +7,16 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc_tune.config.parallel import AXES, ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import Layout, describe_axes
 from hpc_tune.step.size import static_bytes
 
 _FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
@@ -40,10 +40,8 @@ class Candidate:
     links: str = ""
 
     def __str__(self) -> str:
-        axes = (*AXES, "expert")
-        sizes = [(axis, size) for axis in axes if (size := getattr(self.layout, axis)) > 1]
         gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
-        return (" x ".join(f"{axis} {size}" for axis, size in sizes) or "one rank") + gathers
+        return (describe_axes(asdict(self.layout), always=()) or "one rank") + gathers
 
     def preference(self, num_ranks: int) -> float:
         """Return the seconds of a step and a little more for each axis, and for ranks that idle.

@@ -358,7 +358,7 @@ class _Search:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
         plan = self.plan_of(candidate)
-        steady = next(phase for phase in plan.phases if phase.name == "steady")
+        steady = plan.steady
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         rest_bytes = num_bytes - static_bytes(work.size, layout)
         self.planned.append(_PlannedCandidate(candidate, rest_bytes, plan.advice))

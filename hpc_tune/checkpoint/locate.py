@@ -16,6 +16,7 @@ from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import fingerprint_weights, hash_model, index_model_directory
 from hpc_tune.rundir import outcome, owner
+from hpc_tune.step.layout import describe_axes
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
@@ -198,12 +199,10 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
         verify(checkpoint)
     num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
-    layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items() if axis != "expert")
-    layout += f", expert {n}" if (n := state.layout.get("expert")) else ""
     verified = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
-        f"{written}  {layout}  {verified}"
+        f"{written}  {describe_axes(state.layout)}  {verified}"
     )
 
 

@@ -12,7 +12,7 @@ them) are not recomputed, and parameter names stay as they are.
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -34,6 +34,8 @@ from torch.utils.checkpoint import (
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.micro_batch import batch_context
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Forward = Callable[..., Any]
 RecomputeLevel = Literal["none", "selective", "full"]
 # What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
@@ -109,13 +111,13 @@ def recompute_levers(
     return {Action.RECOMPUTE: ActionHandle(recompute)}
 
 
-def without_dispatch_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Return ``function``, run without torch's dispatch modes, such as selective recompute, which
     counts the operations of a block, or FakeTensorMode.
     """
 
     @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
         with _disable_current_modes():
             return function(*args, **kwargs)
 

@@ -80,6 +80,19 @@ class CountedCollectives:
         with self.counted("all_to_all", (x.shape[0] - kept) * row):
             dist.all_to_all_single(out, x, receive, send, group=group)
 
+    def begin_send(
+        self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
+    ) -> dist.Work | None:
+        """Begin to send ``tensor`` to a rank, by its number in the world."""
+        self.count("send", tensor.nbytes)
+        return dist.isend(tensor, target, group)
+
+    def gather_shards(
+        self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        """Gather every rank's part of a unit of FSDP2, which counts it by itself."""
+        return torch_versions.all_gather(out, part, group, async_op)
+
     def count(self, kind: str, num_bytes: int) -> None:
         """Count bytes that are sent elsewhere."""
         if num_bytes and self._counts:
@@ -179,7 +192,7 @@ class FsdpAllGather(_FsdpCollective):
         """Gather the shards of one unit."""
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
         with self._collectives.counted_overlapped("all_gather", sent):
-            work = torch_versions.all_gather(output_tensor, input_tensor, group, async_op)
+            work = self._collectives.gather_shards(output_tensor, input_tensor, group, async_op)
         self._done = self._collectives.done()
         return work
 

@@ -105,8 +105,14 @@ class NativeEngine:
 
     saves_in_background = True
 
-    def __init__(self, built: BuiltModel, settings: EngineSettings) -> None:
-        """Lay out, allocate and load ``built``. Collective.
+    def __init__(
+        self,
+        built: BuiltModel,
+        settings: EngineSettings,
+        mesh: Mesh | None = None,
+        collectives: CountedCollectives | None = None,
+    ) -> None:
+        """Lay out, allocate and load ``built``; ``stages`` is what this rank has. Collective.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
@@ -116,7 +122,7 @@ class NativeEngine:
         layout, parallel = plan.layout, plan.parallel
         self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
-        self._mesh = Mesh(layout, device, plan.uses_fsdp)
+        self._mesh = mesh or Mesh(layout, device, plan.uses_fsdp)
         trains_tied = built.tune.method == "full" and built.tied is not None
         self._tied_group = self._mesh.first_last_stage_group() if trains_tied else None
         edges = {}
@@ -125,18 +131,19 @@ class NativeEngine:
         if device.type == "cuda":
             groups, experts = self._mesh.all_groups(), self._mesh.group("expert")
             send_large_messages(groups, experts, edges, device)
-        self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
+        self._collectives = collectives or CountedCollectives(device)
+        self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0
         self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
         self._adapters = AdapterCopies()
-        self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
+        self.stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives, self._adapters),
         )
-        for stage in self._stages:
+        for stage in self.stages:
             finish_dora(stage)
-        modules = [stage.module for stage in self._stages]
+        modules = [stage.module for stage in self.stages]
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
         self.levers = recompute_levers(blocks, parallel.recompute)
@@ -155,10 +162,8 @@ class NativeEngine:
         self._pipeline = None
         if layout.pipeline > 1:
             wire = torch.float32 if plan.activation_itemsize == 4 else built.dtype
-            width = built.config.hidden_size
-            self._pipeline = Pipeline(
-                modules, layout, edges, device, width, wire, self._collectives
-            )
+            sent = built.config.hidden_size, wire, self._collectives
+            self._pipeline = Pipeline(modules, layout, edges, device, *sent)
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
@@ -209,7 +214,7 @@ class NativeEngine:
     def _outputs(
         self, batches: Iterable[Batch], objective: Objective | None
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        modules = [stage.module for stage in self._stages]
+        modules = [stage.module for stage in self.stages]
         trained = modules[-1].objective
         self._adapters.refresh()
         for module in modules:
@@ -244,6 +249,12 @@ class NativeEngine:
             for name, moment, where in self._quantized_moments(trained):
                 regions += moment_regions(name, moment, where)
         return regions
+
+    def optimizer_state(self) -> Iterator[torch.Tensor]:
+        """Yield the moments of what this rank trains; codes and scales of those in 8 bits."""
+        for state in self._adamw.state.values():
+            for moment in (state[name] for name in MOMENT_NAMES):
+                yield from moment.tensors if isinstance(moment, QuantizedMoment) else (moment,)
 
     def load(self, index: TensorIndex, step: int) -> None:
         """Read what any layout saved.
@@ -298,7 +309,7 @@ class NativeEngine:
         ) -> None:
             nonlocal total
             keeps_gathered = self._settings.parallel.reshard == "step"
-            prepare_backward(self._stages[chunk].module, is_last, keeps_gathered)
+            prepare_backward(self.stages[chunk].module, is_last, keeps_gathered)
             if grad_BTD is not None:
                 out.backward(grad_BTD.to(out.dtype))
                 return
@@ -322,7 +333,7 @@ class NativeEngine:
         stage = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
         seed_micro_batch(self._seed, batch.first_row, stage)
         with autocast(self._device, self._autocast):
-            out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
+            out: torch.Tensor = self.stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
     def _zero_sums(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
+from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import mirror_group_creation, wait_until_connected
 from hpc_tune.errors import ConfigError
@@ -40,6 +41,7 @@ from hpc_tune.step.plan import StepPlan
 LOOKAHEAD = {"cpu": 2, "cuda": 0}
 
 
+@without_dispatch_modes  # a plan's fake tensors cannot be copied deeply
 def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
     """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
 
@@ -248,8 +250,8 @@ class Pipeline:
         wire = tensor.to(self._dtype).contiguous()
         target = self._next if kind == "forward" else self._previous
         edge = dist.get_rank() if kind == "forward" else self._previous
-        self._sending.append((dist.isend(wire, target, self._edges[edge, kind]), wire))
-        self._collectives.count("send", wire.nbytes)
+        work = self._collectives.begin_send(wire, target, self._edges[edge, kind])
+        self._sending.append((work, wire))
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
@@ -67,6 +68,7 @@ class Axis:
         return torch.cat(self.collectives.all_gather(x, self.group), dim=-1)
 
 
+@without_dispatch_modes  # a plan's fake tensors cannot be given memory in place
 def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[str]]:
     """Cut the meta model's matrices to this rank's slices and hook in the sums.
 

@@ -31,6 +31,7 @@ from hpc_tune.memory.policy import (
     GROWTH_WINDOW,
     RETRY_WINDOW,
     Level,
+    Phase,
     device_level,
     free_bytes_below,
     growth_per_step,
@@ -115,8 +116,8 @@ class Monitor:
         this node's memory. ``heartbeat`` is written every few seconds.
         """
         self.limit: HostLimit = find_limit(host_limit)
-        self._phase, self._activity = "start", "starting"
-        self._peaks_by_phase: dict[str, int] = {}
+        self._phase, self._activity = Phase.START, "starting"
+        self._peaks_by_phase: dict[Phase, int] = {}
         self.mode: Mode = mode
         self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
         self.device, self._rank, self._host = device, rank, host
@@ -148,7 +149,7 @@ class Monitor:
         if self.mode == "on":
             self._private_limit = PrivateMemoryLimit()
 
-    def enter(self, phase: str, activity: str, tell: bool = False) -> None:
+    def enter(self, phase: Phase, activity: str, tell: bool = False) -> None:
         """Begin a phase of the memory plan, or a part of it; ``activity`` is for messages.
 
         ``tell`` writes it into the heartbeat immediately, and not within a few seconds.
@@ -158,7 +159,7 @@ class Monitor:
             self._heartbeat_s = float("-inf")
 
     @property
-    def peaks(self) -> dict[str, int]:
+    def peaks(self) -> dict[Phase, int]:
         """The peak of this rank's anonymous memory in each phase so far, in bytes."""
         return dict(self._peaks_by_phase)
 

@@ -14,10 +14,27 @@ process could act.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from itertools import accumulate, combinations, pairwise
 from statistics import median
 from typing import Literal
+
+
+class Phase(StrEnum):
+    """The phases in which a run's memory is planned and measured; files and messages have these."""
+
+    START = "start"
+    DATA = "data"
+    LOAD = "load"
+    REFERENCE = "reference"
+    COMPILE = "compile"
+    FIRST_STEP = "first step"
+    STEADY = "steady"
+    EVALUATE = "evaluate"
+    SAVE_GATHERED = "save"
+    SAVE_WAITING = "save, training waits"
+    SAVE_IN_BACKGROUND = "save, in the background"
+    MERGE = "merge, in one process"
 
 
 class Level(IntEnum):

@@ -28,7 +28,7 @@ from hpc_tune.memory.host import (
     RANK_BYTES,
     TRIMMED_STEP_BYTES,
 )
-from hpc_tune.memory.policy import NO_PLAN_BELOW
+from hpc_tune.memory.policy import NO_PLAN_BELOW, Phase
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.trace import TraceReport
@@ -55,7 +55,7 @@ class PhaseMemory:
     without an ``optional`` phase where there is no room for it.
     """
 
-    name: str
+    name: Phase
     device_bytes: int
     rank_bytes: int
     first_bytes: int = 0
@@ -160,36 +160,38 @@ def memory_by_phase(
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
     state = SAVED_COPIES * model.trained + model.more_saved
 
-    def phase(name: str, on_device: int, on_host: int, first: int = 0) -> PhaseMemory:
+    def phase(name: Phase, on_device: int, on_host: int, first: int = 0) -> PhaseMemory:
         if on_cpu:
             return PhaseMemory(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK)) + context_bytes(machine, settings.num_groups)
         return PhaseMemory(name, device, process + step.offloaded + on_host, first)
 
-    phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
+    phases = [phase(Phase.LOAD, step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.has_reference:
-        phases.append(phase("reference", step.evaluation + trimmed, 0))
+        phases.append(phase(Phase.REFERENCE, step.evaluation + trimmed, 0))
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
-        phases.append(phase("compile", step.peak + left, buffers + workers * COMPILE_WORKER_BYTES))
+        phases.append(
+            phase(Phase.COMPILE, step.peak + left, buffers + workers * COMPILE_WORKER_BYTES)
+        )
     phases += [
-        phase("first step", step.peak + left, buffers),
-        phase("steady", step.peak + left, buffers),
-        phase("evaluate", step.evaluation + trimmed, buffers),
+        phase(Phase.FIRST_STEP, step.peak + left, buffers),
+        phase(Phase.STEADY, step.peak + left, buffers),
+        phase(Phase.EVALUATE, step.evaluation + trimmed, buffers),
     ]
     if settings.save == "gathered":
-        phases.append(phase("save", step.idle, buffers, state))
+        phases.append(phase(Phase.SAVE_GATHERED, step.idle, buffers, state))
     else:
         idle = step.idle + trimmed + kernels
-        phases.append(phase("save, training waits", idle, buffers + piece))
+        phases.append(phase(Phase.SAVE_WAITING, idle, buffers + piece))
         if checkpoint.background:
             # With a slow disk. The governor lets training wait instead.
             each, first = _staging_bytes(state, machine, model, settings)
             on_host = buffers + piece + each
-            copied = phase("save, in the background", step.peak + left, on_host, first)
+            copied = phase(Phase.SAVE_IN_BACKGROUND, step.peak + left, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
     merge = MERGE_BYTES + merge_bytes(model.largest_tensor)
-    return [*phases, PhaseMemory("merge, in one process", 0, 0, merge)]
+    return [*phases, PhaseMemory(Phase.MERGE, 0, 0, merge)]
 
 
 def _staging_bytes(

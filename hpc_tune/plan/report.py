@@ -23,7 +23,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
-from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, find_stacks, group_parameters, is_mixture
@@ -152,18 +152,18 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
     advice: list[Remedy] = []
-    if settings.save == "gathered" and "save" in bad:
-        needed, had = bad["save"].node_bytes(machine), machine.host_bytes
+    if (save := bad.get(Phase.SAVE_GATHERED)) is not None:
+        needed, had = save.node_bytes(machine), machine.host_bytes
         advice.append(
             Remedy(
-                f"save: gathering {format_bytes(bad['save'].first_bytes)} on one rank takes "
+                f"save: gathering {format_bytes(save.first_bytes)} on one rank takes "
                 f"{format_bytes(needed)} of {format_bytes(had)}; hpc_tune streams each rank's own "
                 "part (leave --save gathered out)"
             )
         )
-    if "load" in bad:
+    if Phase.LOAD in bad:
         advice += _smaller_state(parallel, tune, machine)
-    elif "steady" in bad:
+    elif Phase.STEADY in bad:
         if plan.tokens_that_fit >= plan.seq_len:
             rows = plan.tokens_that_fit // plan.seq_len
             name = "batch.micro_size"
@@ -181,15 +181,15 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             advice.append(Remedy(text, changes, shrinks=name))
         if not advice:
             advice += _smaller_state(parallel, tune, machine)
-    if "compile" in bad and "steady" not in bad:
+    if Phase.COMPILE in bad and Phase.STEADY not in bad:
         text = "compile: run.threads=1 compiles in the rank's own process"
         advice.append(Remedy(text, {"run.threads": 1}))
-    if "save, in the background" in bad and "steady" not in bad:
+    if Phase.SAVE_IN_BACKGROUND in bad and Phase.STEADY not in bad:
         text = "save: with checkpoint.background=false training waits, and nothing is copied"
         advice.append(Remedy(text, {"checkpoint.background": False}))
-    if "merge, in one process" in bad:
+    if Phase.MERGE in bad:
         advice.append(Remedy("merge: on a node with more memory; it holds one tensor at a time"))
-    if (parallel.pipeline or 1) > 1 and "steady" in bad:
+    if (parallel.pipeline or 1) > 1 and Phase.STEADY in bad:
         advice.append(Remedy("steady: fewer pipeline stages have fewer micro-batches in flight"))
     return advice
 
@@ -251,6 +251,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether every phase fits, but for optional ones."""
         return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
+
+    @property
+    def steady(self) -> PhaseMemory:
+        """What its steps take."""
+        return next(phase for phase in self.phases if phase.name == Phase.STEADY)
 
     @property
     def advice(self) -> list[str]:
@@ -378,6 +383,26 @@ def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
+def from_json(text: str) -> MemoryPlan:
+    """Return the plan that ``as_json`` has written; its remedies are what was advised, in words.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    tree: dict[str, Any] = json.loads(text)
+    trace, machine = tree["trace"], Machine(**tree["machine"])
+    trace["shards"] = {int(size): num for size, num in trace["shards"].items()}
+    trace["parts"] = {part: tuple(peaks) for part, peaks in trace["parts"].items()}
+    phases = [
+        PhaseMemory(Phase(p.pop("name")), **{n: p[n] for n in p.keys() - {"node_bytes", "fits"}})
+        for p in tree["phases"]
+    ]
+    remedies = [Remedy(text) for text in tree.pop("advice")]
+    del tree["fits"]
+    others = {"machine": machine, "trace": TraceReport(**trace), "phases": phases}
+    return MemoryPlan(**tree | others, remedies=remedies)
+
+
 def _num_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
     has_fsdp = uses_fsdp(resolved.layout.shard, resolved.parallel)
     return num_groups(resolved.layout, has_fsdp, ties_ends=trains_tied)
@@ -484,7 +509,7 @@ def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype
 
 def _steady_spare(phases: Sequence[PhaseMemory], machine: Machine) -> int:
     """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
-    steady = next(phase for phase in phases if phase.name == "steady")
+    steady = next(phase for phase in phases if phase.name == Phase.STEADY)
     if machine.device_bytes is not None:
         return int(
             (DEVICE_LIMITS.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK)

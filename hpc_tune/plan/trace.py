@@ -30,22 +30,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from hpc_tune import torch_versions
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
-from hpc_tune.engine.adamw_8bit import QuantizedMoment
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure, print_line
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import grouped_matmul, packed_attention
 from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import shape_directory
 from hpc_tune.model.experts import looping_over_experts_in_fp32
 from hpc_tune.model.kernels import kernels_of
@@ -57,20 +57,15 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
 
-_all_gather = torch_versions.all_gather
 DEVICE = torch.device("cpu")
 # Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
 # micro-batches, though above it in the fullest.
 ROW_MARGIN = 1.125
 DOCUMENT_TOKENS = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
-# A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
-# nor be given memory in place; and DTensor asks whole tensors for the shapes of its results.
+# A mesh looks its rank up in a tensor; DTensor asks whole tensors for the shapes of its results.
 _OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
-    (native, "Mesh"),
-    (native, "cut_stages"),
-    (native, "slice_model"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
     (packed_attention, "_tiling"),
@@ -175,8 +170,8 @@ def trace_step(step: TracedStep) -> TraceReport:
     plan = StepPlan.of(built, layout, step.parallel)
     world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
     with world, experts, fake, memory.watch(), _as_on_device(step):
-        engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
-        for stage in engine._stages:
+        engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
+        for stage in engine.stages:
             stage.module.within_documents &= step.has_tiles
             stage.module.has_kernel = step.has_kernel
             stage.module.kernel_has_windows = True
@@ -187,7 +182,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         loaded_bytes = memory.live_bytes
         memory.begin()
         if layout.pipeline == 1:
-            _mark_parts(memory, engine._stages[0].module)
+            _mark_parts(memory, engine.stages[0].module)
         train_step(engine, batches, tokens, step.optim.peak_lr)
         kinds = _bytes_by_kind(engine, step.is_full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
@@ -223,11 +218,9 @@ def _as_on_device(step: TracedStep) -> contextlib.ExitStack:
     if step.has_kernel:
         contexts.enter_context(simulating_scratch())
     if not step.for_gpu:
-        gather = replaced_attribute(torch_versions, "all_gather", _gather_like_gloo)
         padding = replaced_attribute(
             grouped_matmul, "traced_padding", grouped_matmul.likely_padding
         )
-        contexts.enter_context(gather)
         contexts.enter_context(padding)
     return contexts
 
@@ -262,26 +255,19 @@ def _batch(rows: int, seq_len: int, document: int) -> Batch:
 
 def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int]:
     """Return the bytes of weights, adapters, gradients and optimizer state on this rank."""
-    held = [p for stage in engine._stages for p in stage.module.parameters()]
+    held = [p for stage in engine.stages for p in stage.module.parameters()]
     trained = [p for p in held if p.requires_grad]
-    moments = [
-        tensor
-        for state in engine._adamw.state.values()
-        for name, moment in state.items()
-        if name != "step"
-        for tensor in (moment.tensors if isinstance(moment, QuantizedMoment) else (moment,))
-    ]
     return (
         _stored_bytes(p for p in held if full or not p.requires_grad),
         0 if full else _stored_bytes(trained),
         _stored_bytes(p.grad for p in trained if p.grad is not None),
-        _stored_bytes(moments),
+        _stored_bytes(engine.optimizer_state()),
     )
 
 
 def _count_shards(engine: NativeEngine) -> dict[int, int]:
     """Return how many sharded weights have so many bytes on this rank, by bytes."""
-    held = (p for stage in engine._stages for p in stage.module.parameters())
+    held = (p for stage in engine.stages for p in stage.module.parameters())
     return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
 
 
@@ -308,20 +294,34 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
                 changes.enter_context(
                     replaced_attribute(owner, name, without_dispatch_modes(getattr(owner, name)))
                 )
-            changes.enter_context(
-                replaced_attribute(dist, "isend", lambda *args, **kwargs: _SentMessage())
-            )
             yield
     finally:
         dist.destroy_process_group()
 
 
-def _gather_like_gloo(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Gather with a copy of all that is gathered, which gloo makes for as long as it takes."""
-    copy = torch.empty_like(out)
-    done = _all_gather(out, *args, **kwargs)
-    del copy
-    return done
+def make_fake_engine(
+    built: BuiltModel, settings: EngineSettings, for_gpu: bool = True
+) -> NativeEngine:
+    """Return an engine of a fake world, in fake mode. Messages of a CPU go as with gloo."""
+    mesh = without_dispatch_modes(Mesh)(settings.layout, DEVICE, settings.plan.uses_fsdp)
+    return NativeEngine(built, settings, mesh, _FakeCollectives(DEVICE, like_gloo=not for_gpu))
+
+
+class _FakeCollectives(CountedCollectives):
+    def __init__(self, device: torch.device, like_gloo: bool) -> None:
+        super().__init__(device)
+        self._like_gloo = like_gloo
+
+    def begin_send(self, tensor: torch.Tensor, target: int, group: Any) -> Any:
+        self.count("send", tensor.nbytes)
+        return _SentMessage()
+
+    def gather_shards(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
+        """Gather; with gloo with a copy of all that is gathered, for as long as it takes."""
+        copy = torch.empty_like(out) if self._like_gloo else None
+        done = super().gather_shards(out, part, *how)
+        del copy
+        return done
 
 
 class _SentMessage:

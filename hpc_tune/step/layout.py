@@ -5,7 +5,7 @@ axes that talk most are neighbours, which launchers put on one node.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -84,14 +84,17 @@ class Layout:
         return {name: n for name, n in asdict(self).items() if name != "expert" or n > 1}
 
     def __str__(self) -> str:
-        axes = {"replicate": self.replicate, "shard": self.shard}
-        axes |= {
-            name: size
-            for name, size in (("tensor", self.tensor), ("pipeline", self.pipeline))
-            if size > 1
-        }
-        dealt = f", expert {self.expert}" if self.expert > 1 else ""
-        return " x ".join(f"{name} {size}" for name, size in axes.items()) + dealt
+        return describe_axes(asdict(self))
+
+
+def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate", "shard")) -> str:
+    """Return ranks by axis in words; of those of one rank only the ones that are ``always`` told.
+
+    Experts are dealt over ranks that are counted already.
+    """
+    shown = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
+    dealt = f", expert {n}" if (n := shown.pop("expert", 1)) > 1 else ""
+    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + dealt
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,24 @@ class StepPlan:
 
     @classmethod
     def of(
-        cls, built: BuiltModel, layout: Layout, parallel: ParallelConfig, loss_share: float = 1.0
+        cls,
+        built: BuiltModel,
+        layout: Layout,
+        parallel: ParallelConfig,
+        loss_share: float = 1.0,
+        size: ModelSize | None = None,
     ) -> "StepPlan":
-        """Return the plan for a whole model, on the meta device or not."""
-        size, itemsize = measure(built.module), built.dtype.itemsize
-        num_sums = built.module.objective.num_sums
-        sums = num_sums, num_router_sums(built.routers)
-        return cls(layout, parallel, size, built.config, itemsize, loss_share, *sums)
+        """Return the plan for a whole model, on the meta device or not; ``size``: if measured."""
+        return cls(
+            layout,
+            parallel,
+            size or measure(built.module),
+            built.config,
+            built.dtype.itemsize,
+            loss_share,
+            built.module.objective.num_sums,
+            num_router_sums(built.routers),
+        )
 
     @property
     def uses_fsdp(self) -> bool:

@@ -24,7 +24,7 @@ from hpc_tune.engine.profile import StepProfile
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.memory import host
 from hpc_tune.memory.host import trim_heap
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Phase
 from hpc_tune.model.objective import zero_rewards
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.step.plan import StepPlan
@@ -182,8 +182,8 @@ class Control:
             return StepDecision(goes_on=False)
         if trainer.loader.micro_size != micro_size:
             self._batches = trainer.read_again()
-        phase = "save, in the background" if saver.is_saving else "steady"
-        phase = "first step" if step == self.start_step else phase
+        phase = Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.STEADY
+        phase = Phase.FIRST_STEP if step == self.start_step else phase
         self._enter(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
         return StepDecision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
@@ -298,18 +298,18 @@ class Control:
                 "Lower optim.lr, set optim.clip_norm, or look for corrupt examples in the data"
             )
 
-    def _enter(self, phase: str, activity: str) -> None:
+    def _enter(self, phase: Phase, activity: str) -> None:
         """Begin a phase of the memory plan, on all ranks together."""
         self._job.monitor.enter(phase, activity)
         self.step_limit.enter(activity)
 
     def _save(self) -> None:
         """Begin a save; if training waits for it, first return freed memory to the system."""
-        state, phase = self._current_state(), "save, in the background"
+        state, phase = self._current_state(), Phase.SAVE_IN_BACKGROUND
         self._saved_step = state.step
         self._clock.begin_save()
         if self.saver.waits:
-            phase = "save, training waits"
+            phase = Phase.SAVE_WAITING
             trim_heap()
         self._enter(phase, f"saving step {state.step}")
         self._faults.at("save", state.step)
@@ -330,7 +330,7 @@ class Control:
         step, saver = self.trainer.step, self.saver
         trim_heap()
         self._enter(
-            "save, in the background" if saver.is_saving else "evaluate",
+            Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.EVALUATE,
             f"evaluating after step {step}",
         )
         measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
@@ -358,7 +358,7 @@ def prepare_control(
     governor = Governor(job.step_comm, job.monitor, job.events, levers, previous)
     job.memory_exit.governor = governor
     log_micro_batches(model, plan, loader.micro_size)
-    job.monitor.enter("first step", "beginning the first step", tell=True)
+    job.monitor.enter(Phase.FIRST_STEP, "beginning the first step", tell=True)
     job.monitor.limit_private_memory()
     optim = with_scaled_lr(config.optim, config.batch.global_size)
     steps = range(step, data.total_steps)

@@ -35,6 +35,7 @@ from hpc_tune.data.tokenizer import fingerprint, tokenizer_name
 from hpc_tune.data.writer import VERIFIED_FILE, verify_content_once
 from hpc_tune.errors import ConfigError, DataError, find_remedy
 from hpc_tune.log import Progress, log
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.train.job import Job
@@ -157,7 +158,7 @@ def open_data(
     it made a step of fewer rows.
     """
     config, comm = model.config, job.setup_comm
-    job.monitor.enter("data", "preparing the data", tell=True)
+    job.monitor.enter(Phase.DATA, "preparing the data", tell=True)
     comm.begin("preparing the data")
     own = LazyTokenizer(model.built.directory, config.data.chat_template)
     sources, held_out = open_sources(config.data, comm, job.dir, own, config.tune.form)

@@ -15,7 +15,7 @@ from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.model import grouped_matmul
 from hpc_tune.model.adapters import ALL_LINEAR
-from hpc_tune.model.balance import list_routers, num_router_sums
+from hpc_tune.model.balance import list_routers
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import has_router_losses, refuse_shape
@@ -29,7 +29,6 @@ from hpc_tune.model.transformers_compat import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
-from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import (
@@ -342,18 +341,3 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
         return resolved
     why = f"the shortest step by prediction, {job.chosen.time.seconds:.3g} s"
     return replace(resolved, why=why)
-
-
-def plan_step(model: Model, resolved: ResolvedLayout, loss_share: float) -> StepPlan:
-    """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
-    built = model.built
-    return StepPlan(
-        resolved.layout,
-        resolved.parallel,
-        model.size,
-        built.config,
-        built.dtype.itemsize,
-        loss_share,
-        built.module.objective.num_sums,
-        num_router_sums(built.routers),
-    )

@@ -31,6 +31,7 @@ from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
 from hpc_tune.files import write_file
 from hpc_tune.log import Progress, log
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.float8_base import no_float8_products
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
@@ -87,7 +88,7 @@ def _load_or_compute(
         log.info("reference of %s: %s", source.setting, file)
         return np.asarray(kept)
     began_s = time.monotonic()
-    job.monitor.enter("reference", "computing the reference", tell=True)
+    job.monitor.enter(Phase.REFERENCE, "computing the reference", tell=True)
     reference = _compute(job, model, plan, store, engine)
     comm.on_rank_0("keeping the reference", partial(_write, file, reference))
     log.info(

@@ -12,6 +12,7 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError, find_remedy
 from hpc_tune.files import write_file
 from hpc_tune.log import log
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.load import use_whole_model_names
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.rundir import owner
@@ -97,7 +98,7 @@ def resume(
         return state
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
-    job.monitor.enter("load", "loading a checkpoint", tell=True)
+    job.monitor.enter(Phase.LOAD, "loading a checkpoint", tell=True)
     job.setup_comm.begin("loading a checkpoint")
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.run_and_agree("loading a checkpoint", load)

@@ -23,6 +23,7 @@ from hpc_tune.memory.host import defer_collection
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import open_data, require_data
 from hpc_tune.train.energy import RunEnergy
@@ -31,7 +32,6 @@ from hpc_tune.train.job import Job, open_job
 from hpc_tune.train.model import (
     Model,
     build_model,
-    plan_step,
     resolve_layout,
     with_scaled_positions,
 )
@@ -200,7 +200,8 @@ def _train(
         learned = [source.store for source in data.sources]
         model = with_scaled_positions(model, learned, job.setup_comm)
         log_start(job, model, resolved, forecast, data)
-        plan = plan_step(model, resolved, data.loss_share)
+        layout, parallel = resolved.layout, resolved.parallel
+        plan = StepPlan.of(model.built, layout, parallel, data.loss_share, model.size)
         engine = load_engine(job, model, plan)
         data = use_reference(job, model, plan, data, engine)
         saved = resume(job, checkpoint, model, engine, data)

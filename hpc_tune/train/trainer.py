@@ -30,6 +30,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.memory.device import describe_failed_allocation, empty_caches
 from hpc_tune.memory.host import trim_heap
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
@@ -63,7 +64,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         faults=job.faults,
     )
     uses_zero = plan.parallel.zero_stage is not None
-    monitor.enter("load", "loading the model", tell=True)
+    monitor.enter(Phase.LOAD, "loading the model", tell=True)
     comm.begin("loading the model")
     return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)
 

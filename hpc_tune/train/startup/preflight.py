@@ -6,7 +6,6 @@
 The trace needs an interpreter to itself, some seconds, and under 1 GB on the first node.
 """
 
-import json
 import subprocess
 import time
 from collections import defaultdict
@@ -19,9 +18,10 @@ from hpc_tune.config.section import flatten
 from hpc_tune.errors import ConfigError, MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import PLAN_BYTES, find_limit, spare_bytes
-from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS
+from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
-from hpc_tune.plan.memory_model import surely_fits, upper_bound_bytes
+from hpc_tune.plan.memory_model import PhaseMemory, surely_fits, upper_bound_bytes
+from hpc_tune.plan.report import MemoryPlan, fits, from_json
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir import owner
 from hpc_tune.train.job import Job
@@ -40,7 +40,7 @@ class Forecast:
     ``plan`` is None where a bound says that the run fits, or the plan fails.
     """
 
-    plan: dict[str, Any] | None
+    plan: MemoryPlan | None
     verdict: str
 
 
@@ -65,14 +65,14 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
     plan = comm.on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")
-    job.monitor.expect_usage(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
-    if plan["fits"]:
-        return Forecast(plan, _describe_fit(plan, machine))
-    bad = [p for p in plan["phases"] if not p["fits"] and not p["optional"]]
+    job.monitor.expect_usage(plan.steady.node_bytes(machine))
+    if plan.fits:
+        return Forecast(plan, _describe_fit(plan))
+    bad = [p for p in plan.phases if not fits(p, machine) and not p.optional]
     text = "this run does not fit into memory:\n" + "\n".join(
         f"  - {line}" for phase in bad for line in _describe_shortage(phase, machine)
     )
-    advice = "\n".join(f"  - {line}" for line in plan["advice"])
+    advice = "\n".join(f"  - {line}" for line in plan.advice)
     text += f"\nWhat would help:\n{advice}"
     if not force:
         raise MemoryBudgetError(f"{text}\nUse --force to start it anyway.")
@@ -81,16 +81,16 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
     return Forecast(plan, "does not fit by the plan; started with --force")
 
 
-def _describe_shortage(phase: dict[str, Any], machine: Machine) -> Iterator[str]:
-    """Yield what a phase of ``plan --json`` needs and does not have, in words."""
-    what = {"steady": "a step", "load": "loading"}.get(phase["name"], phase["name"])
-    needs, has = phase["device_bytes"], machine.device_bytes
+def _describe_shortage(phase: PhaseMemory, machine: Machine) -> Iterator[str]:
+    """Yield what a phase needs and does not have, in words."""
+    what = {Phase.STEADY: "a step", Phase.LOAD: "loading"}.get(phase.name, phase.name)
+    needs, has = phase.device_bytes, machine.device_bytes
     if has is not None and not DEVICE_LIMITS.allows(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of each device's memory; there are "
             f"{format_bytes(has)}"
         )
-    needs, has = phase["node_bytes"], machine.host_bytes
+    needs, has = phase.node_bytes(machine), machine.host_bytes
     if not HOST_LIMITS.allows(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of host memory per node; there are "
@@ -98,27 +98,26 @@ def _describe_shortage(phase: dict[str, Any], machine: Machine) -> Iterator[str]
         )
 
 
-def _describe_fit(plan: dict[str, Any], machine: Machine) -> str:
-    host, device = machine.host_bytes, machine.device_bytes
-    fullest = max(plan["phases"], key=lambda phase: phase["node_bytes"])
-    text = f"fits: {format_bytes(fullest['node_bytes'])} of {format_bytes(host)} on a node"
-    text += f" ({fullest['name']})"
+def _describe_fit(plan: MemoryPlan) -> str:
+    machine, device = plan.machine, plan.machine.device_bytes
+    fullest = max(plan.phases, key=lambda phase: phase.node_bytes(machine))
+    on_node = format_bytes(fullest.node_bytes(machine))
+    text = f"fits: {on_node} of {format_bytes(machine.host_bytes)} on a node ({fullest.name})"
     if device:
-        fullest = max(plan["phases"], key=lambda phase: phase["device_bytes"])
-        text += f", {format_bytes(fullest['device_bytes'])} of {format_bytes(device)} on a device"
-        text += f" ({fullest['name']})"
+        fullest = max(plan.phases, key=lambda phase: phase.device_bytes)
+        text += f", {format_bytes(fullest.device_bytes)} of {format_bytes(device)} on a device"
+        text += f" ({fullest.name})"
     return text
 
 
 def compare_memory(job: Job, forecast: Forecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
-    plan = forecast.plan
-    measured: dict[str, int] = {}
+    measured: dict[Phase, int] = {}
     for peaks in job.setup_comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
-    phases_of_plan = plan["phases"] if plan else []
-    planned = {p["name"]: p["rank_bytes"] + p["first_bytes"] for p in phases_of_plan}
+    phases_of_plan = forecast.plan.phases if forecast.plan else []
+    planned = {p.name: p.rank_bytes + p.first_bytes for p in phases_of_plan}
     phases = {
         phase: {"rank_bytes": num_bytes, "planned": planned.get(phase)}
         for phase, num_bytes in measured.items()
@@ -128,7 +127,7 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
 
 def _run_plan_command(
     job: Job, machine: Machine, arguments: Sequence[str], limit_s: float
-) -> dict[str, Any] | None:
+) -> MemoryPlan | None:
     """Run the plan command on the run's own configuration; None where it fails.
 
     Raises:
@@ -149,7 +148,7 @@ def _run_plan_command(
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()
-        plan: dict[str, Any] = json.loads(done.stdout)
+        return from_json(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         # The signal may reach the plan before this process.
         time.sleep(_SIGNAL_SHOWS_WITHIN_S)
@@ -160,7 +159,6 @@ def _run_plan_command(
         why = printed.splitlines()[-1] if printed and not is_killed else why_command_failed(error)
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
-    return plan
 
 
 # -- All ranks train with the same settings, or none does.

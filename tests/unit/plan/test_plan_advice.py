@@ -7,9 +7,11 @@ from hpc_tune.config.constraints import check_job
 from hpc_tune.config.load import load_config
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.config_json import find_nearest_shape
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine, requested_machine
+from hpc_tune.plan.memory_model import PhaseMemory
 from hpc_tune.plan.report import Remedy, check_remedies
 from hpc_tune.train.startup.preflight import _describe_shortage
 
@@ -138,11 +140,11 @@ def test_a_plan_without_the_model_names_a_shape(capsys):
 
 def test_a_phase_that_does_not_fit_says_what_it_lacks():
     machine = Machine(1, 1, None, 900 << 20)
-    phase = {"name": "steady", "device_bytes": 0, "node_bytes": 4 * GIB}
+    phase = PhaseMemory(Phase.STEADY, 0, 4 * GIB)
     assert list(_describe_shortage(phase, machine)) == [
         "a step needs 4.00 GiB of host memory per node; there are 900 MiB"
     ]
-    phase = {"name": "load", "device_bytes": 90 * GIB, "node_bytes": GIB}
+    phase = PhaseMemory(Phase.LOAD, 90 * GIB, GIB)
     assert list(_describe_shortage(phase, Machine(1, 1, 80 * GIB, 64 * GIB))) == [
         "loading needs 90.0 GiB of each device's memory; there are 80.0 GiB"
     ]

@@ -191,7 +191,6 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.engine.base import EngineSettings, train_step
-from hpc_tune.engine.native import NativeEngine
 from hpc_tune.plan import trace
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.messages import expected_bytes
@@ -210,8 +209,9 @@ for folder, ranks, rank, settings in json.loads(sys.argv[1]):
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(rank, ranks), fake, TracedMemory(0).watch():
         plan = StepPlan.of(built, layout, step.parallel, SHARE)
-        engine = NativeEngine(built, EngineSettings(plan, trace.DEVICE, config.optim, config.train))
-        for stage in engine._stages:
+        settings = EngineSettings(plan, trace.DEVICE, config.optim, config.train)
+        engine = trace.make_fake_engine(built, settings)
+        for stage in engine.stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [train_step(engine, batches, 57, 1e-3).sent_bytes for _ in range(2)]
