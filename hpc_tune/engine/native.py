@@ -152,7 +152,7 @@ class NativeEngine:
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
-            if plan.overlaps_gradient_sums and bucket.group is not None
+            if plan.only_replicates and bucket.group is not None
         ]
         self._offloaded: OffloadedState | None = None
         has_device = device.type == "cuda" or settings.faults.moves_on_host

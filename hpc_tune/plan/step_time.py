@@ -29,7 +29,7 @@ from hpc_tune.step.messages import (
     tensor_messages,
     weight_messages,
 )
-from hpc_tune.step.plan import MicroTokens, StepPlan
+from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, MicroTokens, StepPlan
 from hpc_tune.step.size import ModelSize
 
 # -- What the links between ranks carry: latency and rate of each pair, and what collectives reach.
@@ -272,8 +272,8 @@ def step_time(
         hidden_s = sum(stages_s) / len(stages_s)
         waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
-        waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, place=kind))
-        waits_s[kind] += placed.sums_s(expert_messages(plan, micro, place=kind))
+        waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placed.sums_s(expert_messages(plan, micro, pp_rank=kind))
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
@@ -283,10 +283,11 @@ def step_time(
     )
     sharing = compute.sharing / gain
     reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
-    if plan.overlaps_gradient_sums:
+    if plan.only_replicates:
         # The last backward pass is two thirds of a micro-batch's time; the last piece has nothing
         # to hide behind.
-        reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / plan.num_gradient_pieces)
+        num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_PIECE_BYTES)
+        reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
     reducing_s += _SMALL_SUMS * placed.sync_time_s(layout.size)
     update_s = max(map(plan.num_updated_values, {*kinds})) * compute.update_s / gain
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
@@ -385,49 +386,47 @@ class _PipelineTime:
 
 
 def _representative_ranks(plan: StepPlan) -> list[int]:
-    """Return for each place on the pipeline axis the first one that holds and sends as much."""
+    """Return for each rank of the pipeline axis the first one that holds and sends as much."""
     first: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
     alike = [
-        (place == 0, place == last, len(plan.rank_blocks(place)), *plan.rank_weights(place))
-        for place in range(plan.layout.pipeline)
+        (rank == 0, rank == last, len(plan.rank_blocks(rank)), *plan.rank_weights(rank))
+        for rank in range(plan.layout.pipeline)
     ]
-    return [first.setdefault(of_place, place) for place, of_place in enumerate(alike)]
+    return [first.setdefault(of_rank, rank) for rank, of_rank in enumerate(alike)]
 
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    stages = [
-        len(plan.rank_blocks(place)) * compute.block_s for place in range(plan.layout.pipeline)
-    ]
+    stages = [len(plan.rank_blocks(rank)) * compute.block_s for rank in range(plan.layout.pipeline)]
     stages[-1] += compute.head_s
     return [tokens * stage / plan.layout.tensor for stage in stages]
 
 
 def _gathering_s(
-    plan: StepPlan, placed: _RankLayout, num_micro: int, unshard_s: float, place: int, gain: float
+    plan: StepPlan, placed: _RankLayout, num_micro: int, unshard_s: float, pp_rank: int, gain: float
 ) -> float:
     """Return the seconds of a step in which a rank's weights are gathered, hidden or not (FSDP2).
 
     ``gain``: how many times as fast processors are as when all ranks gathered.
     """
-    messages = [*weight_messages(plan, num_micro, place)]
+    messages = [*weight_messages(plan, num_micro, pp_rank)]
     if not messages or plan.layout.shard == 1:
         return 0.0
     copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / gain
-    times = plan.num_fsdp_units(place) * max(m.times for m in messages)
+    times = plan.num_fsdp_units(pp_rank) * max(m.times for m in messages)
     waiting_s = times * placed.sync_time_s(plan.layout.shard)
     return copying_s + sum(placed.transfer_s(m, gain) for m in messages) + waiting_s
 
 
-def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, place: int) -> float:
+def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, pp_rank: int) -> float:
     """Return the seconds in which a step's gradients are added up.
 
     What is sharded is added up unit by unit, all else that goes over the same ranks at once.
     """
-    messages = [*gradient_messages(plan, num_micro, place)]
+    messages = [*gradient_messages(plan, num_micro, pp_rank)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}
     for m in messages:
-        num_units = plan.num_fsdp_units(place) if m.axes in _UNIT_BY_UNIT else 1
+        num_units = plan.num_fsdp_units(pp_rank) if m.axes in _UNIT_BY_UNIT else 1
         waits[m.kind, m.axes] = m.times * num_units * placed.sync_time_s(m.ranks)
     return sum(map(placed.transfer_s, messages)) + sum(waits.values())

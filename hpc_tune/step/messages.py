@@ -42,24 +42,24 @@ class Message:
 
 
 def expected_bytes(
-    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
+    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by kind of collective.
 
-    ``micros`` are its micro-batches, and ``place`` is where it stands on the pipeline axis.
+    ``micros`` are its micro-batches, and ``pp_rank`` its number on the pipeline axis.
     ``recomputes``: blocks run again in the backward pass, also where parallel.recompute does not
     say so. Exact where the ranks of an axis divide what they share (shards are padded where they do
     not); but for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen
     embedding of its own.
     """
     sent: Counter[str] = Counter()
-    for message in step_messages(plan, micros, recomputes, place):
+    for message in step_messages(plan, micros, recomputes, pp_rank):
         sent[message.kind] += message.sent_bytes
     return {kind: num for kind, num in sent.items() if num}
 
 
 def step_messages(
-    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
+    plan: StepPlan, micros: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of a rank in a step; see ``expected_bytes``."""
     layout, computed = plan.layout, plan.executed_micros(micros)
@@ -71,19 +71,19 @@ def step_messages(
     yield _collective(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
     if plan.spreads_gradients:
         yield _collective(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
-    yield from weight_messages(plan, len(computed), place)
-    yield from gradient_messages(plan, len(computed), place)
-    yield from tensor_messages(plan, computed, recomputes, place)
-    yield from expert_messages(plan, computed, recomputes, place)
+    yield from weight_messages(plan, len(computed), pp_rank)
+    yield from gradient_messages(plan, len(computed), pp_rank)
+    yield from tensor_messages(plan, computed, recomputes, pp_rank)
+    yield from expert_messages(plan, computed, recomputes, pp_rank)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
-        hops = 2 * plan.parallel.stages_per_rank - (place in (0, layout.pipeline - 1))
+        hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
         yield Message(
             "send", ("pipeline",), 2, plan.values(computed) * plan.activation_itemsize, hops
         )
 
 
-def weight_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
+def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
     """Yield the gatherings of weights that are sharded (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
@@ -91,7 +91,7 @@ def weight_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mess
     backward pass needs; a frozen one is gathered in all but the step's last backward pass, for the
     next forward pass, of which the first stage of a pipeline has none any more at its end.
     """
-    for weights in filter(plan.is_sharded, plan.rank_weights(place)):
+    for weights in filter(plan.is_sharded, plan.rank_weights(pp_rank)):
         match plan.parallel.reshard:
             case "step":
                 times = 1
@@ -104,11 +104,11 @@ def weight_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mess
                 is_in_vain = is_apart and not plan.size.is_full and plan.layout.pipeline > 1
                 times = num_micro + (is_in_vain and num_micro > 1)
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
-        num_bytes = plan.padded(weights, num_bytes)
+        num_bytes = plan.with_fsdp_padding(weights, num_bytes)
         yield _collective(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
 
-def gradient_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
+def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
     """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
@@ -118,7 +118,7 @@ def gradient_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Me
     first and last stage add up what they hold both, the embedding that is the head too.
     """
     layout, parallel = plan.layout, plan.parallel
-    held, whole = plan.rank_weights(place), Counter[tuple[str, ...]]()
+    held, whole = plan.rank_weights(pp_rank), Counter[tuple[str, ...]]()
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reducing_axes(
@@ -132,74 +132,78 @@ def gradient_messages(plan: StepPlan, num_micro: int, place: int) -> Iterator[Me
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
-        num_bytes = plan.padded(weights, itemsize * weights.num_values)
+        num_bytes = plan.with_fsdp_padding(weights, itemsize * weights.num_values)
         shards = plan.num_shards(weights)
         yield _collective(
             plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes
         )
         yield _collective(plan, "all_reduce", ("replicate",), num_bytes // shards)
         if weights.role == "partial":
-            own_bytes = plan.padded(weights, weights.num_bytes) // shards
+            own_bytes = plan.with_fsdp_padding(weights, weights.num_bytes) // shards
             yield _collective(plan, "all_reduce", ("tensor",), own_bytes)
-    if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
-        embedding = sum(plan.padded(w, w.num_bytes) for w in held if w.part == "embedding")
+    if plan.is_tied and layout.pipeline > 1 and pp_rank in (0, layout.pipeline - 1):
+        embedding = sum(
+            plan.with_fsdp_padding(w, w.num_bytes) for w in held if w.part == "embedding"
+        )
         yield Message("all_reduce", FIRST_AND_LAST_STAGE, 2, embedding // layout.shard)
 
 
 def tensor_messages(
-    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
+    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
-    Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
-    flows between blocks (arXiv:1909.08053), in a mixture of experts others, and one within linear
-    attention; one for the embedding.
-    A frozen one, behind which no norm is trained, needs no gradient from the first block. A block
-    that runs again does its first sums again, and stops before its last. The head, where the rank
-    has it: the gradient of the tokens with loss, and three numbers of each in fp32, again where
-    their logits are computed again. And what a plan gathers.
+    Of blocks and the embedding: see ``_summed_activations``. The head, where the rank has it: the
+    gradient of the tokens with loss, and three numbers of each in fp32, again where their logits
+    are computed again. And what a plan gathers.
     """
     model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
-    values, wire = plan.values(computed), plan.activation_itemsize
-    blocks, is_first = plan.rank_blocks(place), place == 0
-    num_blocks = len(blocks)
     recomputes = recomputes or plan.parallel.recompute != "none"
-    of_all = plan.size.sums or [BlockAllReduces(FORWARD_SUMS, BACKWARD_SUMS)] * plan.size.blocks(
-        model
-    )
-    sums = [of_all[block] for block in blocks]
-    forward = sum(of_block.forward for of_block in sums)
-    routed = sum(of_block.routed for of_block in sums)
-    # Experts give values of the dtype of what flows between blocks, and are a block's last sum.
-    others = forward - routed
-    others += max(0, forward - num_blocks) if recomputes else 0
-    backward = sum(of_block.backward for of_block in sums)
-    backward -= sums[0].of_input and is_first and not plan.size.trains_block_input
-    yield over(values * plan.itemsize, others)
-    yield over(values * wire, routed + backward)
-    if inner := sum(of_block.inner_features for of_block in sums):
-        yield over(values // model.hidden_size * inner * wire)
-    if routed:  # and what routers get back for each expert of a token, in fp32
-        yield over(values // model.hidden_size * num_chosen_experts(model) * 4, routed)
-    if is_first:
-        itemsize = plan.itemsize if plan.gathers_cast else wire
-        yield over(values * itemsize)
-    if place == plan.layout.pipeline - 1:
+    tokens = sum(tokens for tokens, _ in computed)
+    for token_bytes, times in _summed_activations(plan, recomputes, pp_rank):
+        yield over(tokens * token_bytes, times)
+    if pp_rank == plan.layout.pipeline - 1:
         most = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed:
             times = 2 if loss_tokens > most else 1
-            yield over(loss_tokens * model.hidden_size * wire)
+            yield over(loss_tokens * model.hidden_size * plan.activation_itemsize)
             yield over(loss_tokens * 3 * 4, times)
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
-    tokens = values // model.hidden_size
-    gathered = tokens * plan.itemsize * features * num_blocks // plan.size.blocks(model)
-    if gathered:
+    blocks, of_model = len(plan.rank_blocks(pp_rank)), plan.size.blocks(model)
+    if gathered := tokens * plan.itemsize * features * blocks // of_model:
         yield _collective(plan, "all_gather", ("tensor",), gathered)
 
 
+def _summed_activations(
+    plan: StepPlan, recomputes: bool, pp_rank: int
+) -> Iterator[tuple[int, int]]:
+    """Yield what a rank's blocks and embedding sum over the tensor axis: bytes per token, times.
+
+    Per block two all-reduces of products forward, and two backward of what flows between blocks
+    (arXiv:1909.08053); in a mixture of experts others, and one within linear attention.
+    """
+    size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
+    usual = [BlockAllReduces(FORWARD_SUMS, BACKWARD_SUMS)] * size.blocks(plan.model)
+    sums = [(size.sums or usual)[block] for block in plan.rank_blocks(pp_rank)]
+    forward, routed = sum(block.forward for block in sums), sum(block.routed for block in sums)
+    backward, is_first = sum(block.backward for block in sums), pp_rank == 0
+    # A block that runs again does its first sums again, and stops before its last.
+    again = max(0, forward - len(sums)) if recomputes else 0
+    # A frozen embedding, behind which no norm is trained, needs no gradient from the first block.
+    unneeded = sums[0].of_input and is_first and not size.trains_block_input
+    yield hidden * plan.itemsize, forward - routed + again
+    # Experts give values of the dtype of what flows between blocks, and are a block's last sum.
+    yield hidden * wire, routed + backward - unneeded
+    inner = sum(block.inner_features for block in sums)
+    yield wire * inner, int(inner > 0)
+    # What routers get back for each expert of a token, in fp32.
+    yield num_chosen_experts(plan.model) * 4, routed
+    yield hidden * (plan.itemsize if plan.gathers_cast else wire), int(is_first)
+
+
 def expert_messages(
-    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, place: int = 0
+    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of tokens to experts that are dealt over ranks, and back.
 
@@ -210,10 +214,8 @@ def expert_messages(
     """
     if plan.layout.expert == 1:
         return
-    over, mixtures = (
-        partial(_collective, plan, "all_to_all", ("expert",)),
-        plan.num_mixture_blocks(place),
-    )
+    over = partial(_collective, plan, "all_to_all", ("expert",))
+    mixtures = plan.num_mixture_blocks(pp_rank)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
     rows = plan.values(computed) * num_chosen_experts(plan.model)
     yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))

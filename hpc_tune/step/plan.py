@@ -5,7 +5,6 @@
 Engines do what it says; messages, memory and seconds are predicted from it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -74,47 +73,121 @@ class StepPlan:
             num_router_sums(built.routers),
         )
 
+    # -- What a rank holds.
+
     @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP2 holds weights."""
         is_zero = self.parallel.zero_stage is not None
         return not is_zero and uses_fsdp(self.layout.shard, self.parallel)
 
+    @cached_property
+    def stages(self) -> list[range]:
+        """The decoder blocks of each stage; rank p of the pipeline axis has stages p, p + P, ..."""
+        num_blocks = self.size.blocks(self.model)
+        if self.layout.pipeline == 1:
+            return [range(num_blocks)]
+        blocks = [w for w in self.size.weights if w.part == "blocks"]
+        routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
+        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_expert_share(self.model))
+        settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
+        return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
+
+    def rank_blocks(self, pp_rank: int) -> list[int]:
+        """Return the decoder blocks of the ``pp_rank``-th rank of the pipeline axis."""
+        return [block for stage in self.stages[pp_rank :: self.layout.pipeline] for block in stage]
+
+    def num_mixture_blocks(self, pp_rank: int) -> int:
+        """Return how many of a rank's decoder blocks have routed experts."""
+        routed = [weights for weights in self.size.weights if weights.kind == ROUTED]
+        return sum(
+            any(not w.by_block or w.by_block[block] for w in routed)
+            for block in self.rank_blocks(pp_rank)
+        )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return bool(self.model.tie_word_embeddings)
+
+    def rank_weights(self, pp_rank: int) -> list[WeightGroup]:
+        """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
+
+        Of the pipeline axis the first rank has the embedding, the last the head.
+        """
+        layout, num_blocks = self.layout, self.size.blocks(self.model)
+        is_first, is_last = pp_rank == 0, pp_rank == layout.pipeline - 1
+        holds = {"blocks": True, "embedding": is_first or (is_last and self.is_tied)}
+        held = []
+        for weights in self.size.weights:
+            if not holds.get(weights.part, is_last):
+                continue
+            part = weights.num_values
+            if weights.part == "blocks":
+                part = weights.num_values_in(self.rank_blocks(pp_rank), num_blocks)
+            dealt = layout.expert if weights.kind == ROUTED else 1
+            ways = dealt * (layout.tensor if weights.role in SLICES else 1)
+            num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
+            shape = weights.row_shard_shape(
+                dealt * (layout.tensor if weights.role == "slice" else 1)
+            )
+            cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
+            held.append(cut)
+        return held
+
+    def is_expert_parallel(self, kind: str) -> bool:
+        """Whether weights of a kind are experts that are dealt over ranks of the shard axis."""
+        return self.layout.expert > 1 and kind == ROUTED
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether experts are dealt, and FSDP2 has them: to shard those of a rank, or to cast them.
+
+        torch's grouped products know no autocast.
+        """
+        return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
+
+    def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
+        """Whether every rank keeps all of a parameter where FSDP2 shards the others.
+
+        Adapters stay whole, and so do norms and biases of weights that are gathered in bf16: it has
+        no number between 1 and 1.0078, and norms are computed with in fp32 as elsewhere.
+        """
+        return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
+
+    def is_sharded(self, weights: WeightGroup) -> bool:
+        """Whether FSDP2 shards these."""
+        if self.is_expert_parallel(weights.kind) and not self.shards_experts:
+            return False
+        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+
+    def shard_axis(self, kind: str) -> str:
+        """Return over which axis weights of a kind are sharded: dealt experts by a part of it."""
+        return "expert_shard" if self.is_expert_parallel(kind) else "shard"
+
+    def num_shards(self, weights: WeightGroup) -> int:
+        """Return over how many ranks these are sharded."""
+        if not self.is_sharded(weights):
+            return 1
+        return self.layout.size_of([self.shard_axis(weights.kind)])
+
+    def with_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
+        """Return ``num`` values or bytes of a rank's weights with what FSDP2 pads shards with."""
+        return weights.padded(
+            num, self.num_shards(weights), along_any=self.is_expert_parallel(weights.kind)
+        )
+
+    def num_fsdp_units(self, pp_rank: int) -> int:
+        """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
+        experts = self.num_mixture_blocks(pp_rank) if self.shards_experts else 0
+        return -(-len(self.rank_blocks(pp_rank)) // self.parallel.blocks_per_unit) + 1 + experts
+
+    # -- What a rank computes.
+
     @property
     def casts_weights(self) -> bool:
         """Whether trained weights have more bytes than products, and are cast for each."""
         return self.size.is_full and self.itemsize < self.size.trained_itemsize
-
-    @property
-    def gathers_cast(self) -> bool:
-        """Whether shards are cast to the dtype of products before they are gathered."""
-        return self.uses_fsdp and self.casts_weights
-
-    @property
-    def activation_itemsize(self) -> int:
-        """Bytes of a value between two blocks: as weights are stored, where all are trained."""
-        return self.size.activation_itemsize(self.itemsize)
-
-    @property
-    def only_replicates(self) -> bool:
-        """Whether no message is sent before gradients are added up: each rank holds all weights."""
-        return self.layout.replicate == self.layout.size and not self.uses_fsdp
-
-    @property
-    def overlaps_gradient_sums(self) -> bool:
-        """Whether gradients are added up beside the last backward pass: it sends nothing else."""
-        return self.only_replicates
-
-    @property
-    def num_gradient_pieces(self) -> int:
-        """About how many pieces gradients are then added up in."""
-        return math.ceil(self.size.trained_bytes / GRADIENT_PIECE_BYTES)
-
-    @property
-    def spreads_gradients(self) -> bool:
-        """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
-        shards = (self.size.is_full and self.uses_fsdp) or self.layout.expert > 1
-        return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def skips_empty(self, training: bool = True) -> bool:
         """Whether a rank skips a micro-batch without loss: no other waits for its messages."""
@@ -137,21 +210,43 @@ class StepPlan:
         kept = [micro for micro in micros if micro[1] or not self.skips_empty()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
 
-    def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
-        """Whether every rank keeps all of a parameter where FSDP2 shards the others.
+    def values(self, computed: Sequence[MicroTokens]) -> int:
+        """Return the values between two blocks: tokens with padding x hidden."""
+        return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
 
-        Adapters stay whole, and so do norms and biases of weights that are gathered in bf16: it has
-        no number between 1 and 1.0078, and norms are computed with in fp32 as elsewhere.
+    def num_updated_values(self, pp_rank: int) -> int:
+        """Return how many values a rank's optimizer updates."""
+        return sum(
+            self.with_fsdp_padding(weights, weights.num_values) // self.num_shards(weights)
+            for weights in self.rank_weights(pp_rank)
+            if weights.is_trained
+        )
+
+    # -- What a rank sends.
+
+    @property
+    def gathers_cast(self) -> bool:
+        """Whether shards are cast to the dtype of products before they are gathered."""
+        return self.uses_fsdp and self.casts_weights
+
+    @property
+    def activation_itemsize(self) -> int:
+        """Bytes of a value between two blocks: as weights are stored, where all are trained."""
+        return self.size.activation_itemsize(self.itemsize)
+
+    @property
+    def only_replicates(self) -> bool:
+        """Whether each rank holds all weights: no message is sent before gradients are added up.
+
+        That is done beside the last backward pass.
         """
-        return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
+        return self.layout.replicate == self.layout.size and not self.uses_fsdp
 
-    def is_expert_parallel(self, kind: str) -> bool:
-        """Whether weights of a kind are experts that are dealt over ranks of the shard axis."""
-        return self.layout.expert > 1 and kind == ROUTED
-
-    def shard_axis(self, kind: str) -> str:
-        """Return over which axis weights of a kind are sharded: dealt experts by a part of it."""
-        return "expert_shard" if self.is_expert_parallel(kind) else "shard"
+    @property
+    def spreads_gradients(self) -> bool:
+        """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
+        shards = (self.size.is_full and self.uses_fsdp) or self.layout.expert > 1
+        return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def reducing_axes(self, is_partial: bool, is_dealt: bool = False) -> tuple[str, ...]:
         """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
@@ -161,100 +256,3 @@ class StepPlan:
         if is_dealt:
             return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")
-
-    def values(self, computed: Sequence[MicroTokens]) -> int:
-        """Return the values between two blocks: tokens with padding x hidden."""
-        return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the embedding is the head too."""
-        return bool(self.model.tie_word_embeddings)
-
-    @cached_property
-    def stages(self) -> list[range]:
-        """The decoder blocks of each stage; rank p of the pipeline axis has stages p, p + P, ..."""
-        num_blocks = self.size.blocks(self.model)
-        if self.layout.pipeline == 1:
-            return [range(num_blocks)]
-        blocks = [w for w in self.size.weights if w.part == "blocks"]
-        routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
-        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_expert_share(self.model))
-        settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
-        return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
-
-    def rank_blocks(self, place: int) -> list[int]:
-        """Return the decoder blocks of a rank at ``place`` on the pipeline axis."""
-        return [block for stage in self.stages[place :: self.layout.pipeline] for block in stage]
-
-    def num_mixture_blocks(self, place: int) -> int:
-        """Return how many of a rank's decoder blocks have routed experts."""
-        routed = [weights for weights in self.size.weights if weights.kind == ROUTED]
-        return sum(
-            any(not w.by_block or w.by_block[block] for w in routed)
-            for block in self.rank_blocks(place)
-        )
-
-    def rank_weights(self, place: int) -> list[WeightGroup]:
-        """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
-
-        ``place``: its own on the pipeline axis. The first has the embedding, the last the head.
-        """
-        layout, num_blocks = self.layout, self.size.blocks(self.model)
-        is_first, is_last = place == 0, place == layout.pipeline - 1
-        holds = {"blocks": True, "embedding": is_first or (is_last and self.is_tied)}
-        held = []
-        for weights in self.size.weights:
-            if not holds.get(weights.part, is_last):
-                continue
-            part = weights.num_values
-            if weights.part == "blocks":
-                part = weights.num_values_in(self.rank_blocks(place), num_blocks)
-            dealt = layout.expert if weights.kind == ROUTED else 1
-            ways = dealt * (layout.tensor if weights.role in SLICES else 1)
-            num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
-            shape = weights.row_shard_shape(
-                dealt * (layout.tensor if weights.role == "slice" else 1)
-            )
-            cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
-            held.append(cut)
-        return held
-
-    def is_sharded(self, weights: WeightGroup) -> bool:
-        """Whether FSDP2 shards these."""
-        if self.is_expert_parallel(weights.kind) and not self.shards_experts:
-            return False
-        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
-
-    @property
-    def shards_experts(self) -> bool:
-        """Whether experts are dealt, and FSDP2 has them: to shard those of a rank, or to cast them.
-
-        torch's grouped products know no autocast.
-        """
-        return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
-
-    def num_shards(self, weights: WeightGroup) -> int:
-        """Return over how many ranks these are sharded."""
-        if not self.is_sharded(weights):
-            return 1
-        return self.layout.size_of([self.shard_axis(weights.kind)])
-
-    def padded(self, weights: WeightGroup, num: int) -> int:
-        """Return ``num`` values or bytes of a rank's weights with what FSDP2 pads shards with."""
-        return weights.padded(
-            num, self.num_shards(weights), along_any=self.is_expert_parallel(weights.kind)
-        )
-
-    def num_fsdp_units(self, place: int) -> int:
-        """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
-        experts = self.num_mixture_blocks(place) if self.shards_experts else 0
-        return -(-len(self.rank_blocks(place)) // self.parallel.blocks_per_unit) + 1 + experts
-
-    def num_updated_values(self, place: int) -> int:
-        """Return how many values a rank's optimizer updates."""
-        return sum(
-            self.padded(weights, weights.num_values) // self.num_shards(weights)
-            for weights in self.rank_weights(place)
-            if weights.is_trained
-        )

@@ -216,8 +216,8 @@ for folder, ranks, rank, settings in json.loads(sys.argv[1]):
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [train_step(engine, batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
-    place = layout.coordinates(rank).pipeline
-    print(json.dumps([*sent, expected_bytes(plan, micros, place=place)]))
+    pp_rank = layout.coordinates(rank).pipeline
+    print(json.dumps([*sent, expected_bytes(plan, micros, pp_rank=pp_rank)]))
 """
 FULL, LORA = "tune.method=full", "tune.method=lora"
 FP32, BF16 = "model.dtype=fp32", "model.dtype=bf16"
