@@ -146,12 +146,9 @@ class ZeroEngine:
         self._watch.attach([built.module], device)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
-            # DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for
-            # the passes of an evaluation that is over, or for a tied weight twice.
-            coordinator = self._zero.parameter_offload.get_param_coordinator()
-            coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
+            zero_state.prevent_prefetching(self._zero)
         if self._stage == 3 and parallel.recompute == "selective":
-            zero_state.hide_gathering(self._zero.parameter_offload.get_param_coordinator())
+            zero_state.hide_gathering(self._zero)
         named = built.module.named_parameters()
         self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
         self._partitions = zero_state.find_partitions(self._zero, self._stage, self._trained)
@@ -234,7 +231,7 @@ class ZeroEngine:
         )
         reserve = self._settings.reserve
         if self._stage == 3:
-            self._zero._partition_all_parameters()
+            zero_state.release_gathered(self._zero)
         for buffer in self._partitions:
             with zero_state.writable_state(self._zero, self._stage, buffer, reserve) as state:
                 for span in buffer.spans:
@@ -252,18 +249,7 @@ class ZeroEngine:
         self._engine.set_gradient_accumulation_boundary(True)
         with self._collectives.uncounted():
             self._backward(batch, 1.0)
-        zero = self._zero
-        zero.zero_grad(set_to_none=True)
-        offloaded = zero.offload_optimizer if self._stage == 3 else zero.cpu_offload
-        if offloaded:
-            zero.reset_cpu_buffers()
-        if self._stage < 3:
-            zero._release_preflattened_grad_buffers()
-            zero.micro_step_id = -1
-            for number in list(zero.averaged_gradients):
-                zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
-        elif not offloaded:
-            zero.averaged_gradients = {}
+        zero_state.drop_gradients(self._zero, self._stage)
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
         by_reference = (

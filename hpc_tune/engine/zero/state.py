@@ -3,7 +3,7 @@
 ZeRO concatenates flattened tensors and gives each rank a run of consecutive values. Such a run is a
 few boxes (the rest of a row, whole rows, the start of a row), and boxes are what model files and
 checkpoints are read and written by. So each rank reads and writes its own values and nothing is
-gathered.
+gathered. What DeepSpeed (0.19.8) keeps private of its optimizers is used in this file alone.
 
     FlatSpan: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
     split_into_boxes: the boxes of such a run, in the order of the values
@@ -250,12 +250,43 @@ def saving_weights_by_reference() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def hide_gathering(coordinator: Any) -> None:
+def drop_gradients(zero: Any, stage: int) -> None:
+    """Forget what backward passes have left since the last update."""
+    zero.zero_grad(set_to_none=True)
+    offloaded = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+    if offloaded:
+        zero.reset_cpu_buffers()
+    if stage < 3:
+        zero._release_preflattened_grad_buffers()
+        zero.micro_step_id = -1
+        for number in list(zero.averaged_gradients):
+            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+    elif not offloaded:
+        zero.averaged_gradients = {}
+
+
+def release_gathered(zero: Any) -> None:
+    """Let each rank have its own part of stage 3's weights alone."""
+    zero._partition_all_parameters()
+
+
+def prevent_prefetching(zero: Any) -> None:
+    """Let stage 3 read weights from NVMe as they are needed.
+
+    DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for the passes
+    of an evaluation that is over, or for a tied weight twice.
+    """
+    coordinator = zero.parameter_offload.get_param_coordinator()
+    coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
+
+
+def hide_gathering(zero: Any) -> None:
     """Hide stage 3's gathering of weights from selective recompute.
 
     That counts the operations within a block, and fails where the forward pass gathers a weight
     that is still there when the block is recomputed, or the other way round.
     """
+    coordinator = zero.parameter_offload.get_param_coordinator()
     for name in ("fetch_sub_module", "release_sub_module"):
         setattr(coordinator, name, without_dispatch_modes(getattr(coordinator, name)))
 

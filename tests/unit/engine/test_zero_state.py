@@ -1,4 +1,7 @@
+import inspect
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.zero import state
 from hpc_tune.engine.zero.engine import _set_up_deepspeed
 from hpc_tune.engine.zero.state import FlatSpan, fill_span, span_regions, split_into_boxes
 from hpc_tune.errors import ConfigError
@@ -73,3 +77,18 @@ def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
         _set_up_deepspeed(
             torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False
         )
+
+
+def test_deepspeed_has_the_private_methods_that_are_called():
+    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3").DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    text = Path(state.__file__).read_text()
+    called = set(re.findall(r"zero\.(_\w+)\(", text))
+    assert len(called) == 7
+    assert called <= {*dir(stage3), *dir(DeepSpeedZeroOptimizer)}
+    [prefetch] = re.findall(r"coordinator\.(_\w+) =", text)
+    assert prefetch in inspect.getsource(PartitionedParameterCoordinator).replace(
+        "self.__", "self._PartitionedParameterCoordinator__"
+    )
