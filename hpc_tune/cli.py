@@ -23,7 +23,7 @@ from hpc_tune.config.load import (
     mask_secrets,
 )
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
-from hpc_tune.log import configure, log, print_line
+from hpc_tune.log import configure_logging, log, print_line
 from hpc_tune.packages import find_shadowing_packages
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
@@ -33,7 +33,7 @@ _PROG = "python -m hpc_tune"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    configure(rank_hint(os.environ))
+    configure_logging(rank_hint(os.environ))
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]

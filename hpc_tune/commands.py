@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hpc_tune.config.chat_templates import NAMED_TEMPLATES
-from hpc_tune.config.constraints import check, check_job
+from hpc_tune.config.constraints import check_config, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, ask_on_terminal, collect_answers, write_config
 from hpc_tune.config.load import cached_path, describe_fields, find_variables, is_tiny
@@ -233,13 +233,13 @@ def convert(options: Namespace) -> int:
 )
 def supervise(options: Namespace) -> int:
     """In a batch job, start the ranks, restart them after a failure, and requeue the job."""
-    from hpc_tune.cluster.nodes import Nodes
+    from hpc_tune.cluster.nodes import JobNodes
     from hpc_tune.cluster.schedulers import choose_section
     from hpc_tune.supervise import Supervisor
 
     config, launch = options.config, [*options.launch, *options.python]
     job = choose_section(config.slurm, config.pbs, os.environ)
-    nodes = Nodes(launch, os.environ, job, config.parallel)
+    nodes = JobNodes(launch, os.environ, job, config.parallel)
     arguments, run = _arguments_for(options), config.run
     return Supervisor(
         launch, arguments, Path(run.dir), options.requeue, run.report, nodes=nodes
@@ -370,20 +370,23 @@ def plan(options: Namespace) -> int:
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
-        named = options.measured, options.hardware
+        named = options.from_links, options.hardware
         choice, machine, config = search.choose_for_command(config, machine, *named)
         if options.json:
             print(search.as_json(choice))
             return EXIT_DONE
         print("\n".join([*search.as_lines(choice), ""]))
-    elif options.measured or options.hardware:
+    elif options.from_links or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
     how = machine, options.save, options.masked
 
     def fits_with(changes: Mapping[str, Any]) -> bool:
         changed = config.changed(changes)
         try:
-            return set(check(changed)) <= set(check(config)) and make_plan(changed, *how).fits
+            return (
+                set(check_config(changed)) <= set(check_config(config))
+                and make_plan(changed, *how).fits
+            )
         except ConfigError:
             return False
 

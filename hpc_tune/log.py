@@ -51,7 +51,7 @@ class _RankFile(logging.FileHandler):
         """Do nothing."""
 
 
-def configure(rank: int) -> None:
+def configure_logging(rank: int) -> None:
     """Send this process's log to stderr; ranks above 0 keep only their own warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RankFormatter(rank))

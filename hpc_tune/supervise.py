@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from hpc_tune.cluster.launchers import why_command_failed
-from hpc_tune.cluster.nodes import LauncherLines, Nodes, find_lost_hosts
+from hpc_tune.cluster.nodes import JobNodes, LauncherLines, find_lost_hosts
 from hpc_tune.cluster.schedulers import find_job, find_job_end, leave_before_s
 from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.load import mask_secrets
@@ -180,7 +180,7 @@ class Supervisor:
         requeue: Sequence[str] | None = None,
         report: bool = True,
         environ: Mapping[str, str] = os.environ,
-        nodes: Nodes | None = None,
+        nodes: JobNodes | None = None,
     ) -> None:
         """Take the command: ``launch`` (srun or mpirun with options, and a Python) before
         ``-m hpc_tune train arguments``.
@@ -191,7 +191,7 @@ class Supervisor:
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._arguments = list(arguments)
-        self._nodes = nodes or Nodes(launch, {})
+        self._nodes = nodes or JobNodes(launch, {})
         self._report = report
         self._run_dir, self._requeue = run_dir, list(requeue or [])
         self._job = job = find_job(environ)
@@ -200,7 +200,7 @@ class Supervisor:
         self._end_s = find_job_end(environ, ask=True)
         self._leave_before_s = leave_before_s(environ, _ASK_S)
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._asked: int | None = None
+        self._stop_signal: int | None = None
 
     def run(self) -> int:
         """Start until it is done, requeued or given up; return the exit code of the job.
@@ -224,7 +224,7 @@ class Supervisor:
             if lost is not None and owner.has_ended(self._run_dir):
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
-            start = self._start()
+            start = self._run_once()
             if start.status == _REFUSED:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER
@@ -235,7 +235,7 @@ class Supervisor:
             _append_start(self._run_dir, starts[-1])
             following, why = self._decide(starts)
             log.info("%s", self._describe_decision(starts[-1], following, why))
-            if self._report and following in ("again", "give up") and self._asked is None:
+            if self._report and following in ("again", "give up") and self._stop_signal is None:
                 write_report(self._run_dir)
             match following:
                 case "done":
@@ -244,7 +244,7 @@ class Supervisor:
                     return self._requeue_job()
                 case "give up":
                     return starts[-1].exit_code or EXIT_FAILED
-            if self._asked is not None:
+            if self._stop_signal is not None:
                 return EXIT_RESUMABLE
 
     def _decide(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
@@ -268,7 +268,7 @@ class Supervisor:
         ended = f"{saved}; the job was ended from outside ({last.reason})"
         return f"{ended}. If {who} requeues it, it goes on from there"
 
-    def _start(self) -> StartRecord:
+    def _run_once(self) -> StartRecord:
         """Run the ranks once, and return how that ended."""
         before, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
         command, without = self._nodes.command(), dict(self._nodes.left_out)
@@ -297,13 +297,23 @@ class Supervisor:
         if status == _REFUSED and (user := find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
-        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
+        asked = self._stop_signal == signal.SIGUSR1 or reason in (
+            "SIGUSR1",
+            "time limit",
+            _PREEMPTED,
+        )
         newest = _newest_step(self._run_dir)
         start = StartRecord(from_step, newest, status, reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
         start = replace(start, lost_nodes=lost, error=error)
         has_failed = status == "failed" or reason.endswith(_SENT_BY_LAUNCHER)
-        if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
+        if (
+            lost
+            or not has_failed
+            or asked
+            or exit_code == EXIT_USER
+            or self._stop_signal is not None
+        ):
             return start
         return replace(start, lost_nodes=self._exclude_suspects(start, told, lines))
 
@@ -341,9 +351,9 @@ class Supervisor:
             preexec_fn=_stop_with_parent(),
         )
         reader = lines.copy(self._launcher.stderr) if self._launcher.stderr is not None else None
-        if self._asked is not None:
+        if self._stop_signal is not None:
             self._forward()  # the signal came meanwhile
-        code = self._wait(self._launcher, before)
+        code = self._wait_for_launcher(self._launcher, before)
         if reader is not None:
             reader.join(_READ_S)
         self._nodes.end_steps()
@@ -358,7 +368,7 @@ class Supervisor:
         certain: Collection[str] = (),
     ) -> bool:
         """Leave out those of ``nodes`` that are lost or accused; return whether they alone are to
-        blame. See ``Nodes.examine``.
+        blame. See ``JobNodes.examine``.
         """
         found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
         facts.report_excluded_nodes(self._run_dir, found)
@@ -366,15 +376,18 @@ class Supervisor:
 
     def _end_reason(self, status: str, reason: str) -> str:
         """Return why the ranks ended: for a signal, by who has sent it."""
-        if self._asked is not None and signal.Signals(self._asked).name in _OUTSIDE_SIGNALS:
-            return signal.Signals(self._asked).name
+        if (
+            self._stop_signal is not None
+            and signal.Signals(self._stop_signal).name in _OUTSIDE_SIGNALS
+        ):
+            return signal.Signals(self._stop_signal).name
         job = self._job
         if status != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; the user did not.
         return f"{reason}{_SENT_BY_LAUNCHER}" if reason in _OUTSIDE_SIGNALS else reason
 
-    def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
+    def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever once outcome.json is written."""
         ended_s = None
         while (code := child.poll()) is None:
@@ -384,7 +397,7 @@ class Supervisor:
             if ended_s is None and _outcome_stamp(self._run_dir) not in (None, before):
                 ended_s = now_s
             left_s = None if self._end_s is None else self._end_s - now_s
-            if left_s is not None and left_s < self._leave_before_s and self._asked is None:
+            if left_s is not None and left_s < self._leave_before_s and self._stop_signal is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", left_s)
                 self._on_signal(signal.SIGUSR1)
             lingers = ended_s is not None and now_s - ended_s > self._linger_s()
@@ -402,7 +415,7 @@ class Supervisor:
         return min(_LINGER_S, _LINGER_FAILED_S) if has_failed else _LINGER_S
 
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        self._asked = number
+        self._stop_signal = number
         self._forward()
 
     def _forward(self) -> None:

@@ -122,7 +122,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     trials: Any = varlen_attention
     trials.kernel_fault = lambda *_, **__: ""  # it computes
     trials = float8_base
-    trials.no_float8_products = lambda *_: "" if card.multiplies_e4m3 else "none"
+    trials.why_no_float8_matmuls = lambda *_: "" if card.multiplies_e4m3 else "none"
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)
     device = torch.device("cuda", 0)

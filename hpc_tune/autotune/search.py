@@ -201,7 +201,7 @@ def search_layout(
             f"how fast ranks compute is not known: name a cluster, --hardware {_cluster_names()}"
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
-    network = Network.measured(measured.links, measured.nodes)
+    network = Network.from_links(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
     may_deal = allows_expert(asked, config.train)
     num_experts = require_shardable_experts(built.module, asked.expert) if may_deal else 1
@@ -456,12 +456,12 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     """
     nodes = tuple(peer.node for peer in comm.roster)
     links = measure_pairs(comm, LINKS_TIME_S)
-    order = ring_order(Network.measured(links, nodes))
+    order = ring_order(Network.from_links(links, nodes))
     ordered = regroup(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
     ordered = ordered.with_step_timeout()
     links = replace(links, collectives=measure_collectives(ordered), order=order)
-    network, seq_len = Network.measured(links, nodes), config.data.seq_len
+    network, seq_len = Network.from_links(links, nodes), config.data.seq_len
     dtype = compute_dtype(config.model.dtype, ordered.device)
     with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
         sections = (config.parallel, config.optim)

@@ -115,7 +115,7 @@ class LaunchCommand:
     told: str = ""
 
 
-class Nodes:
+class JobNodes:
     """The nodes of one job and its launcher. ``left_out`` are those that are not used, and why."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Nodes:
         return [node for node in self._job_nodes if node not in self.left_out]
 
     @property
-    def _wanted(self) -> int:
+    def _num_wanted(self) -> int:
         return max(1, len(self._job_nodes) - self.spares)
 
     def why_too_few(self) -> str | None:
@@ -192,16 +192,16 @@ class Nodes:
         shared = OVERLAP_VARIABLES if self._shares_steps else {}
         if not self.can_choose_nodes or not (self.left_out or self.spares):
             return LaunchCommand(self._launch, shared, list(self._job_nodes))
-        use = self._usable[: self._wanted]
+        use = self._usable[: self._num_wanted]
         axes: dict[str, int] | None = {}
-        if len(use) < self._wanted:
+        if len(use) < self._num_wanted:
             while (axes := self._fit_layout(use)) is None and len(use) > self._least:
                 use.pop()
         words = self._command_words({node: self._counts[node] for node in use}, "hosts")
-        missing = self._wanted - len(use)
+        missing = self._num_wanted - len(use)
         settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
         num_ranks = self._num_ranks(use)
-        told = f"on {len(use)} of {self._wanted} nodes, {count_of(num_ranks, 'rank')}"
+        told = f"on {len(use)} of {self._num_wanted} nodes, {count_of(num_ranks, 'rank')}"
         told += f", with {' '.join(settings)}" if settings else ""
         return LaunchCommand(words, shared, use, missing, settings, told if missing else "")
 
@@ -282,7 +282,7 @@ class Nodes:
     def _swap_in_spare(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
         """Where nothing says which node is at fault: none at first, then one for a spare."""
         self._num_unexplained = 1 if progressed else self._num_unexplained + 1
-        if self._num_unexplained < 2 or len(self._usable) <= self._wanted:
+        if self._num_unexplained < 2 or len(self._usable) <= self._num_wanted:
             return {}
         self._num_swapped += 1
         node = used[-1 - (self._num_swapped - 1) % len(used)]
@@ -297,8 +297,8 @@ class Nodes:
         given = {node: count for node, count in self._job_nodes.items() if count is not None}
         if len(given) == len(self._job_nodes) and number in (None, sum(given.values())):
             return given
-        if each is None and number is not None and number % self._wanted == 0:
-            each = number // self._wanted
+        if each is None and number is not None and number % self._num_wanted == 0:
+            each = number // self._num_wanted
         return {} if each is None else dict.fromkeys(self._job_nodes, each)
 
     def _num_ranks(self, nodes: Sequence[str]) -> int:

@@ -112,7 +112,7 @@ def find_granted_gpus(environ: Environ) -> str:
     given = {
         n: environ[n]
         for n in (*_GRANT_VARIABLES, *VISIBILITY_VARIABLES)
-        if not _is_none(environ.get(n, ""))
+        if not _means_no_gpu(environ.get(n, ""))
     }
     if given.get(_COUNT) == "0":
         del given[_COUNT]
@@ -143,7 +143,7 @@ def _hiding_variables(environ: Environ) -> list[str]:
     return [
         f"{name}={environ[name]}"
         for name in VISIBILITY_VARIABLES
-        if _is_none(environ.get(name, "x"))
+        if _means_no_gpu(environ.get(name, "x"))
     ]
 
 
@@ -212,7 +212,7 @@ def _clause(why: str) -> str:
     return f", and it does not start ({why})" if why else ", and torch sees none of them"
 
 
-def _is_none(value: str) -> bool:
+def _means_no_gpu(value: str) -> bool:
     return value.strip().lower() in _NO_GPU_VALUES
 
 

@@ -14,7 +14,7 @@ from hpc_tune.units import format_seconds
 _MIN_COMPILED_STEPS = 50  # steps
 
 
-def check(config: RunConfig) -> list[str]:
+def check_config(config: RunConfig) -> list[str]:
     """Return what is wrong with a configuration whose fields are each valid."""
     parallel, tune, train = config.parallel, config.tune, config.train
     of_zero = _check_zero_unused(parallel)

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from hpc_tune.config.constraints import check
+from hpc_tune.config.constraints import check_config
 from hpc_tune.config.data import HeldOutSource, TrainedSource
 from hpc_tune.config.optim import OptimConfig, auto_lr
 from hpc_tune.config.schema import RunConfig
@@ -216,7 +216,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
             _list_problems([*problems, *explain_errors(error.errors(), source)])
         ) from None
     secrets = find_secrets(flatten(config.model_dump()))
-    if problems := [*problems, *check(config), *secrets]:
+    if problems := [*problems, *check_config(config), *secrets]:
         raise ConfigError(_list_problems(problems))
     optim = _resolve_auto_lr(config.optim, config.tune)
     return config.model_copy(update={"optim": optim})

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hpc_tune.config.constraints import check
+from hpc_tune.config.constraints import check_config
 from hpc_tune.config.load import explain_errors, text_fields
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
@@ -426,7 +426,7 @@ def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     except ValidationError as error:
         problems = explain_errors(error.errors(), "their config")
     else:
-        problems = check(config)
+        problems = check_config(config)
     if problems:
         raise ConfigError("hpc_tune does not accept these values:\n  " + "\n  ".join(problems))
     return {

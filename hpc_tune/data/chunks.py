@@ -362,7 +362,7 @@ def _advise_on_bad_row(problem: str, reading: Reading, is_first: bool) -> str:
     return "; data.bad_rows=skip leaves such rows out, and counts them"
 
 
-def identity(paths: Paths) -> str:
+def source_identity(paths: Paths) -> str:
     """Return a hash of the source's paths and sizes, and of when its files were changed.
 
     The time of change is the file system's own: what edits a file in place may set its modification

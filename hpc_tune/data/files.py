@@ -4,7 +4,7 @@
 
 A folder is searched with its sub-folders. It may be as ``hf download`` leaves it (a card and a
 licence beside the data, splits named by the card or by file names) or as ``save_to_disk`` of
-datasets does. What is left out is never silent: callers log ``Found.left_out``.
+datasets does. What is left out is never silent: callers log ``FoundFiles.left_out``.
 """
 
 import difflib

@@ -314,7 +314,7 @@ class Loader:
         return [batch.pinned() for batch in batches], stop
 
 
-class HeldOut:
+class HeldOutRows:
     """A fixed sample of held-out rows, packed once: the same ones whatever the world."""
 
     def __init__(

@@ -32,7 +32,7 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.data.chats import LossOn
-from hpc_tune.data.chunks import Chunk, hash_file_ends, identity, list_chunks, read_chunk
+from hpc_tune.data.chunks import Chunk, hash_file_ends, list_chunks, read_chunk, source_identity
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
 from hpc_tune.data.encode import Encoder, PreferenceEncoder, make_encoder
 from hpc_tune.data.files import Paths, as_list, join_paths
@@ -311,7 +311,7 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
         version = VERSION
         del values["reading"]["form"]
     meaning = _LABELS_MEANING_VERSION if settings.reading.form == "labels" else _MEANING_VERSION
-    facts = [version, meaning, __version__, identity(paths), tokenizer, *values.values()]
+    facts = [version, meaning, __version__, source_identity(paths), tokenizer, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

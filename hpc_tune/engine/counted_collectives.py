@@ -24,7 +24,7 @@ class CountedCollectives:
     """Does the collectives of one rank and keeps count. ``None`` as a group means the world.
 
     Seconds are those in which this rank, or the stream of its GPU that computes, waits for
-    messages; what compute hides is none of them. See ``waits.py`` for those of FSDP2.
+    messages; what compute hides is none of them. Those of FSDP2 are in the last section.
     """
 
     def __init__(self, device: torch.device) -> None:

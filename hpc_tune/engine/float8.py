@@ -48,7 +48,7 @@ def use_float8(
 ) -> int:
     """Make the products of the blocks' base layers float8; return how many layers that are.
 
-    But those of ``exact`` (``special_linears.exact_layers``): experts would be chosen by scores of
+    But those of ``exact`` (``find_unquantised_layers``): experts would be chosen by scores of
     8 bits. It works on the meta device and inside of peft's layers, and changes no parameter's
     name. ``emulate`` rounds to float8 without the hardware, for tests.
     """

@@ -95,7 +95,7 @@ class StepProfile:
             torch.cuda.nvtx.range_pop()
         self._step_s += time.perf_counter() - began_s
 
-    def after(self, step: int, result: StepResult, data_s: float) -> None:
+    def finish_step(self, step: int, result: StepResult, data_s: float) -> None:
         """Count what the loop measured; after the last step write the files. Collective then."""
         if step not in self._steps:
             return

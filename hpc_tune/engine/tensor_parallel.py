@@ -85,7 +85,7 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
         elif style == EXPERTS:
             slicer.experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
-            slicer.columns(module, gather=style == "colwise_gather_output")
+            slicer.colwise(module, gather=style == "colwise_gather_output")
             if has_gathered_input(name, style):
                 module.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
                 continue
@@ -94,7 +94,7 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
                 seen.add(parent)
                 parent.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
         elif style is not None:
-            slicer.rows(module, split=style == "rowwise_split_input")
+            slicer.rowwise(module, split=style == "rowwise_split_input")
     if built.module.first_stage:
         slicer.embedding(lm.get_input_embeddings())
     if built.module.last_stage:
@@ -120,7 +120,7 @@ class _Slicer:
         self.partial: set[nn.Parameter] = set()
         self._cuts: dict[nn.Parameter, nn.Parameter] = {}
 
-    def columns(self, layer: Any, gather: bool) -> None:
+    def colwise(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
         base, adapters = split_adapters(layer)
         self._cut(base, "weight", 0)
@@ -131,7 +131,7 @@ class _Slicer:
         if gather:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
-    def rows(self, layer: Any, split: bool) -> None:
+    def rowwise(self, layer: Any, split: bool) -> None:
         """W's columns are split; the outputs are partial sums, added up after the adapter's."""
         base, adapters = split_adapters(layer)
         self._cut(base, "weight", 1)
@@ -193,7 +193,7 @@ class _Slicer:
 
     def head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
-        self.columns(layer, gather=False)
+        self.colwise(layer, gather=False)
         layer.first_token = self.slices[split_adapters(layer)[0].weight].start
 
     def _cut(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:

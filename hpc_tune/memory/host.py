@@ -133,7 +133,7 @@ def find_limit(
     return tightest
 
 
-class Usage:
+class HostUsage:
     """Usage that counts against a limit, and this process's own, read ten times per second.
 
     The kernel's files stay open and only the few lines that count are parsed: a thread that wakes
@@ -251,8 +251,8 @@ class Usage:
 def used_bytes(
     limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = (), devices: Path = SYS
 ) -> int:
-    """Return the bytes in use that count against ``limit``; see ``Usage``."""
-    with closing(Usage(limit, proc, pids, devices)) as usage:
+    """Return the bytes in use that count against ``limit``; see ``HostUsage``."""
+    with closing(HostUsage(limit, proc, pids, devices)) as usage:
         return usage.used_bytes()
 
 

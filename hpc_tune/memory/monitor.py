@@ -19,8 +19,8 @@ from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.device import DeviceMemory, DeviceSample
 from hpc_tune.memory.host import (
     HostLimit,
+    HostUsage,
     PrivateMemoryLimit,
-    Usage,
     find_limit,
     own_bytes,
     shm_bytes,
@@ -122,7 +122,7 @@ class Monitor:
         self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
         self.device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
-        self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
+        self._usage, self._reading = HostUsage(self.limit, pids=self._pids), threading.Lock()
         self._heartbeat, self._heartbeat_s = heartbeat, float("-inf")
         self._leave: Callable[[MemoryShortage], None] | None = None
         self._peak_host = self._known_peak = self._expected_peak = 0
@@ -168,7 +168,7 @@ class Monitor:
         with self._reading:
             return self._usage.used_bytes()
 
-    def worst(self) -> MemorySample | None:
+    def take_peaks(self) -> MemorySample | None:
         """Return the peaks since the last call; None when switched off."""
         if self.mode == "off":
             return None
@@ -213,7 +213,7 @@ class Monitor:
         calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
         self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
 
-    def forget(self) -> None:
+    def reset_growth(self) -> None:
         """Restart the growth estimate: an action has changed memory usage."""
         self._peaks.clear()
 

@@ -9,7 +9,7 @@ from torch import nn
 from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
 from hpc_tune.model.float8_base import use_float8_matmuls
 from hpc_tune.model.grouped_experts import use_grouped_experts
-from hpc_tune.model.kernels import kernels_of
+from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
 from hpc_tune.model.loss import LossModel
 
@@ -38,7 +38,7 @@ def use_own_layers(
     adapters change. ``shares_inputs``: see ``use_lora_linear``.
     """
     mask_reason = "" if module.within_documents else "its attention needs it"
-    kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
+    kernels = choose_model_kernels(module.config, dtype, compiled, device, mask_reason)
     use_float8_matmuls(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
     if copies is not None:

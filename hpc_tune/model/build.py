@@ -165,12 +165,12 @@ class BuiltModel:
 
     @property
     def identity(self) -> str:
-        """See ``identity.identity_of``."""
+        """See ``hash_model``."""
         return hash_model(self.directory, self.index)
 
     @property
-    def sample(self) -> str:
-        """See ``identity.sample_of``; "" where a run that goes on does not need the base's values.
+    def weights_fingerprint(self) -> str:
+        """See ``fingerprint_weights``; "" where a run that goes on does not need the base's values.
 
         Full fine-tuning does where answers are compared with the model as it was.
         """

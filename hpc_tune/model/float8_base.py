@@ -173,7 +173,7 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
     But those with a side that is no multiple of 16, which the hardware asks for.
     """
     layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
-    if not layers or no_float8_products(device, layers[0].compute_dtype):
+    if not layers or why_no_float8_matmuls(device, layers[0].compute_dtype):
         return
     for layer in layers:
         sides = layer.in_features, layer.out_features
@@ -181,7 +181,7 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
 
 
 @functools.cache
-def no_float8_products(device: torch.device, dtype: torch.dtype) -> str:
+def why_no_float8_matmuls(device: torch.device, dtype: torch.dtype) -> str:
     """Return why products are not in float8 on a device: "" if they are, and a trial was right."""
     architecture = find_architecture(device)
     if architecture is None:

@@ -13,7 +13,8 @@ not know, trained weights are cast for each product, and tokens once.
 Experts that transformers decorates (``use_experts_implementation``) are replaced, in all its
 variants but with a norm behind the experts; others keep their own forward, and peft's around it.
 
-In 16 bits on a CPU adapters, whose products are narrow, are computed in fp32 (``sorted_rows.py``).
+In 16 bits on a CPU adapters, whose products are narrow, are computed in fp32
+(``grouped_matmul.py``).
 
 Shapes: T tokens, K experts of a token, S rows sorted by expert (T K, and padding), E experts, I and
 O features in and out of a product, M between the two, R the rank, padded to whole rows of 16 bytes.
@@ -118,7 +119,7 @@ class _Layer:
 
     def product(
         self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
-    ) -> "_Product":
+    ) -> "_ExpertMatmul":
         """Return the first or second product in ``dtype``, that of its stack unless it is said.
 
         A stack in 4 bits is made whole for it: the bytes of its values in the computed dtype.
@@ -134,7 +135,7 @@ class _Layer:
         adapter = None
         if a is not None and b is not None:
             adapter = _Adapter.of(a, b, self.wrappers[i].scaling["default"], weight_EIO)
-        return _Product(weight_EIO, bias, adapter)
+        return _ExpertMatmul(weight_EIO, bias, adapter)
 
     def gate(self, h_SM: torch.Tensor) -> torch.Tensor:
         """Return what goes into the second product."""
@@ -180,7 +181,7 @@ _Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Product:
+class _ExpertMatmul:
     """x W + bias + (x A) B for each expert."""
 
     weight_EIO: torch.Tensor

@@ -167,7 +167,7 @@ def _matmul_by_kernel(
         return out_SO
     out_SO = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
     for begin, end in pieces:
-        within_E = _ends_within(ends_E, begin, end)
+        within_E = _clip_ends(ends_E, begin, end)
         out_SO[begin:end] = torch_versions.grouped_mm(x_SI[begin:end], weight_EIO, offs=within_E)
     return out_SO
 
@@ -180,7 +180,7 @@ def _gradient_by_kernel(
         return _gradient_of_piece(low_SR, wide_SN, ends_E)
     out_ERN: torch.Tensor | None = None
     for begin, end in pieces:
-        within_E = _ends_within(ends_E, begin, end)
+        within_E = _clip_ends(ends_E, begin, end)
         piece_ERN = _gradient_of_piece(low_SR[begin:end], wide_SN[begin:end], within_E)
         out_ERN = piece_ERN if out_ERN is None else out_ERN.add_(piece_ERN)
     assert out_ERN is not None
@@ -204,7 +204,7 @@ def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
 
 
-def _ends_within(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def _clip_ends(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Return where the experts' rows end, counted from ``begin`` on."""
     return (ends_E - begin).clamp_(0, end - begin)
 

@@ -43,8 +43,8 @@ class Kernels:
 
     ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
     where there are none. ``mask_reason``: why one of both has a T x T mask, "" if neither has.
-    ``lora``: of the adapters' products, None without adapters. ``one_by_one``: why the experts of a
-    mixture are multiplied one after the other, "" if they are not. ``flash``: what torch calls in
+    ``lora``: of the adapters' products, None without adapters. ``loop_reason``: why the experts of
+    a mixture are multiplied one after the other, "" if they are not. ``flash``: what torch calls in
     the place of its own kernel of attention, "" for that.
     """
 
@@ -54,7 +54,7 @@ class Kernels:
     swiglu: Implementation
     lora: Literal["own"] | None = "own"
     mask_reason: str = ""
-    one_by_one: str = ""
+    loop_reason: str = ""
     flash: str = ""
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Kernels:
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
-        slow = f", experts in a loop: {self.one_by_one}" if self.one_by_one else ""
+        slow = f", experts in a loop: {self.loop_reason}" if self.loop_reason else ""
         return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}{slow}"
 
 
@@ -95,7 +95,7 @@ def choose_kernels(
     return Kernels("varlen", "varlen" if windows else None, norm, swiglu)
 
 
-def kernels_of(
+def choose_model_kernels(
     config: Any,
     dtype: torch.dtype,
     compiled: bool,

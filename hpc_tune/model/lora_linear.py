@@ -11,7 +11,7 @@ product (BLAS's alpha and beta), and only ``x`` and the low-rank ``x A^T`` are k
 
 Layers that share an input (queries, keys and values; gate and up) are computed together when the
 first of them is called: their A's are one matrix, and the gradient of the input is accumulated by
-the products. ``adapter_copies.py`` keeps cast adapters and DoRA's norms between two updates.
+the products. The last section keeps cast adapters and DoRA's norms between two updates.
 
 Shapes: N tokens of all rows, I and O features in and out, R the rank, S the sum of the ranks of the
 layers that share an input.

@@ -24,7 +24,7 @@ from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.balance import RouterWatch, real_tokens
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
-from hpc_tune.model.packed_attention import lengths_in, make_documents
+from hpc_tune.model.packed_attention import make_documents, read_document_lengths
 from hpc_tune.model.varlen_attention import make_starts
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
@@ -169,7 +169,9 @@ class LossModel(nn.Module):
             starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)
         if self.within_documents and positions_BT.device.type == "cpu":
-            return MicroBatch(batch.rows, make_documents(lengths or lengths_in(positions_BT)))
+            return MicroBatch(
+                batch.rows, make_documents(lengths or read_document_lengths(positions_BT))
+            )
         return MicroBatch(batch.rows)
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:

@@ -293,11 +293,11 @@ def _matmul(
 def _mask_later(scores: torch.Tensor, start: int) -> None:
     """Make the scores of keys that come after a query minus infinity, in place."""
     num_keys = scores.shape[2] - start
-    scores[..., start:] += _later(num_keys, scores.shape[1] // num_keys, scores.dtype)
+    scores[..., start:] += _later_mask(num_keys, scores.shape[1] // num_keys, scores.dtype)
 
 
 @lru_cache(maxsize=32)
-def _later(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
+def _later_mask(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
     hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
     return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
 
@@ -308,7 +308,7 @@ ATTENTION_NAME = "hpc_tune_documents"
 _INDEXER = re.compile(r"(^|\.)indexer$")
 
 
-def indexers_of(model: nn.Module) -> list[nn.Module]:
+def find_indexers(model: nn.Module) -> list[nn.Module]:
     """Return the parts of layers that choose the keys of each token."""
     return [module for path, module in model.named_modules() if _INDEXER.search(path)]
 
@@ -324,7 +324,7 @@ def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
     ]
 
 
-def lengths_in(positions_BT: torch.Tensor) -> list[list[int]]:
+def read_document_lengths(positions_BT: torch.Tensor) -> list[list[int]]:
     """Return the lengths of each row's documents, which begin at position 0."""
     starts = [torch.nonzero(positions_T == 0).flatten().tolist() for positions_T in positions_BT]
     ends = positions_BT.shape[1]
@@ -339,7 +339,7 @@ def use_document_attention(model: Any) -> bool:
     _make_masks_with_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
-    if any(indexers_of(model)):
+    if any(find_indexers(model)):
         return False
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask)

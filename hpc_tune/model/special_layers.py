@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hpc_tune.model.experts import find_routers
-from hpc_tune.model.packed_attention import indexers_of
+from hpc_tune.model.packed_attention import find_indexers
 
 # -- Tensors that transformers loads in fp32 whatever the dtype of the model, kept so here too.
 
@@ -78,7 +78,7 @@ def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Modul
 
 def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
     """Yield the paths of such layers of a model."""
-    choosing = {layer for indexer in indexers_of(model) for layer in indexer.modules()}
+    choosing = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
         own = module._parameters.keys()
         if {"A_log", "D", "dt_bias"} <= own:

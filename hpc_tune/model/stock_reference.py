@@ -438,7 +438,7 @@ def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
     return mean * (len(tokens_T) - 1)
 
 
-def software() -> str:
+def software_versions() -> str:
     """Return the versions that a trial's outcome depends on."""
     with fast_imports():
         import transformers

@@ -130,7 +130,7 @@ class TensorFiles:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredBox:
     """A box of one tensor, and where it is on disk."""
 
     file: Path
@@ -142,7 +142,7 @@ class Piece:
 class Plain(Source):
     """A tensor of which files have boxes; of most one file has all of it."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredBox, ...]
     files: TensorFiles = field(repr=False)
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
@@ -178,7 +178,7 @@ class Plain(Source):
         return tensor
 
     def _copy_overlap(
-        self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve
+        self, piece: StoredBox, local: torch.Tensor, wanted: Box, reserve: Reserve
     ) -> int:
         """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
         if (found := piece.box.overlap(wanted)) is None:
@@ -197,7 +197,7 @@ class Plain(Source):
             raise self._read_error(piece, error) from None
         return found.num_values
 
-    def _read_error(self, piece: Piece, error: Exception) -> HpcTuneError:
+    def _read_error(self, piece: StoredBox, error: Exception) -> HpcTuneError:
         why = why_not_opened(piece.file)
         return self.files.error(why or f"{piece.file}: {piece.stored_name} cannot be read: {error}")
 

@@ -53,7 +53,7 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         return tokenizer
-    by_file = _Encoded.encode_file(file)
+    by_file = _EncodedTexts.encode_file(file)
     made = by_file.difference(tokenizer.backend_tokenizer)
     if made is None and by_file.ends == _find_added_ends(tokenizer.backend_tokenizer):
         return tokenizer
@@ -149,7 +149,7 @@ def _difference_of_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> 
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedTexts:
     """Texts with the tokens that a backend makes of them; ``ends``: what it puts around a text."""
 
     texts: list[str]
@@ -158,7 +158,7 @@ class _Encoded:
     names: Callable[[Sequence[int]], str]
 
     @classmethod
-    def encode_file(cls, file: Path) -> "_Encoded":
+    def encode_file(cls, file: Path) -> "_EncodedTexts":
         """Encode what shows how a tokenizer.json cuts text."""
         from tokenizers import Tokenizer
 
@@ -166,7 +166,7 @@ class _Encoded:
         return cls.encode_texts(raw, _make_probes(raw))
 
     @classmethod
-    def encode_texts(cls, backend: Any, texts: list[str]) -> "_Encoded":
+    def encode_texts(cls, backend: Any, texts: list[str]) -> "_EncodedTexts":
         """Encode texts by a backend, whose truncation and padding are switched off.
 
         One by one: a batch would start threads, whose number is settled later, and for good.
@@ -184,7 +184,7 @@ class _Encoded:
 
     def difference(self, backend: Any) -> str | None:
         """Return where another backend makes other tokens than this one; None where it does not."""
-        other = _Encoded.encode_texts(backend, self.texts)
+        other = _EncodedTexts.encode_texts(backend, self.texts)
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
             if a != b:
                 at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
@@ -206,7 +206,7 @@ def _difference(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
             [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
         ]
         return f"around a text it has {names[0]} where the file has {names[1]}"
-    return _Encoded.encode_texts(two, texts).difference(one)
+    return _EncodedTexts.encode_texts(two, texts).difference(one)
 
 
 def _make_probes(raw: Any) -> list[str]:

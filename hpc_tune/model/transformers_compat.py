@@ -1,6 +1,6 @@
 """What transformers lacks, or does otherwise, in some of the versions that hpc_tune runs on.
 
-    from 5.23   an operator for the gradient of products grouped by expert (``sorted_rows.py``)
+    from 5.23   an operator for the gradient of products grouped by expert (``grouped_matmul.py``)
     from 5.21   families that cap attention's scores (Gemma 2, VaultGemma) take no SDPA, which
                 leaves the cap out; before, they do
                 Bloom's masks know where documents begin; before, a trial finds that they do not

@@ -29,11 +29,11 @@ from hpc_tune.model.tensor_sources import (
     Box,
     Joined,
     Packed,
-    Piece,
     Plain,
     Reserve,
     Scaled,
     Source,
+    StoredBox,
     TensorFiles,
     reserve_nothing,
     why_not_opened,
@@ -240,7 +240,7 @@ def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) ->
 
 def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, Plain]:
     opened = TensorFiles(error)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredBox]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
@@ -271,7 +271,7 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
 
 def _read_header(
     opened: TensorFiles, file: Path
-) -> Iterator[tuple[Piece, str, tuple[int, ...], torch.dtype]]:
+) -> Iterator[tuple[StoredBox, str, tuple[int, ...], torch.dtype]]:
     """Yield the pieces of a file, each with its tensor's name, shape and dtype."""
     handle = opened.open(file)
     metadata = handle.metadata() or {}
@@ -290,7 +290,7 @@ def _read_header(
                 f"{file}: {name} is stored as {dtype}, which is not read here; take a checkpoint "
                 "in bf16, fp16, fp32, float8 with scales or MXFP4"
             )
-        yield Piece(file, stored_name, box), name, full, _DTYPES[dtype]
+        yield StoredBox(file, stored_name, box), name, full, _DTYPES[dtype]
 
 
 def index_model_directory(directory: Path) -> TensorIndex:

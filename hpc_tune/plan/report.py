@@ -27,7 +27,7 @@ from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, find_stacks, group_parameters, is_mixture
-from hpc_tune.model.kernels import kernels_of
+from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import USUAL_DEVICE, USUAL_HOST, Machine
 from hpc_tune.plan.memory_model import (
@@ -333,7 +333,7 @@ def _with_kernels(
     step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, masked: bool
 ) -> TracedStep:
     device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
-    attention = kernels_of(built.config, dtype, compiled, device).attention
+    attention = choose_model_kernels(built.config, dtype, compiled, device).attention
     has_kernel = attention == "varlen" and not masked
     return replace(step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiles=attention == "tiles")
 

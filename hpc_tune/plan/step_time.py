@@ -1,7 +1,7 @@
 """How long a step takes in a layout: from measured compute, measured links, and bytes (pure).
 
     Compute  seconds per token of a decoder block, when all ranks compute at once
-    Network  what ranks reach between any two of them, and all together (network.py)
+    Network  what ranks reach between any two of them, and all together
     step_time(work, layout, order of ranks, ...) -> StepTime
 
 Collectives are those of the ring algorithms (see ``step/layout.py``): each rank
@@ -64,7 +64,7 @@ class Network:
     lanes: float = 1.0
 
     @classmethod
-    def measured(cls, links: Links, nodes: Sequence[int]) -> "Network":
+    def from_links(cls, links: Links, nodes: Sequence[int]) -> "Network":
         """Take what was measured; a pair of ranks that was not is as another of its two nodes."""
         size = len(nodes)
         between: dict[tuple[int, int], Link] = {}

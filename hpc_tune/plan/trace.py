@@ -41,14 +41,14 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
-from hpc_tune.log import configure, print_line
+from hpc_tune.log import configure_logging, print_line
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import grouped_matmul, packed_attention
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import shape_directory
 from hpc_tune.model.experts import looping_over_experts_in_fp32
-from hpc_tune.model.kernels import kernels_of
+from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import ModelShape, min_micro_rows, planned_dtype, resolve
@@ -69,7 +69,7 @@ _OUTSIDE_FAKE_MODE = (
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
     (packed_attention, "_tiling"),
-    (packed_attention, "_later"),
+    (packed_attention, "_later_mask"),
 )
 
 
@@ -348,7 +348,7 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = min_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
-    kernels = kernels_of(built.config, dtype, config.train.compiles)
+    kernels = choose_model_kernels(built.config, dtype, config.train.compiles)
     has_kernel = kernels.attention == "varlen"
     size = (config.batch.global_size, rows, config.data.seq_len)
     return TracedStep(*what, *size, has_kernel=has_kernel)
@@ -464,7 +464,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, help="default: the one that needs most")
     parser.add_argument("--quick", action="store_true", help="few blocks, extended")
     arguments = parser.parse_intermixed_args()
-    configure(rank=0)
+    configure_logging(rank=0)
     trace = trace_few_blocks if arguments.quick else trace_step
     try:
         config = load_config(arguments.config, arguments.overrides)

@@ -80,7 +80,7 @@ class Heap:
                 self._free(block)
         self._freed.clear()
 
-    def leave(self, num_bytes: int) -> None:
+    def allocate_permanent(self, num_bytes: int) -> None:
         """Allocate a small object that stays, so that its neighbours never become one hole."""
         self._left.append(self._small(num_bytes))
 
@@ -369,7 +369,7 @@ class TracedMemory(TorchDispatchMode):
             self._allocate(key, num_bytes)
             self._num_allocated += 1
             if self._num_allocated % LEAVING_BLOCKS == 0:
-                self._heap.leave(LEFT_BYTES)
+                self._heap.allocate_permanent(LEFT_BYTES)
         self._update_peak()
 
     def _allocate(self, key: int, num_bytes: int) -> None:

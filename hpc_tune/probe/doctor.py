@@ -17,7 +17,7 @@ from hpc_tune.cluster import launchers
 from hpc_tune.cluster.launchers import check_torchrun_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
-from hpc_tune.log import configure
+from hpc_tune.log import configure_logging
 from hpc_tune.probe.fabric import NcclLibrary
 from hpc_tune.probe.facts import LaunchCores, RankFacts, collect_facts
 from hpc_tune.probe.findings import Finding, find_problems
@@ -27,7 +27,7 @@ from hpc_tune.probe.topology import Topology
 from hpc_tune.units import count_of, format_bytes
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.processes import ancestors
+from hpc_tune.world.processes import list_ancestors
 
 # -- The doctor's report: lines for people, a tree for programs.
 
@@ -230,7 +230,7 @@ def run_doctor(
     check_torchrun_master(os.environ)
     # GPUs that no rank uses are a finding here, with all others.
     comm = bootstrap(config.run, refuses_unused=False)
-    configure(comm.world.rank)
+    configure_logging(comm.world.rank)
     folders = {"run.dir": Path(config.run.dir)}
     if config.data.cache:
         folders["data.cache"] = Path(config.data.cache)
@@ -265,7 +265,7 @@ def is_terminal(launcher: str) -> bool:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")
-        outputs = (os.readlink(f"/proc/{pid}/fd/1") for pid, _ in ancestors())
+        outputs = (os.readlink(f"/proc/{pid}/fd/1") for pid, _ in list_ancestors())
         visible = next((output for output in outputs if output != own), "")
     except OSError:
         return False

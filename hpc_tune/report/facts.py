@@ -227,7 +227,7 @@ def main_figures(run: Run) -> dict[str, str]:
         if steps:
             values["goodput (steps that count)"] = f"{goodput(run):.0%}"
     if (energy := sum_energy(run.events)) is not None and energy.joules is not None:
-        values["energy"] = energy.short
+        values["energy"] = energy.short_text
     losses = known_numbers(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"

@@ -44,7 +44,7 @@ class RunEnergy:
     step: int | None = None
 
     @property
-    def short(self) -> str:
+    def short_text(self) -> str:
         """The energy, and that of a million tokens."""
         if self.joules is None:
             return "not known"
@@ -63,9 +63,9 @@ class RunEnergy:
         notes += [_OTHER_JOBS_NOTE] if self.has_others and self.joules is not None else []
         notes += [_UNKNOWN_STARTS.format(self.untold, self.starts)] if self.untold else []
         if self.joules is None:
-            return "; ".join(notes) or self.short
+            return "; ".join(notes) or self.short_text
         of = f"{self.starts - self.untold} starts: " if self.starts - self.untold > 1 else ""
-        return "; ".join([of + self.short, *notes])
+        return "; ".join([of + self.short_text, *notes])
 
 
 def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:

@@ -123,7 +123,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def drop_after(path: Path, step: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
     """Remove the lines of steps after ``step``, which a resumed run does again, and a torn line."""
     if not path.exists():
         return

@@ -116,7 +116,7 @@ class RunLock:
         silent_s: float = liveness.LOCK_STALE_S,
     ) -> None:
         """``lost`` is called from a thread if another job takes ``run_dir`` over."""
-        self._path, self._me, self._end_run = run_dir / LIVE_FILE, me, lost
+        self._path, self._own, self._end_run = run_dir / LIVE_FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._watcher = liveness.Watcher("live-mark", touch_every_s, self._look)
         self._folder: int | None = None
@@ -133,7 +133,7 @@ class RunLock:
             if seen is None:
                 continue
             owner, touched_s, age_s = seen
-            lives = None if owner is None else is_owner_alive(owner, self._me)
+            lives = None if owner is None else is_owner_alive(owner, self._own)
             if lives or (first_s is not None and touched_s != first_s):
                 raise InUseError(
                     f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
@@ -157,7 +157,7 @@ class RunLock:
 
     def is_taken_over(self) -> bool:
         """Tell whether another job has taken the folder over."""
-        return read_nonce(self._path) not in (None, self._me.nonce)
+        return read_nonce(self._path) not in (None, self._own.nonce)
 
     def remember_folder(self) -> None:
         """Remember, on any rank, which folder it is that has the name of the run directory."""
@@ -178,17 +178,17 @@ class RunLock:
         """Give the folder back, if this rank has taken it."""
         self._watcher.close()
         if self._watcher.has_started:
-            release_run(self._path.parent, self._me.nonce)
+            release_run(self._path.parent, self._own.nonce)
 
     def _create(self) -> bool:
         """Write the file if there is none; tell whether it is this job's."""
         try:
             file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
-            return read_nonce(self._path) == self._me.nonce
+            return read_nonce(self._path) == self._own.nonce
         try:
             with file:
-                json.dump(asdict(self._me), file)
+                json.dump(asdict(self._own), file)
         except OSError:
             self._path.unlink(missing_ok=True)
             raise
@@ -196,7 +196,7 @@ class RunLock:
 
     def _take_over(self, owner: Owner | None) -> None:
         log.info("run.dir=%s: %s ended without releasing it", self._path.parent, owner or "another")
-        write_file(self._path, json.dumps(asdict(self._me)))
+        write_file(self._path, json.dumps(asdict(self._own)))
         time.sleep(liveness.LOCK_SETTLE_S)
 
     def _look(self) -> bool:
@@ -204,7 +204,7 @@ class RunLock:
         if self._has_moved() and not watcher.wait(settle_s) and self._has_moved():
             self._end_run(MovedError(self._path.parent))
             return True
-        if self.is_taken_over() and not watcher.is_over:
+        if self.is_taken_over() and not watcher.is_closed:
             owner = (_read_owner(self._path) or (None,))[0]
             self._end_run(
                 InUseError(

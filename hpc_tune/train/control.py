@@ -215,7 +215,7 @@ class Control:
             require_equal_reference(result, self.recorder.plan)
             result = replace(result, sums=zero_rewards(result.sums))
         self._step_s = time.monotonic() - trainer.began_s
-        sample = self._job.monitor.worst()
+        sample = self._job.monitor.take_peaks()
         self._governor.observe(sample)
         self._faults.at("extremes", step)
         status = self._status
@@ -234,7 +234,7 @@ class Control:
         )
         recomputes = Action.RECOMPUTE.value in self._governor.taken
         self.recorder.take(finished, sample, recomputes)
-        self._profile.after(step, result, trainer.data_s)
+        self._profile.finish_step(step, result, trainer.data_s)
         every = self._settings.every_steps
         saves = step == trainer.total_steps or (every is not None and step % every == 0)
         evaluates = self._evaluation.is_due(step)
@@ -308,7 +308,7 @@ class Control:
         state, phase = self._current_state(), Phase.SAVE_IN_BACKGROUND
         self._saved_step = state.step
         self._clock.begin_save()
-        if self.saver.waits:
+        if self.saver.is_blocking:
             phase = Phase.SAVE_WAITING
             trim_heap()
         self._enter(phase, f"saving step {state.step}")
@@ -383,7 +383,7 @@ def prepare_control(
         plan.layout.saved,
         micro_size,
         job.config.model_dump(),
-        model_sample=model.sample,
+        model_sample=model.weights_fingerprint,
         experts=describe_experts(model.size, model.built.config),
         held_out=held_out or (saved.held_out if saved is not None else ""),
         start=job.setup_comm.on_rank_0(

@@ -12,7 +12,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import ON_ALL_RANKS, log
@@ -35,7 +35,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
     """Return what gives this rank's part of the held-out data, by the name of its source."""
     config, found = model.config, {}
     for number, source in enumerate(data.held_out):
-        held_out = HeldOut(
+        held_out = HeldOutRows(
             source.store,
             SampleOrder(config.data.seq_len, config.data.packing, seed=0),
             num_rows=config.train.eval_rows,
@@ -81,7 +81,7 @@ def restore_evals(saved: RunState | None, mark: str, events: Events) -> Evals:
     return Evals()
 
 
-def _batches_of(held_out: HeldOut, loader: Loader) -> Iterator[Batch]:
+def _batches_of(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
     return held_out.batches(loader.micro_size)
 
 

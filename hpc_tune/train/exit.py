@@ -28,7 +28,7 @@ from hpc_tune.errors import (
     ResumableStop,
 )
 from hpc_tune.faults import Faults
-from hpc_tune.log import configure, log, print_line
+from hpc_tune.log import configure_logging, log, print_line
 from hpc_tune.memory.device import (
     describe_failed_allocation,
     find_device_memory,
@@ -70,7 +70,7 @@ def in_world(
     """
     with ending_world_on_error(None, run_dir):
         comm = (join or bootstrap)(settings, partial(fail, run_dir=run_dir))
-        configure(comm.world.rank)
+        configure_logging(comm.world.rank)
     with ending_world_on_error(comm, run_dir):
         yield comm
 
@@ -275,7 +275,7 @@ class StartupWatchdog:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
-        reason = None if self._watcher.is_over else self._stop_reason()
+        reason = None if self._watcher.is_closed else self._stop_reason()
         return error if reason is None else self._error_of(reason)
 
     def _look(self) -> None:
@@ -358,7 +358,7 @@ class MemoryExit:
         if device is not None and is_device_error(error):
             need = self._monitor.device_shortage(device.sample())
         else:
-            sample = self._monitor.worst()
+            sample = self._monitor.take_peaks()
             need = self._monitor.need(sample.host_bytes if sample else 0)
         words = f"{need.words}; an allocation failed: {describe_failed_allocation(error)}"
         return self._error_of(replace(need, words=words))

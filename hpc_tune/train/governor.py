@@ -98,7 +98,7 @@ class Governor:
 
     def observe_out_of_memory(self, failed: str) -> None:
         """Take in that this rank's device had no room for the step; ``failed``: what it asked."""
-        self._failed_allocation, self._sample = failed, self._monitor.worst()
+        self._failed_allocation, self._sample = failed, self._monitor.take_peaks()
         self._levels = (self._levels[0], Level.CRITICAL)
 
     def status(self) -> tuple[float, ...]:
@@ -191,7 +191,7 @@ class Governor:
 
     def _perform(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
         result = self._set_level(decision.action)
-        self._monitor.forget()
+        self._monitor.reset_growth()
         self._report(step, worst, result, action=decision.action.value, way=decision.way)
 
     def _report(self, step: int, worst: "_MemoryFill", text: str, **fields: str) -> None:

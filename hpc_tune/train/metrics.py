@@ -32,7 +32,7 @@ from hpc_tune.rundir.json_lines import (
     JsonLines,
     RankTimes,
     StepMetrics,
-    drop_after,
+    drop_lines_after,
     to_row,
 )
 from hpc_tune.step.messages import expected_bytes
@@ -65,7 +65,7 @@ class RankWork:
         self._work_s, self._num_steps = [0.0] * size, 0
         path = run_dir / RANKS if run_dir is not None and size > 1 else None
         if path is not None:
-            drop_after(path, start_step)
+            drop_lines_after(path, start_step)
         self._lines, self._writes = JsonLines(path), path is not None
 
     def add(self, step: int, work_s: Sequence[float]) -> None:
@@ -109,7 +109,7 @@ class ExpertLoad:
         self._last_warned: Mapping[int, list[int]] = {}
         path = run_dir / EXPERTS if routers else None
         if path is not None:
-            drop_after(path, start_step)
+            drop_lines_after(path, start_step)
         self._lines = JsonLines(path)
 
     def add(self, step: int, routers: RouterSums) -> None:
@@ -207,7 +207,7 @@ class Metrics:
         self.steps_s: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
-            drop_after(run_dir / METRICS, start_step)
+            drop_lines_after(run_dir / METRICS, start_step)
         self._lines = JsonLines(run_dir / METRICS if run_dir else None)
         self._trackers = trackers or Trackers()
 

@@ -20,7 +20,7 @@ from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import has_router_losses, refuse_shape
 from hpc_tune.model.experts import is_mixture, require_shardable_experts
-from hpc_tune.model.kernels import Kernels, kernels_of, why_experts_loop
+from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
 from hpc_tune.model.language import read_config
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
@@ -48,13 +48,13 @@ class Model:
     """The model on the meta device, its size, and the settings it supports.
 
     ``config`` is without data.packing if such a model cannot keep packed documents apart.
-    ``sample`` tells its weights from others of their shapes (model/weights.py).
+    ``weights_fingerprint`` tells its weights from others of their shapes (model/weights.py).
     """
 
     built: BuiltModel
     size: ModelSize
     config: RunConfig
-    sample: str = ""
+    weights_fingerprint: str = ""
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return what computes the decoder blocks on ``device``."""
@@ -62,12 +62,12 @@ class Model:
         needs_mask = not module.within_documents or module.needs_mask
         why = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
-        found = kernels_of(built.config, built.dtype, train.compiles, device, why)
+        found = choose_model_kernels(built.config, built.dtype, train.compiles, device, why)
         slow = ""
         if is_mixture(built.module) and device.type == "cuda":
             slow = grouped_matmul.kernel_fault(device, built.dtype)
             slow = slow or why_experts_loop(built.dtype, device)
-        return replace(found, lora=None if tune.method == "full" else "own", one_by_one=slow)
+        return replace(found, lora=None if tune.method == "full" else "own", loop_reason=slow)
 
     def require_readable_masks(self, device: torch.device) -> None:
         """Refuse rows so long that a GPU would read their masks at other places, without a word.
@@ -129,7 +129,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
-    sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
+    sample = comm.on_rank_0("looking at the model's weights", lambda: built.weights_fingerprint)
     config = config.model_copy(update={"train": decide_compile(job, built)})
     built = _with_router_watch(built, proof, config.train.compiles)
     model = Model(built, measure(built.module, config.optim.is_8bit), config, sample)

@@ -25,14 +25,14 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.config.section import flatten
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut
+from hpc_tune.data.loader import HeldOutRows
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
 from hpc_tune.files import write_file
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.policy import Phase
-from hpc_tune.model.float8_base import no_float8_products
+from hpc_tune.model.float8_base import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.transformers_compat import has_length_scaling
@@ -104,7 +104,7 @@ def _compute(
     comm, config = job.setup_comm, model.config
     data_rank = plan.layout.coordinates(comm.world.rank).data
     order = SampleOrder(config.data.seq_len, config.data.packing, seed=0)
-    rows = HeldOut(store, order, rank=data_rank, size=plan.layout.data_size)
+    rows = HeldOutRows(store, order, rank=data_rank, size=plan.layout.data_size)
     micro_size = decide_micro_size(job, model, plan, engine, None)
     comm.begin("computing the reference")
     reference = np.zeros((store.num_documents, 2), dtype=np.float64)
@@ -201,7 +201,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
         store.attributes.content,
         store.attributes.tokenizer_fingerprint,
         model.built.identity,
-        model.sample,
+        model.weights_fingerprint,
         hash_init_adapter(tune),
         str(model.built.dtype),
         tune.base_dtype or tune.method == "qlora",
@@ -210,7 +210,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
     ]
     if tune.init_from is not None:  # its weights count by these, which its own settings equal
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
-    if tune.base_dtype and not no_float8_products(device, model.built.dtype):
+    if tune.base_dtype and not why_no_float8_matmuls(device, model.built.dtype):
         facts.append("float8 products")
     if multiplies_in_tf32(train, model.built.dtype, find_architecture(device)):
         facts.append("tf32")

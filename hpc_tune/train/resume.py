@@ -90,7 +90,11 @@ def resume(
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
         for warning in check_resume(
-            state, job.config.model_dump(), model.built.identity, total_steps, model.sample
+            state,
+            job.config.model_dump(),
+            model.built.identity,
+            total_steps,
+            model.weights_fingerprint,
         ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)

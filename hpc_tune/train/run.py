@@ -18,7 +18,7 @@ from hpc_tune.checkpoint.locate import read_template
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import HpcTuneError, find_remedy
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.log import configure, log
+from hpc_tune.log import configure_logging, log
 from hpc_tune.memory.host import defer_collection
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir import outcome
@@ -168,7 +168,7 @@ def run(
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
             return wait_as_idle_rank(launched)
-        configure(comm.world.rank)
+        configure_logging(comm.world.rank)
         with ending_world_on_error(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
             config = config.model_copy(update={"parallel": parallel})

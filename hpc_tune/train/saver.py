@@ -65,7 +65,7 @@ class WriteOptions:
 
 
 @dataclass(frozen=True)
-class _Committed:
+class _CommittedCheckpoint:
     """A checkpoint that is there, its bytes, and the seconds from the save's begin until then."""
 
     path: Path
@@ -81,7 +81,7 @@ class _Save:
     folder: Path
     began_s: float
     writer: Writer
-    task: "_Task[_Committed | None]"
+    task: "_Task[_CommittedCheckpoint | None]"
 
 
 class Saver:
@@ -144,7 +144,7 @@ class Saver:
         return self._save is not None
 
     @property
-    def waits(self) -> bool:
+    def is_blocking(self) -> bool:
         """Whether training waits until a save is done."""
         return self._in_pieces or not self._background
 
@@ -175,7 +175,7 @@ class Saver:
             save = self._save = _Save(state, folder, began_s, writer, task)
             self._last_progress, self._last_progress_s = -1, began_s
             task.start()
-        if self.waits:
+        if self.is_blocking:
             self.finish()
 
     def add_evaluation(self, state: RunState) -> None:
@@ -242,13 +242,13 @@ class Saver:
     def _save_in_pieces(self, times: int) -> str:
         """Let training wait for coming saves, which then copy nothing."""
         self._in_pieces = times > 0
-        self._block_pool.keep(not self.waits)
+        self._block_pool.keep(not self.is_blocking)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _start_writer(self, parts: dict[Path, list[Region]]) -> Writer:
         writing, kept, budget = self._writing, self._block_pool, 0
         device = writing.device(kept) if writing.device is not None else None
-        if not self.waits:
+        if not self.is_blocking:
             total = block_bytes([region for regions in parts.values() for region in regions])
             wanted, on_device = self._settings.staging_bytes, device is not None
             budget = choose_staging_bytes(
@@ -302,8 +302,8 @@ class Saver:
         return {path: some for path, some in parts.items() if some}
 
     def _end(
-        self, save: _Save, reports: SaveReports, task: "_Task[_Committed | None]"
-    ) -> _Committed | None:
+        self, save: _Save, reports: SaveReports, task: "_Task[_CommittedCheckpoint | None]"
+    ) -> _CommittedCheckpoint | None:
         """Tell rank 0 what this rank has written; there, commit what all have. For a thread.
 
         Raises:
@@ -328,10 +328,10 @@ class Saver:
                 self._store.abandon(save.folder)
         self._resume_point.step = save.state.step  # should the run end before the next boundary
         num_bytes = sum(file.num_bytes for file in files)
-        return _Committed(path, num_bytes, time.monotonic() - save.began_s)
+        return _CommittedCheckpoint(path, num_bytes, time.monotonic() - save.began_s)
 
     def _commit(
-        self, save: _Save, files: list[WrittenFile], task: "_Task[_Committed | None]"
+        self, save: _Save, files: list[WrittenFile], task: "_Task[_CommittedCheckpoint | None]"
     ) -> tuple[Path, list[WrittenFile]]:
         def require_wanted() -> None:
             task.check_cancelled()

@@ -33,13 +33,13 @@ from hpc_tune.world.device import (
     VisibleGpus,
     check_devices,
     expand_segments,
+    find_visible_gpus,
     gather_gpus,
     gpu_numa_nodes,
     hidden_gpus_warning,
     pick_device,
-    visible_gpus,
 )
-from hpc_tune.world.discover import World, discover, host_key, node_fields, number_nodes
+from hpc_tune.world.discover import World, discover, make_host_key, node_fields, number_nodes
 from hpc_tune.world.failure import FAILED, end_world, end_world_on_uncaught, watch_launcher
 from hpc_tune.world.json_channel import (
     Channel,
@@ -107,17 +107,17 @@ def bootstrap(
         channel = _open_channel(world, mpi_comm, launcher, claim, settings)
         world = _fill_in_nodes(world, channel)
         cores = _gather_core_masks(world, channel)
-        share, threads, note = _take_cores(world, cores, settings)
+        share, threads, note = _set_cores(world, cores, settings)
     limit_s = liveness.start_limit_s(settings.start_timeout, world.size)
     expand_segments(os.environ, settings.device)
     _import_torch(channel, max(limit_s, settings.timeout), who)
     with time_limit("all ranks to meet", limit_s, _START_HINT, who):
         store, address, nonce, met = _open_store(world, channel, settings)
         exchange = channel or StoreChannel(store, world)
-        device, warning, near = _take_device(world, exchange, settings, claim, refuses_unused)
+        device, warning, near = _choose_device(world, exchange, settings, claim, refuses_unused)
         exchange.close()
         if near:
-            share, threads, _ = _take_cores(world, cores, settings, near)
+            share, threads, _ = _set_cores(world, cores, settings, near)
     _set_torch_threads(threads)
     cpu_group = init_groups(world, device, store, settings.timeout, limit_s, warning)
     facts = _rank_facts(world, share, threads, [share.warning, note, met])
@@ -266,7 +266,7 @@ def _fill_in_nodes(world: World, channel: Channel | None) -> World:
     """Return this rank's place, with the nodes that an unknown launcher did not tell."""
     if world.launcher != UNKNOWN or channel is None:
         return world
-    hosts = channel.all_gather(host_key())
+    hosts = channel.all_gather(make_host_key())
     nodes = number_nodes(hosts, hosts, [None] * world.size)
     return replace(world, **node_fields(world.rank, nodes))
 
@@ -284,7 +284,7 @@ def _gather_core_masks(
     return masks, affinity.reachable_cpus()
 
 
-def _take_cores(
+def _set_cores(
     world: World,
     cores: tuple[list[affinity.Mask], affinity.Mask],
     settings: RunSettings,
@@ -303,7 +303,7 @@ def _take_cores(
     return share, threads, note
 
 
-def _take_device(
+def _choose_device(
     world: World,
     exchange: Channel,
     settings: RunSettings,
@@ -315,7 +315,7 @@ def _take_device(
     Raises:
         WorldError: on every rank, if the ranks' devices do not fit together.
     """
-    wanted, own = settings.device, visible_gpus(settings.device)
+    wanted, own = settings.device, find_visible_gpus(settings.device)
     seen = gather_gpus(world, own, exchange)
     if wanted == "auto" and own == VisibleGpus() and not refuses_unused:
         wanted = "cpu"

@@ -114,7 +114,7 @@ class DeviceReport:
         return cls(**{**row, "visible": tuple(row["visible"])})
 
 
-def visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
+def find_visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
     """Return the GPUs that this rank sees; ``folder`` is where the kernel shows its devices."""
     import torch
 

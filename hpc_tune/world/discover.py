@@ -25,7 +25,7 @@ from hpc_tune.log import log
 # -- Which ranks share a node.
 
 
-def host_key() -> str:
+def make_host_key() -> str:
     """Return what is equal for the ranks of one host: its name, which several may share, the boot
     of its kernel, and the network that loopback belongs to, which containers may have of their own.
     """
@@ -145,7 +145,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     lowest = on_node.bcast(rank if on_node.Get_rank() == 0 else None)
     on_node.Free()
     hostname = socket.gethostname()
-    rows = mpi_comm.allgather((lowest, host_key(), claim.local_size))
+    rows = mpi_comm.allgather((lowest, make_host_key(), claim.local_size))
     nodes = number_nodes(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,

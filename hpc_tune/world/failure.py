@@ -33,7 +33,7 @@ from hpc_tune.errors import (
 from hpc_tune.log import print_line
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer, StoreKeys
-from hpc_tune.world.processes import ancestors, is_alive, release_spare_files
+from hpc_tune.world.processes import is_alive, list_ancestors, release_spare_files
 
 FAILED = "failed"  # the keys in the store of who has reported first
 _MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
@@ -289,7 +289,7 @@ def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest, such as mpirun behind a shell script.
-    launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESS_NAMES)), None)
+    launcher = next((pid for pid, name in list_ancestors() if name.startswith(PROCESS_NAMES)), None)
 
     def look() -> None:
         if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):

@@ -92,13 +92,13 @@ class Watcher:
 
     def __init__(self, name: str, every_s: float, *looks: Callable[[], bool | None]) -> None:
         self._name, self._every_s, self._looks = name, every_s, looks
-        self._over, self._close_lock = threading.Event(), threading.Lock()
+        self._closed, self._close_lock = threading.Event(), threading.Lock()
         self.has_started = False
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether it is closed."""
-        return self._over.is_set()
+        return self._closed.is_set()
 
     def start(self) -> None:
         """Begin to look."""
@@ -117,22 +117,22 @@ class Watcher:
 
     def wait(self, seconds: float) -> bool:
         """Wait within a look; tell whether it was closed meanwhile."""
-        return self._over.wait(seconds)
+        return self._closed.wait(seconds)
 
     def run_unless_over(self, act: Callable[[], object]) -> None:
         """Act if it is not closed; ``close`` returns only afterwards."""
         with self._close_lock:
-            if not self.is_over:
+            if not self.is_closed:
                 act()
 
     def close(self) -> None:
         """Look no more."""
         with self._close_lock:
-            self._over.set()
+            self._closed.set()
 
     def _run(self, look: Callable[[], bool | None]) -> None:
-        while not self.is_over and not look():
-            self._over.wait(self._every_s)
+        while not self.is_closed and not look():
+            self._closed.wait(self._every_s)
 
 
 def make_stall_check(

@@ -50,7 +50,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def ancestors() -> Iterator[tuple[int, str]]:
+def list_ancestors() -> Iterator[tuple[int, str]]:
     """Yield (pid, name) of this process's parent, its parent and so on, as far as may be seen."""
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process()

@@ -166,7 +166,7 @@ class StepLimit:
         asking.start()
         asking.join(wait_s)
         liveness.exit_soon()
-        if not self._watcher.is_over:
+        if not self._watcher.is_closed:
             gone = {peer.rank for peer in find_dead_peers(self._comm)}
             roster, doing = self._comm.roster, self._activity
             first = self._comm.store_rank
@@ -180,7 +180,7 @@ class StepLimit:
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
             self._keys.set("")
-            self._tell()
+            self._send_progress()
             while left and time.monotonic() < until_s:
                 for rank in sorted(left):
                     if (answer := self._keys.find(rank)) is not None:
@@ -193,12 +193,12 @@ class StepLimit:
         try:
             if not self._keys.is_set():
                 return False
-            self._tell()
+            self._send_progress()
         except RuntimeError:  # the store is gone with its rank
             pass
         return True
 
-    def _tell(self) -> None:
+    def _send_progress(self) -> None:
         """Tell once where this rank is, and again when its trace is there: that may take longer."""
         with self._send_lock:
             if not self._has_sent:
@@ -280,7 +280,7 @@ class RollCall:
         return True
 
     def _end(self, silent: list[int]) -> None:
-        if not self._watcher.is_over:
+        if not self._watcher.is_closed:
             peers = [self._comm.roster[rank] for rank in silent]
             self._end_world(silent_error(peers, self._comm.activity[0], self._limit_s))
 
@@ -356,12 +356,12 @@ class HostWatch:
     def leave(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this one has said why the world ends."""
         self.reported_code = exit_code
-        self._tell(_LEAVE + str(exit_code).encode())
+        self._send_to_all(_LEAVE + str(exit_code).encode())
 
     def close(self) -> None:
         """Stop watching, at the end of the world, when all ranks are there."""
         self._closed.set()
-        self._tell(_BYE)
+        self._send_to_all(_BYE)
         with contextlib.suppress(OSError):  # it is closed already
             self._wake_write.send(b"x")
         self._thread.join(liveness.HELLO_LIMIT_S + 1.0)
@@ -397,7 +397,7 @@ class HostWatch:
                         selector.unregister(ready)
                 if self._comm.is_rank_0 and len(self._ended) > num_told:
                     num_told = len(self._ended)
-                    self._tell(json.dumps([*self._ended]).encode())
+                    self._send_to_all(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
                     self._leave(
                         self._gone_error(
@@ -484,7 +484,7 @@ class HostWatch:
         for rank in ended:
             self._ended.setdefault(rank, time.monotonic())
 
-    def _tell(self, line: bytes) -> None:
+    def _send_to_all(self, line: bytes) -> None:
         for peer in [*self._ranks]:
             with contextlib.suppress(OSError):
                 peer.send(line + b"\n", socket.MSG_DONTWAIT)
@@ -529,7 +529,7 @@ class HostWatch:
         liveness.exit_soon()  # reporting may wait for what is beyond the cut
         if self._comm.is_rank_0:
             code = self.reported_code
-            self._tell(_LEAVE if code is None else _LEAVE + str(code).encode())
+            self._send_to_all(_LEAVE if code is None else _LEAVE + str(code).encode())
         self._end_world(self._now, error)
 
 

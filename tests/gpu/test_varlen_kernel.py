@@ -19,7 +19,7 @@ from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model.blocks import find_blocks, use_own_layers
-from hpc_tune.model.kernels import kernels_of
+from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import MAX_EPS, compare_with_mask, make_starts
@@ -61,7 +61,7 @@ def model_of(shape, recompute="none", dtype=torch.bfloat16, window=None):
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    assert not kernels_of(config, dtype, False, GPU).mask_reason
+    assert not choose_model_kernels(config, dtype, False, GPU).mask_reason
     module.has_kernel = True
     checkpoint_blocks(list(find_blocks(module)), recompute)
     return module

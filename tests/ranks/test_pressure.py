@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.errors import EXIT_RESUMABLE
-from hpc_tune.memory.host import HostLimit, Usage
+from hpc_tune.memory.host import HostLimit, HostUsage
 from hpc_tune.units import format_bytes
 from tests.support.cgroup import memory_group
 from tests.support.mixtures import write_mixture
@@ -334,7 +334,7 @@ def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
     taken = [sys.executable, "-m", "tests.support.noisy_neighbour", str(metrics), str(300 * MIB)]
     with memory_group(LIMIT) as group, group.below("step", "task") as task:
         limit = HostLimit(LIMIT, "the test", group.folder)
-        with closing(Usage(limit)) as usage, started(task.inside(taken), rank_environment(1)):
+        with closing(HostUsage(limit)) as usage, started(task.inside(taken), rank_environment(1)):
             before, until_s = group.charged_bytes, time.monotonic() + HANG_S
             behind = []
             while group.charged_bytes < before + 300 * MIB:
@@ -365,7 +365,7 @@ def test_what_a_rank_takes_and_frees_is_not_counted_twice(tmp_path):
                 assert time.monotonic() < until_s
                 time.sleep(0.01)
             errors = []
-            with closing(Usage(limit, pids=[rank.pid])) as usage:
+            with closing(HostUsage(limit, pids=[rank.pid])) as usage:
                 while rank.poll() is None:
                     errors.append(usage.used_bytes() - group.charged_bytes)
                     time.sleep(0.05)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 ranks = json.loads(os.environ["RANKS"])
 first = bootstrap(RunSettings(device="cpu", threads=1))
-log.configure(first.world.rank)
+log.configure_logging(first.world.rank)
 outside = first.world.size - len(ranks) if first.world.rank == 0 else 0
 inside = regroup(first, ranks, 60.0)
 if inside is None:

@@ -165,9 +165,9 @@ import torch
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.world import bootstrap as start
 
-take, groups = start._take_device, start.init_groups
+take, groups = start._choose_device, start.init_groups
 cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-start._take_device = lambda *of: (gpu, *take(*of)[1:])
+start._choose_device = lambda *of: (gpu, *take(*of)[1:])
 start.init_groups = lambda world, device, *more: groups(world, cpu, *more)
 comm = start.bootstrap(RunSettings(device="cpu"))
 comm.begin("training step 7")

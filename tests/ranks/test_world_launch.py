@@ -29,7 +29,7 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError, HpcTuneError
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
-log.configure(rank_hint())
+log.configure_logging(rank_hint())
 s = bootstrap(RunSettings())
 me, n = s.world.rank, s.world.size
 assert me == rank_hint()
@@ -193,7 +193,7 @@ from hpc_tune.world.failure import report_failure
 from hpc_tune.world.liveness import die
 
 {before}
-log.configure(rank_hint())
+log.configure_logging(rank_hint())
 try:
     bootstrap(RunSettings({settings}))
 except HpcTuneError as error:

@@ -23,7 +23,7 @@ from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.load import load_config, write_resolved
 from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.log import configure
+from hpc_tune.log import configure_logging
 from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.experts import num_shardable_experts
@@ -74,7 +74,7 @@ def main():
     """Do it all; see above."""
     config = load_config(None, ["parallel=auto", *sys.argv[1:]])
     comm = bootstrap(config.run)
-    configure(comm.world.rank)
+    configure_logging(comm.world.rank)
     machine = detect_machine(comm, find_limit(config.memory.host_limit).num_bytes)
     began_s = time.monotonic()
     measured, comm = measure_world(config, comm, machine)
@@ -90,7 +90,7 @@ def main():
     size, num_experts = measure(module), num_shardable_experts(module)
     del module
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
-    network = Network.measured(measured.links, measured.nodes)
+    network = Network.from_links(measured.links, measured.nodes)
     all_ranks = len(measured.nodes)
     order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
     with_tensor = allows_tensor(config.tune, config.train)

@@ -25,7 +25,7 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, prepare
@@ -185,7 +185,9 @@ def run(engine, store, world, rank, watch):
         note(what)
 
     step("step")
-    evaluate(engine, HeldOut(store, order, rows, **place).batches(), engine._plan, engine._device)
+    evaluate(
+        engine, HeldOutRows(store, order, rows, **place).batches(), engine._plan, engine._device
+    )
     note("evaluation")
     noted["save"] = copied(engine)
     if Action.MOVE_OPTIMIZER in engine.levers:

@@ -12,9 +12,8 @@ import pytest
 
 from hpc_tune import log as log_module
 from hpc_tune.files import write_file
-from hpc_tune.log import ON_ALL_RANKS, Progress, configure, log, log_to_file
-from hpc_tune.rundir.json_lines import JsonLines
-from hpc_tune.train.metrics import drop_after
+from hpc_tune.log import ON_ALL_RANKS, Progress, configure_logging, log, log_to_file
+from hpc_tune.rundir.json_lines import JsonLines, drop_lines_after
 
 
 def rows(path):
@@ -77,7 +76,7 @@ def test_a_writer_without_a_path_and_a_closed_one_drop_what_they_get(tmp_path):
 
 
 def test_a_full_disk_costs_lines_and_is_said_once_with_the_path(capsys):
-    configure(0)
+    configure_logging(0)
     full = JsonLines(Path("/dev/full"))
     for step in (1, 2):
         full.write(step=step)
@@ -105,23 +104,23 @@ def test_a_resume_drops_the_steps_that_it_does_again_and_torn_lines(tmp_path):
         '{"step": 1}\n{"step": 2, "eval_loss": 1}\n{"step": 2}\n5\n{}\n{"step": null}\n'
         '{"step": 3}\n{"step": 4, "lo'
     )
-    drop_after(path, 2)
+    drop_lines_after(path, 2)
     assert rows(path) == [{"step": 1}, {"step": 2, "eval_loss": 1}, {"step": 2}]
-    drop_after(path, 0)
+    drop_lines_after(path, 0)
     assert path.read_text() == ""
 
 
 def test_dropping_from_a_file_that_does_not_exist_makes_none(tmp_path):
-    drop_after(tmp_path / "metrics.jsonl", 1)
+    drop_lines_after(tmp_path / "metrics.jsonl", 1)
     assert not list(tmp_path.iterdir())
 
 
 def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
-    configure(0)
+    configure_logging(0)
     log.info("step %d", 1)
     log.warning("careful")
     log.warning("careful, all", extra=ON_ALL_RANKS)
-    configure(3)
+    configure_logging(3)
     log.info("unheard")
     log.warning("careful, all", extra=ON_ALL_RANKS)
     log.error("bad")
@@ -133,7 +132,7 @@ def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
 def test_plain_progress_is_printed_first_last_and_rarely_between(monkeypatch, capsys):
     now_s = [100.0]
     monkeypatch.setattr(log_module.time, "monotonic", lambda: now_s[0])
-    configure(0)
+    configure_logging(0)
     progress = Progress("step", total=100)
     for done in range(1, 101):
         now_s[0] += 1.0
@@ -146,7 +145,7 @@ def test_plain_progress_is_printed_first_last_and_rarely_between(monkeypatch, ca
 def test_progress_counts_its_rate_from_where_a_resume_began(monkeypatch, capsys):
     now_s = [0.0]
     monkeypatch.setattr(log_module.time, "monotonic", lambda: now_s[0])
-    configure(0)
+    configure_logging(0)
     progress = Progress("step", total=100, done=90)
     now_s[0] = 10.0
     progress.update(95, "loss 1.0")
@@ -154,7 +153,7 @@ def test_progress_counts_its_rate_from_where_a_resume_began(monkeypatch, capsys)
 
 
 def test_disabled_progress_says_nothing(capsys):
-    configure(0)
+    configure_logging(0)
     progress = Progress("step", total=2, enabled=False)
     progress.show(1, 2)
     progress.update(2)
@@ -165,7 +164,7 @@ def test_disabled_progress_says_nothing(capsys):
 
 def test_a_rank_has_a_file_with_the_time_of_each_line(tmp_path, capsys):
     file = tmp_path / "logs" / "rank-3.txt"
-    configure(rank=3)
+    configure_logging(rank=3)
     try:
         log.info("before")
         with log_to_file(file):
@@ -173,7 +172,7 @@ def test_a_rank_has_a_file_with_the_time_of_each_line(tmp_path, capsys):
             log.warning("here and on the screen")
         log.warning("after")
     finally:
-        configure(rank=0)
+        configure_logging(rank=0)
     lines = file.read_text(encoding="utf-8").splitlines()
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
     assert [re.sub(rf"^{when} ", "", line) for line in lines] == [

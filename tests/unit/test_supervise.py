@@ -141,7 +141,7 @@ sys.exit(does.get("lies", does["code"]))
 SUPERVISE = """
 import sys
 from hpc_tune import log, supervise
-log.configure(0)
+log.configure_logging(0)
 supervise._LINGER_S, supervise._SETTLE_S, supervise._ASK_S = 1.0, 0.5, 28.0
 launch, run_dir, requeue = sys.argv[1].split("|"), supervise.Path(sys.argv[2]), sys.argv[3].split()
 with_report = len(sys.argv) > 4

@@ -44,7 +44,7 @@ from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.grouped_experts import has_grouped_form
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.objective import Objective
-from hpc_tune.model.packed_attention import indexers_of
+from hpc_tune.model.packed_attention import find_indexers
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
@@ -313,7 +313,7 @@ def _mark_leaf_modules(module: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     experts = (part for _, part in find_stacks(module) if not has_grouped_form(part))
-    for part in (*experts, *indexers_of(module)):
+    for part in (*experts, *find_indexers(module)):
         set_z3_leaf_module(part, True)
 
 

@@ -39,7 +39,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
-from hpc_tune.model.stock_reference import NoTrial, compute_reference, software
+from hpc_tune.model.stock_reference import NoTrial, compute_reference, software_versions
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
 from hpc_tune.step.layout import Layout, staging_problems
@@ -460,7 +460,7 @@ def trial_cache_file(config: Any, tune: TuneConfig) -> Path:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
-    digest.update(f"{software()} {tune.method} {tune.base_dtype} {tune.targets}".encode())
+    digest.update(f"{software_versions()} {tune.method} {tune.base_dtype} {tune.targets}".encode())
     digest.update(_hash_package().encode())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached

@@ -24,7 +24,7 @@ from hpc_tune.data.packed_rows import count_tokens
 from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_expert_share, num_chosen_experts
-from hpc_tune.model.float8_base import no_float8_products
+from hpc_tune.model.float8_base import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
@@ -238,7 +238,7 @@ def describe_float8_base(model: Model, device: torch.device) -> str:
     if not model.config.tune.base_dtype:
         return ""
     dtype = model.built.dtype
-    why = no_float8_products(device, dtype)
+    why = why_no_float8_matmuls(device, dtype)
     return f"; the base is multiplied in {f'{str(dtype)[6:]}: {why}' if why else 'float8'}"
 
 

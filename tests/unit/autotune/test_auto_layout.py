@@ -20,7 +20,7 @@ from hpc_tune.autotune.search import (
     measurements_from_data_sheet,
     search_layout,
 )
-from hpc_tune.config.constraints import allows_expert, allows_tensor, check
+from hpc_tune.config.constraints import allows_expert, allows_tensor, check_config
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
@@ -61,7 +61,7 @@ def network(size, rate=1e9, nodes=None, slow=()):
         for a in range(size)
         for b in range(a + 1, size)
     ]
-    return Network.measured(Links(tuple(pairs), ()), nodes)
+    return Network.from_links(Links(tuple(pairs), ()), nodes)
 
 
 def legal(num_ranks, **parts):
@@ -158,8 +158,8 @@ def test_what_cannot_be_with_dealt_experts_is_known():
     assert allowed(parallel={"layout": "auto"})
     assert allowed(tune={"method": "qlora"})
     assert not allowed(train={"compile": True})
-    assert not check(config(parallel={"layout": "auto", "expert": 2}))
-    assert check(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
+    assert not check_config(config(parallel={"layout": "auto", "expert": 2}))
+    assert check_config(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
 
 
 def test_a_number_of_ranks_that_experts_cannot_be_dealt_over_is_refused():
@@ -226,7 +226,7 @@ def test_fewer_ranks_are_taken_where_more_are_slower():
 def test_among_512_ranks_the_layouts_are_compared_in_seconds():
     """It took minutes when each order of ranks was looked for again for each layout."""
     measured = measurements_from_data_sheet(CLUSTERS["h100-ib400"], 64, 8)
-    net = Network.measured(measured.links, measured.nodes)
+    net = Network.from_links(measured.links, measured.nodes)
     work = StepWork(ADAPTERS, MODEL, 512, 128, 2)
     began_s = time.monotonic()
     found = ranked(config(), work, 64 * GIB, COMPUTE, net)
@@ -328,7 +328,7 @@ def test_measured_links_survive_the_way_to_the_plan(tmp_path):
 def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
     cluster = CLUSTERS["h100-ib400"]
     measured = measurements_from_data_sheet(cluster, 2, 8)
-    net = Network.measured(measured.links, measured.nodes)
+    net = Network.from_links(measured.links, measured.nodes)
     assert net.rate(0, 7) == cluster.within_bytes_per_s
     assert net.rate(3, 12) == cluster.across_bytes_per_s
     model = SimpleNamespace(
@@ -345,5 +345,5 @@ def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
 @pytest.mark.parametrize("layout", ["auto", "simple"])
 def test_auto_and_zero_do_not_go_together(layout):
     parallel = ParallelConfig(layout=layout, zero_stage=2, engine="deepspeed")
-    problems = check(RunConfig(parallel=parallel))
+    problems = check_config(RunConfig(parallel=parallel))
     assert any("parallel.layout=auto" in problem for problem in problems) == (layout == "auto")

@@ -263,7 +263,7 @@ def test_a_base_with_other_weights_of_the_same_shapes_is_another_model(bases, tm
     checkpoint = run / "checkpoints" / "step-00000007"
     trained(bases / "llama", tune, checkpoint)
     built, instruct = build(bases / "llama", torch.float32, tune, 0), tmp_path / "instruct"
-    given = {"model_identity": built.identity, "model_sample": built.sample}
+    given = {"model_identity": built.identity, "model_sample": built.weights_fingerprint}
     give_manifest(checkpoint, f"model.path={bases / 'llama'}", **given)
     shutil.copytree(bases / "llama", instruct)
     for file in instruct.glob("model-*.safetensors"):
@@ -274,7 +274,7 @@ def test_a_base_with_other_weights_of_the_same_shapes_is_another_model(bases, tm
         require_base(moved, "--base")
     # A copy in bf16 holds the same model, and full fine-tuning leaves nothing of a base.
     assert require_base(locate(run, bases / "llama-bf16"), "--base") == bases / "llama-bf16"
-    assert build(bases / "llama", torch.float32, METHODS["full"], 0).sample == ""
+    assert build(bases / "llama", torch.float32, METHODS["full"], 0).weights_fingerprint == ""
     give_manifest(checkpoint, f"model.path={instruct}", model_identity=built.identity)
     assert require_base(locate(run), "--base") == instruct, "earlier versions kept no sample"
 

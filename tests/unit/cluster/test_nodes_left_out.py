@@ -11,7 +11,7 @@ import pytest
 
 from hpc_tune.cluster import slurm
 from hpc_tune.cluster.launchers import read_hosts, restrict_to_nodes
-from hpc_tune.cluster.nodes import LauncherLines, Nodes, find_lost_hosts
+from hpc_tune.cluster.nodes import JobNodes, LauncherLines, find_lost_hosts
 from hpc_tune.config.parallel import ParallelConfig, fit_layout
 from hpc_tune.config.scheduler import SlurmConfig
 
@@ -183,7 +183,7 @@ class Cluster:
 
     def of(self, spares=0, least=1, launch="srun python", **axes):
         slurm = SlurmConfig(spare_nodes=spares, min_nodes=least)
-        return Nodes(launch.split(), self.environ, slurm, ParallelConfig(**axes))
+        return JobNodes(launch.split(), self.environ, slurm, ParallelConfig(**axes))
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):
     nodes.left_out["n2"] = "x"
     assert nodes.why_too_few() == "1 of 3 nodes are left, fewer than slurm.min_nodes=2"
     # Four ranks are a multiple of a stage's, six are not: one node waits.
-    nodes = Nodes(
+    nodes = JobNodes(
         ["srun", "python"],
         cluster.environ | {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "2(x4)"},
         SlurmConfig(),
@@ -371,7 +371,7 @@ esac
 
 
 def test_mpirun_without_a_list_of_hosts_is_started_as_it_is(tmp_path, caplog):
-    nodes = Nodes(["mpirun", "-np", "4", "python"], {}, SlurmConfig(spare_nodes=1))
+    nodes = JobNodes(["mpirun", "-np", "4", "python"], {}, SlurmConfig(spare_nodes=1))
     assert nodes.command().words == ["mpirun", "-np", "4", "python"]
     assert nodes.why_too_few() is None
     assert "slurm.spare_nodes=1 has no effect: the job has no second node that is known" in (
@@ -385,7 +385,7 @@ def test_mpirun_gets_a_hostfile_of_the_nodes_that_are_left(tmp_path):
     mpirun.chmod(0o755)
     nodefile = tmp_path / "nodes"
     nodefile.write_text("n1\nn1\nn2\nn2\n")
-    nodes = Nodes([str(mpirun), "-np", "4", "python"], {"PBS_NODEFILE": str(nodefile)})
+    nodes = JobNodes([str(mpirun), "-np", "4", "python"], {"PBS_NODEFILE": str(nodefile)})
     nodes.left_out["n1"] = "x"
     command = nodes.command()
     assert command.words[3:] == ["-n", "2", "python"]
@@ -397,12 +397,12 @@ SUPERVISE = """
 import os, sys
 from pathlib import Path
 from hpc_tune import log, supervise
-from hpc_tune.cluster.nodes import Nodes
+from hpc_tune.cluster.nodes import JobNodes
 from hpc_tune.config.parallel import ParallelConfig
-log.configure(0)
+log.configure_logging(0)
 supervise._SETTLE_S = 0.2
 launch, run_dir = ["srun", "python"], Path(sys.argv[1])
-nodes = Nodes(launch, os.environ, parallel=ParallelConfig(replicate=3, shard=2))
+nodes = JobNodes(launch, os.environ, parallel=ParallelConfig(replicate=3, shard=2))
 sys.exit(supervise.Supervisor(launch, [], run_dir, ["true"], False, nodes=nodes).run())
 """
 DONE = '{"status": "done", "reason": "all steps done", "exit_code": 0}'

@@ -11,12 +11,12 @@ from hpc_tune.data import loader as loader_module
 from hpc_tune.data import order
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut, Loader, warn_of_cut_documents
+from hpc_tune.data.loader import HeldOutRows, Loader, warn_of_cut_documents
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model.packed_attention import lengths_in
+from hpc_tune.model.packed_attention import read_document_lengths
 from tests.support.data import attributes, store_of_lengths
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150).tolist()
@@ -126,7 +126,9 @@ def test_a_batch_knows_the_documents_that_its_positions_show(store, packing):
     batches = [batch for step in _all_steps(_loader(store, packing=packing)) for batch in step]
     lengths = [row for batch in batches for row in batch.document_lengths]
     assert (max(map(len, lengths)) > 2) == packing
-    assert lengths == [row for batch in batches for row in lengths_in(batch.positions_BT)]
+    assert lengths == [
+        row for batch in batches for row in read_document_lengths(batch.positions_BT)
+    ]
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 7, 16])
@@ -227,9 +229,9 @@ def test_error_in_the_thread_comes_out_of_next_step(store):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
     order = SampleOrder(64, packing=True, seed=0)
-    reference = _rows(HeldOut(store, order, num_rows=11).batches())
+    reference = _rows(HeldOutRows(store, order, num_rows=11).batches())
     parts = [
-        list(HeldOut(store, order, num_rows=11, rank=r, size=size).batches(micro_size=2))
+        list(HeldOutRows(store, order, num_rows=11, rank=r, size=size).batches(micro_size=2))
         for r in range(size)
     ]
     assert len({len(part) for part in parts}) == 1
@@ -261,7 +263,7 @@ def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(
         return pack(*given)
 
     monkeypatch.setattr(order, "pack_documents", counted)
-    held_out = HeldOut(store, SampleOrder(32, packing=True, seed=0), num_rows=7)
+    held_out = HeldOutRows(store, SampleOrder(32, packing=True, seed=0), num_rows=7)
     first, second = (_rows(held_out.batches(micro_size)) for micro_size in (1, 3))
     assert first == second
     assert len(packed) == 1
@@ -282,7 +284,7 @@ def test_a_step_is_prefetched_however_large_it_is(store, monkeypatch):
 
 def test_evaluation_of_all_rows_has_each_document_once(store):
     order = SampleOrder(64, packing=False, seed=0)
-    total = sum(b.num_loss_tokens for b in HeldOut(store, order).batches())
+    total = sum(b.num_loss_tokens for b in HeldOutRows(store, order).batches())
     assert total == sum(length - 1 for length in LENGTHS)
 
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpc_tune.data import chunks, raw_files
-from hpc_tune.data.chunks import identity, list_chunks, read_chunk
+from hpc_tune.data.chunks import list_chunks, read_chunk, source_identity
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import find_files
 from hpc_tune.data.reading import DEFAULT_READING
@@ -314,21 +314,21 @@ def test_a_source_that_is_neither_file_nor_folder_is_refused():
 
 def test_identity_follows_size_and_time_of_the_files(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
-    first = identity(str(path))
-    assert identity(str(path)) == first
+    first = source_identity(str(path))
+    assert source_identity(str(path)) == first
     path.touch()
-    assert identity(str(path)) != first
-    assert identity("builtin:pydocs") != identity("builtin:pydocs:heldout")
+    assert source_identity(str(path)) != first
+    assert source_identity("builtin:pydocs") != source_identity("builtin:pydocs:heldout")
 
 
 def test_data_edited_in_place_with_the_same_size_and_time_are_other_data(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
-    first, status = identity(str(path)), path.stat()
+    first, status = source_identity(str(path)), path.stat()
     write_jsonl(path, [{"text": "b"}])
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     now = path.stat()
     assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert identity(str(path)) != first
+    assert source_identity(str(path)) != first
 
 
 def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():

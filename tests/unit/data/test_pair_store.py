@@ -13,7 +13,7 @@ from hpc_tune.config.data import DataConfig
 from hpc_tune.data import chunks
 from hpc_tune.data.encode import PreferenceEncoder
 from hpc_tune.data.hdf5_format import TokenStore, append_checksum
-from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder
 from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_tokens, select_documents
 from hpc_tune.data.preferences import to_labelled, to_pair
@@ -416,7 +416,7 @@ def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path
         assert " ".join(sorted(file.attrs)) == PLAIN_ATTRIBUTES
         assert " ".join(json.loads(file.attrs["counters"])) == PLAIN_COUNTERS
         assert [*file["documents"]] == ["by_length", "offsets"]
-    monkeypatch.setattr("hpc_tune.data.prepare.identity", lambda paths: "identity")
+    monkeypatch.setattr("hpc_tune.data.prepare.source_identity", lambda paths: "identity")
     assert cache_name("raw.jsonl", "mark", PrepareSettings(128)) == f"raw-{PLAIN_KEY}.h5"
 
 
@@ -435,7 +435,7 @@ def loaded(store):
 
 
 def rows_of(store):
-    return HeldOut(store, ORDER)
+    return HeldOutRows(store, ORDER)
 
 
 def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
@@ -538,7 +538,7 @@ def test_held_out_rows_name_each_document_once_over_all_ranks(tmp_path, rows, fo
     store, order = prepared(tmp_path, rows, form), SampleOrder(256, packing=True, seed=0)
     seen, nums = [], []
     for rank in range(size):
-        held_out = HeldOut(store, order, rank=rank, size=size)
+        held_out = HeldOutRows(store, order, rank=rank, size=size)
         held_out.set_reference(np.ones((60, 2), np.float32))
         batches = list(held_out.batches(micro_size=2))
         nums.append(len(batches))
@@ -566,7 +566,7 @@ def test_preferences_longer_than_a_row_are_refused(tmp_path):
     longest = int(store.length_values[-1])
     order = SampleOrder(longest - 1, packing=True, seed=0)
     with pytest.raises(DataError, match=rf"set data\.seq_len={longest} or more, or prepare"):
-        HeldOut(store, order)
+        HeldOutRows(store, order)
 
 
 @pytest.mark.parametrize(("rows", "form"), [(PAIRS, "pairs"), (LABELLED, "labels")])

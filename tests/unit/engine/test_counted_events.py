@@ -6,8 +6,8 @@ import torch
 from hpc_tune.config.load import load_config
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.train import exit
 from hpc_tune.train.run import run
+from hpc_tune.world import liveness
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, losses, rows
 
@@ -55,10 +55,10 @@ def events(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", syncing(tolist))
     Event.under_way.clear()
 
-    def fail(comm, code):
+    def fail(who, code):
         pytest.fail(f"the run ended with {code}")  # and not this process
 
-    monkeypatch.setattr(exit, "die", fail)
+    monkeypatch.setattr(liveness, "die", fail)
 
 
 def test_the_first_step_after_a_row_was_tried_reads_nothing_of_it(events, tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def governed(monkeypatch):
 def drive(governor, watching, num_steps, first=1):
     """Go through steps as the loop does; return why to leave, or None."""
     for step in range(first, first + num_steps):
-        governor.observe(watching.worst())
+        governor.observe(watching.take_peaks())
         if need := governor.apply(governor.status(), step):
             return need
     return None
@@ -226,15 +226,15 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
         in need.words
     )
     assert outcome_facts(need, governor.taken)["memory"] == "device"
-    governor.observe(watching.worst())
+    governor.observe(watching.take_peaks())
     assert governor.status() == (0.0,) * 8
 
 
 def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     governor, watching, events = governed(Device(sample_at(0.5)))
     fuller = governed(Device(sample_at(0.99)))[0]
-    governor.observe(watching.worst())
-    fuller.observe(fuller._monitor.worst())
+    governor.observe(watching.take_peaks())
+    fuller.observe(fuller._monitor.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
     governor._comm.gather = lambda own: [fuller._local_fill("device"), own]
     governor.apply(governor.status(), 7)
@@ -264,7 +264,7 @@ def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed
 
 def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed):
     governor, watching, _ = governed(Device())
-    governor.observe(watching.worst())
+    governor.observe(watching.take_peaks())
     governor.observe_out_of_memory(describe_failed_allocation(torch.OutOfMemoryError(ERROR)))
     governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
     assert governor.apply(governor.status(), 1).memory == "device"

@@ -9,7 +9,7 @@ from hpc_tune.memory import host
 from hpc_tune.memory.host import (
     MACHINE_SOURCE,
     HostLimit,
-    Usage,
+    HostUsage,
     find_limit,
     oom_kills,
     own_bytes,
@@ -274,7 +274,7 @@ def test_a_limit_for_the_job_without_a_group_counts_its_ranks_alone(machine):
 
 
 def test_what_is_read_often_is_the_same(machine):
-    usage = Usage(HostLimit(RAM, MACHINE_SOURCE), machine.proc)
+    usage = HostUsage(HostLimit(RAM, MACHINE_SOURCE), machine.proc)
     page = os.sysconf("SC_PAGESIZE")
     assert usage.used_bytes() == 112 * GIB
     assert usage.own_pages() == (200 * page, 200 * page)
@@ -305,7 +305,7 @@ def test_between_two_sums_of_the_kernel_the_ranks_growth_counts(tmp_path):
 
     kernel_says(1000 * page)
     rank_has(600)
-    with closing(Usage(HostLimit(1 << 40, "the test", group), proc, pids=[7])) as usage:
+    with closing(HostUsage(HostLimit(1 << 40, "the test", group), proc, pids=[7])) as usage:
         assert usage.used_bytes() == 1000 * page
         rank_has(650)
         assert usage.used_bytes() == 1050 * page
@@ -350,7 +350,7 @@ def test_sums_that_are_late_are_corrected_by_exact_numbers(tmp_path, case):
     rank_has(before)
     me = os.getpid()
     (proc / str(me)).symlink_to(proc / "self")
-    with closing(Usage(HostLimit(1000 << 20, "the test", group), proc, [me])) as usage:
+    with closing(HostUsage(HostLimit(1000 << 20, "the test", group), proc, [me])) as usage:
         assert usage.used_bytes() == max(anonymous, before) << 20
         rank_has(now)
         (group / "memory.current").write_text(f"{charged << 20}\n")
@@ -380,7 +380,7 @@ def test_a_sum_of_groups_below_is_asked_for_by_what_the_ranks_did_not_take(tmp_p
     (group / "memory.max").write_text(f"{1000 << 20}\n")
     limit = HostLimit(1000 << 20, "the test", group)
     now(200, 200)
-    with closing(Usage(limit, proc, [os.getpid()])) as usage:
+    with closing(HostUsage(limit, proc, [os.getpid()])) as usage:
         assert look(200, 200) == 1, "the first sum is due"
         assert look(300, 300) == 1, "the ranks' own growth is known"
         assert look(320, 300) == 2, "others took 20 MiB"
@@ -399,5 +399,5 @@ def test_a_rank_with_a_group_of_its_own_does_not_count(tmp_path):
         (folder / "statm").write_text("9 9 0 0 0 9 0\n")
     (group / "memory.stat").write_text("anon 0\nactive_anon 0\n")
     (group / "cgroup.procs").write_text("7\n")
-    with closing(Usage(HostLimit(1 << 40, "the test", group), proc, [7, 8])) as usage:
+    with closing(HostUsage(HostLimit(1 << 40, "the test", group), proc, [7, 8])) as usage:
         assert usage.used_bytes() == 9 * os.sysconf("SC_PAGESIZE")

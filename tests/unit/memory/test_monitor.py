@@ -13,7 +13,7 @@ import torch
 from hpc_tune.errors import ResumableStop
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
-from hpc_tune.memory.host import HostLimit, PrivateMemoryLimit, Usage
+from hpc_tune.memory.host import HostLimit, HostUsage, PrivateMemoryLimit
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
 from hpc_tune.rundir import outcome
@@ -57,9 +57,9 @@ def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
     host.used = 700 * MIB
     host.wait_for_samples()
     host.used = 200 * MIB
-    assert watching.worst().host_bytes == 700 * MIB
+    assert watching.take_peaks().host_bytes == 700 * MIB
     host.wait_for_samples()
-    assert watching.worst().host_bytes == 200 * MIB
+    assert watching.take_peaks().host_bytes == 200 * MIB
     watching.close()
 
 
@@ -86,7 +86,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     needs = []
     watching = Monitor(None, mode="on")
     host.used = 993 * MIB
-    watching.levels(watching.worst())
+    watching.levels(watching.take_peaks())
     watching.start(needs.append)
     host.wait_for_samples(5)
     assert needs == []
@@ -116,7 +116,7 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
     watching, levels = Monitor(None, mode="on"), []
     for step in range(60):
         host.used = (100 + 20 * step) * MIB
-        level, device = watching.levels(watching.worst())
+        level, device = watching.levels(watching.take_peaks())
         levels.append(level)
         assert device == Level.CALM
         if level == Level.WILL_EXCEED:
@@ -130,11 +130,11 @@ def test_after_something_was_done_growth_is_counted_anew(host):
     watching = Monitor(None, mode="on")
     for step in range(10):
         host.used = (700 + 20 * step) * MIB
-        level, _ = watching.levels(watching.worst())
+        level, _ = watching.levels(watching.take_peaks())
     assert level == Level.HIGH
-    watching.forget()
+    watching.reset_growth()
     host.used = 750 * MIB
-    assert watching.levels(watching.worst())[0] == Level.CALM
+    assert watching.levels(watching.take_peaks())[0] == Level.CALM
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_it_knows_this_ranks_peak_in_each_phase(host):
     del held
     watching.enter("steady", "training step 1")
     host.wait_for_samples()
-    watching.worst()
+    watching.take_peaks()
     peaks = watching.peaks
     assert 150 * MIB < peaks["load"] - peaks["steady"] < 250 * MIB
     watching.close()
@@ -194,7 +194,7 @@ def test_switched_off_it_does_nothing(host):
     before = set(threading.enumerate())
     watching = Monitor(None, mode="off")
     watching.start()
-    assert watching.worst() is None
+    assert watching.take_peaks() is None
     begun = set(threading.enumerate()) - before
     assert "memory monitor" not in {thread.name for thread in begun}
     watching.close()
@@ -289,7 +289,7 @@ def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():
     def limit():
         return resource.getrlimit(resource.RLIMIT_DATA)
 
-    before, bound, usage = limit(), PrivateMemoryLimit(), Usage(HostLimit(1, "the machine"))
+    before, bound, usage = limit(), PrivateMemoryLimit(), HostUsage(HostLimit(1, "the machine"))
     mapped = usage.own_pages()[1]
     bound.set(mapped, 64 * MIB)
     try:

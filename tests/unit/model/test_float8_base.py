@@ -150,13 +150,15 @@ def test_wrong_products_are_not_used(monkeypatch):
 
     monkeypatch.setattr(float8_base, "find_architecture", lambda device: Card())
     device = torch.device("cpu")
-    assert not float8_base.no_float8_products.__wrapped__(device, torch.bfloat16)
+    assert not float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
     whole = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1.02 * whole(*a, **k))
-    assert "off by 2" in float8_base.no_float8_products.__wrapped__(device, torch.bfloat16)
+    assert "off by 2" in float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1 / 0)
-    assert "fail here" in float8_base.no_float8_products.__wrapped__(device, torch.bfloat16)
-    assert float8_base.no_float8_products.__wrapped__(device, torch.float32) == "model.dtype=fp32"
+    assert "fail here" in float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert (
+        float8_base.why_no_float8_matmuls.__wrapped__(device, torch.float32) == "model.dtype=fp32"
+    )
 
 
 def loaded(base, tune, dtype=torch.float32):

@@ -146,7 +146,7 @@ def test_the_trial_is_left_out_of_what_a_dispatch_mode_sees():
 def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypatch):
     tried = []
     monkeypatch.setattr("hpc_tune.train.model.is_mixture", lambda module: True)
-    monkeypatch.setattr("hpc_tune.train.model.kernels_of", lambda *_: _kernels("varlen"))
+    monkeypatch.setattr("hpc_tune.train.model.choose_model_kernels", lambda *_: _kernels("varlen"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(
         grouped_matmul, "kernel_fault", lambda *of: tried.append(of) or "it is wrong"
@@ -160,7 +160,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     model = Model(built, None, settings)
     assert str(model.kernels(GPU)).endswith("experts in a loop: it is wrong")
     assert tried == [(GPU, torch.bfloat16)]
-    assert model.kernels(CPU).one_by_one == ""
+    assert model.kernels(CPU).loop_reason == ""
 
 
 def _kernels(attention):

@@ -10,7 +10,7 @@ from hpc_tune.model.blocks import use_own_layers
 from hpc_tune.model.kernels import (
     Kernels,
     choose_kernels,
-    kernels_of,
+    choose_model_kernels,
     layer_windows,
     why_experts_loop,
 )
@@ -95,7 +95,7 @@ def test_a_run_says_it_in_one_line(kernels, words):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_rule_by_which_a_run_and_its_plan_leave_the_mask_out(config, dtype, compiled, why):
-    found = kernels_of(SimpleNamespace(**{**LLAMA, **config}), dtype, compiled)
+    found = choose_model_kernels(SimpleNamespace(**{**LLAMA, **config}), dtype, compiled)
     assert why in found.mask_reason
     assert bool(why) == bool(found.mask_reason)
     assert found.attention == ("mask" if why else "varlen")
@@ -111,18 +111,20 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(varlen_attention, "kernel_fault", wrong)
     llama = SimpleNamespace(**LLAMA, sliding_window=512)
-    old = kernels_of(llama, torch.bfloat16, False, GPU)
+    old = choose_model_kernels(llama, torch.bfloat16, False, GPU)
     assert old.mask_reason == "torch has no such kernel for a GPU of compute capability 7.5"
     assert not tried
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     answers = ["wrong", "", "windows are wrong"]
-    assert kernels_of(llama, torch.bfloat16, False, GPU).mask_reason == "wrong"
+    assert choose_model_kernels(llama, torch.bfloat16, False, GPU).mask_reason == "wrong"
     assert tried == [(GPU, torch.bfloat16, 128, 4, None)]
-    found = kernels_of(llama, torch.bfloat16, False, GPU)
+    found = choose_model_kernels(llama, torch.bfloat16, False, GPU)
     assert (found.attention, found.window) == ("varlen", "mask")
     assert found.mask_reason == "windows are wrong"
     assert tried[1:] == [(GPU, torch.bfloat16, 128, 4, None), (GPU, torch.bfloat16, 128, 4, 70)]
-    assert kernels_of(llama, torch.bfloat16, False, CPU) == choose_kernels("cpu", False, True)
+    assert choose_model_kernels(llama, torch.bfloat16, False, CPU) == choose_kernels(
+        "cpu", False, True
+    )
     assert len(tried) == 3
 
 
@@ -158,7 +160,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
     assert why_experts_loop(dtype, CPU) == ""
     why = why_experts_loop(dtype, GPU)
     assert why.endswith(found)
-    said = str(Kernels("varlen", None, "F.rms_norm", "own", one_by_one=why))
+    said = str(Kernels("varlen", None, "F.rms_norm", "own", loop_reason=why))
     assert ("experts in a loop: torch has grouped matmuls" in said) == bool(found)
 
 
@@ -179,7 +181,7 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
 )
 def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     done, asked = [], []
-    monkeypatch.setattr(blocks, "kernels_of", lambda *of: asked.append(of) or kernels)
+    monkeypatch.setattr(blocks, "choose_model_kernels", lambda *of: asked.append(of) or kernels)
     for name in ("use_lora_linear", "use_swiglu", "use_rms_norm"):
         monkeypatch.setattr(
             blocks, name, lambda *given, name=name, **options: done.append((name, options))

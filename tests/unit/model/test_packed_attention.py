@@ -14,8 +14,8 @@ from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import (
     _attend,
     _tiling,
-    lengths_in,
     make_documents,
+    read_document_lengths,
     use_document_attention,
 )
 
@@ -58,10 +58,10 @@ def test_documents_of_packed_rows():
 
 
 def test_lengths_are_read_off_positions_only_where_a_batch_has_none(monkeypatch):
-    assert lengths_in(batch().positions_BT) == [list(lengths) for lengths in LENGTHS]
+    assert read_document_lengths(batch().positions_BT) == [list(lengths) for lengths in LENGTHS]
     module = model_of()
     wanted = module(batch())
-    monkeypatch.setattr("hpc_tune.model.loss.lengths_in", None)
+    monkeypatch.setattr("hpc_tune.model.loss.read_document_lengths", None)
     assert torch.equal(module(replace(batch(), document_lengths=LENGTHS)), wanted)
 
 

@@ -30,7 +30,7 @@ def test_small_objects_that_stay_keep_holes_apart():
         for _ in range(64):
             blocks.append(heap.allocate(1 << 18))
             if leaves:
-                heap.leave(64)
+                heap.allocate_permanent(64)
         for block in blocks:
             heap.free(block)
         heap.allocate(4 << 20)

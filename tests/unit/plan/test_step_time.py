@@ -39,7 +39,7 @@ def network(size, rate, latency=0.0, nodes=None, slow=(), lanes=1.0):
         for a in range(size)
         for b in range(a + 1, size)
     ]
-    return Network.measured(Links(tuple(pairs), (), 0, lanes), nodes)
+    return Network.from_links(Links(tuple(pairs), (), 0, lanes), nodes)
 
 
 def seconds(layout, net, size=ADAPTERS, rows=8, compute=COMPUTE, ranks=None, micro=1, **parallel):
@@ -193,7 +193,7 @@ def test_what_collectives_were_measured_to_take_corrects_what_links_promise():
         CollectiveTime("all-gather", 16, 0.5, 0.0),
         CollectiveTime("all-gather", 2_000_000, 3.5, 0.0),  # 3 s, promised are 1/2 x 2
     )
-    net = Network.measured(Links((pair,), measured), (0, 1))
+    net = Network.from_links(Links((pair,), measured), (0, 1))
     assert net.ring_s("all_gather", [[0, 1]], 2e6) == pytest.approx(3.0)
     assert net.ring_s("all_reduce", [[0, 1]], 1e6) == pytest.approx(1.0)
     assert seconds(Layout(2, 1), net).comm_s == pytest.approx(1.0)
@@ -219,7 +219,7 @@ def test_gathered_weights_take_new_memory_and_a_copy():
 
 def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
     pairs = tuple(Link((a, b), (a, b), 0.0, 2e6, 1e6) for a in range(4) for b in range(a + 1, 4))
-    net = Network.measured(Links(pairs, ()), range(4))
+    net = Network.from_links(Links(pairs, ()), range(4))
     assert net.ring_s("all_gather", [[0, 1], [2, 3]], 4e6) == pytest.approx(1 / 2 * 4)
     assert net.ring_s("all_gather", [[0, 1, 2, 3]], 4e6) == pytest.approx(3 / 4 * 2)
     assert net.ring_s("all_reduce", [[0, 1], [2, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 2)
@@ -231,7 +231,7 @@ def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node()
         for a in range(4)
         for b in range(a + 1, 4)
     ]
-    net = Network.measured(Links(tuple(pairs), ()), (0, 0, 1, 1))
+    net = Network.from_links(Links(tuple(pairs), ()), (0, 0, 1, 1))
     assert net.ring_s("all_to_all", [[0, 1]], 4e6) == pytest.approx(1 / 2 * 4 / 4)
     # A quarter for each of the two on the other node, by both ranks of a node.
     assert net.ring_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 * 2 / 4 * 4)
@@ -247,7 +247,7 @@ def test_a_pair_that_was_not_measured_is_as_another_of_its_nodes():
         Link((0, 2), (0, 1), 1e-5, 1e9),
         Link((0, 4), (0, 2), 1e-5, 2e9),
     )
-    net = Network.measured(Links(pairs, ()), nodes)
+    net = Network.from_links(Links(pairs, ()), nodes)
     assert net.rate(1, 3) == 1e9
     assert net.rate(1, 5) == 2e9
     assert net.rate(4, 5) == 9e9, "the same node: as others"

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hpc_tune.plan.trace
 from hpc_tune import torch_versions
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import build
 from hpc_tune.model.config_json import shape_directory
 from hpc_tune.plan.traced_memory import KERNEL_BYTES, OBJECTS, Heap, TracedMemory, scratch_bytes
@@ -342,10 +343,11 @@ def test_what_a_heap_takes_is_counted_beside_what_is_mapped():
 def test_gloo_makes_a_copy_of_what_it_gathers_for_as_long_as_it_takes(monkeypatch):
     memory, during = TracedMemory(heap_block_bytes=0), []
     gather = lambda *_: during.append(memory.live_bytes)  # noqa: E731
-    monkeypatch.setattr(hpc_tune.plan.trace, "_all_gather", gather)
+    monkeypatch.setattr(CountedCollectives, "gather_shards", gather)
+    collectives = hpc_tune.plan.trace._FakeCollectives(torch.device("cpu"), like_gloo=True)
     with FakeTensorMode(), memory.watch():
         own, gathered = torch.zeros(25), torch.zeros(100)
-        hpc_tune.plan.trace._gather_like_gloo(gathered, own, None, False)
+        collectives.gather_shards(gathered, own, None, False)
         assert during == [100 + 400 + 400]
         assert memory.live_bytes == 500
         del own, gathered

@@ -116,7 +116,7 @@ def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     whole = expected(tied, "full", layout, MICROS)["all_reduce"]
     built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
     links = Links((Link((0, 1), (0, 0), 0.0, bytes_per_s),), ())
-    network = Network.measured(links, (0, 0))
+    network = Network.from_links(links, (0, 0))
     plan = StepPlan.of(built, layout, ParallelConfig(reshard="block"))
     found = tensor_time(plan, (0, 1), network, (TOKENS, 80))
     scalars = 4 + 8

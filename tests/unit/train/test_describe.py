@@ -310,7 +310,7 @@ def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
     ],
 )
 def test_it_is_said_how_a_float8_base_is_multiplied(monkeypatch, base_dtype, why, said):
-    monkeypatch.setattr(describe, "no_float8_products", lambda *_: why)
+    monkeypatch.setattr(describe, "why_no_float8_matmuls", lambda *_: why)
     config = SimpleNamespace(tune=SimpleNamespace(base_dtype=base_dtype))
     model = SimpleNamespace(config=config, built=SimpleNamespace(dtype=torch.bfloat16))
     assert describe.describe_float8_base(model, torch.device("cpu")) == said

@@ -322,7 +322,7 @@ def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, m
     assert check_architecture_cached(config).packing == "as it was remembered"
     assert check_architecture_cached(config_of("llama", rope_theta=5e5)) == ArchitectureCheck()
     assert len(list(tmp_path.rglob("llama-*.json"))) == 2
-    monkeypatch.setattr(architecture_check, "software", lambda: "transformers 99")
+    monkeypatch.setattr(architecture_check, "software_versions", lambda: "transformers 99")
     assert check_architecture_cached(config) == ArchitectureCheck()
     file.write_text("{")  # a node that went down while it wrote
     monkeypatch.undo()
@@ -455,7 +455,7 @@ def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     config = config_of("glm5_next")
     assert not check_architecture(config, QLORA).adapters
     assert not check_architecture(config, TuneConfig(base_dtype="fp8")).adapters
-    monkeypatch.setattr("hpc_tune.model.special_layers.indexers_of", lambda _: [])
+    monkeypatch.setattr("hpc_tune.model.special_layers.find_indexers", lambda _: [])
     for tune in (QLORA, TuneConfig(base_dtype="fp8")):
         assert "with packed weights the loss is" in check_architecture(config, tune).adapters
 

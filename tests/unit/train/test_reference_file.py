@@ -46,7 +46,9 @@ def key_of(**changes):
     )
     attributes = SimpleNamespace(content=said["content"], tokenizer_fingerprint=said["tokenizer"])
     model = SimpleNamespace(
-        config=SimpleNamespace(tune=tune, train=train), built=built, sample=said["sample"]
+        config=SimpleNamespace(tune=tune, train=train),
+        built=built,
+        weights_fingerprint=said["sample"],
     )
     store, device = SimpleNamespace(attributes=attributes), torch.device("cpu")
     return reference._cache_key(model, store, device)

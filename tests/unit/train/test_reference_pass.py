@@ -51,7 +51,7 @@ def test_rows_go_through_the_model_as_many_at_once_as_in_training(monkeypatch, m
         def documents_in(self, batch):
             return [batch.number]
 
-    monkeypatch.setattr(reference, "HeldOut", Rows)
+    monkeypatch.setattr(reference, "HeldOutRows", Rows)
     monkeypatch.setattr(reference, "decide_micro_size", lambda *_: micro_size)
     engine = SimpleNamespace(
         outputs=lambda batches, _: ((b, torch.tensor([b.number, 1.0])) for b in batches)

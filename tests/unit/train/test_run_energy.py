@@ -140,7 +140,7 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     card = (tmp_path / "run" / "export" / "adapter" / "README.md").read_text()
     assert f"| energy of training | {energy.words}; up to step 4 |" in card
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count(energy.short) >= 2
+    assert page.count(energy.short_text) >= 2
     starts = events(tmp_path / "run", "start")
     assert [(start["job"], start["scheduler"]) for start in starts] == [("7", "Slurm")] * 2
     assert "Slurm was not asked, since" in page, "the job is not over"

@@ -13,8 +13,9 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.engine.adamw import learning_rate
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.faults import Faults
-from hpc_tune.train import exit, trainer
+from hpc_tune.train import trainer
 from hpc_tune.train.run import run
+from hpc_tune.world import liveness
 from tests.support.full_device import ERROR, Device, with_room_for
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events, losses, outcome, worst_gap
@@ -26,10 +27,10 @@ FULL = torch.OutOfMemoryError(ERROR)
 def train(tmp_path, monkeypatch):
     """Return a function that does a run on a device, and gives its exit code and directory."""
 
-    def fail(comm, code):
+    def fail(who, code):
         pytest.fail(f"the run ended with {code}")  # and not this process
 
-    monkeypatch.setattr(exit, "die", fail)
+    monkeypatch.setattr(liveness, "die", fail)
 
     def start(name, faults, *overrides):
         run_dir = tmp_path / name

@@ -32,7 +32,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, WorldError
 from hpc_tune.report.page import write_report
 from hpc_tune.report.watch import watch
 from hpc_tune.rundir import outcome
-from hpc_tune.train.metrics import drop_after
+from hpc_tune.rundir.json_lines import drop_lines_after
 from hpc_tune.units import parse_bytes, parse_seconds
 from hpc_tune.world.discover import World, discover
 from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
@@ -298,5 +298,5 @@ def test_what_lies_in_run_directories(folder, drawn):
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
         watch(folder, 1.0, once=True)
-    drop_after(folder / "metrics.jsonl", 3)
+    drop_lines_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

@@ -127,7 +127,7 @@ def test_each_look_has_a_thread_which_ends_when_it_has_seen_enough():
         assert all_seen.wait(60)
     assert seen.count("enough") == 1
     assert watcher.has_started
-    assert watcher.is_over
+    assert watcher.is_closed
 
 
 def test_nothing_is_done_after_it_is_closed_and_closing_waits_for_what_is_done():

@@ -261,15 +261,15 @@ for index, cpu in enumerate(reversed(both)):  # GPU 0 at the node of the second 
     gpu.mkdir(parents=True), node.mkdir(parents=True)
     (gpu / "numa_node").write_text(str(index))
     (node / "cpulist").write_text(str(cpu))
-device.visible_gpus.__defaults__, bootstrap.SYS = (folder,), folder
+device.find_visible_gpus.__defaults__, bootstrap.SYS = (folder,), folder
 world = World(1, 2, 1, 2, 0, 1, "n0", "slurm")
 cores, settings = ([frozenset(both)] * 2, frozenset(both)), RunSettings()
-bootstrap._take_cores(world, cores, settings)
+bootstrap._set_cores(world, cores, settings)
 before = os.sched_getaffinity(0)
-device, warning, near = bootstrap._take_device(
+device, warning, near = bootstrap._choose_device(
     world, Exchange(), settings, SimpleNamespace(launcher="mpich")
 )
-share, threads, _ = bootstrap._take_cores(world, cores, settings, near)
+share, threads, _ = bootstrap._set_cores(world, cores, settings, near)
 assert (str(device), warning) == ("cuda:1", None)
 assert (before, os.sched_getaffinity(0), threads) == ({both[1]}, {both[0]}, 1)
 """

@@ -13,11 +13,11 @@ from hpc_tune.world.device import (
     assign_gpus,
     check_devices,
     cpu_has_bf16,
+    find_visible_gpus,
     gather_gpus,
     gpu_numa_nodes,
     name_gpus,
     pick_device,
-    visible_gpus,
 )
 from hpc_tune.world.discover import World
 
@@ -143,7 +143,7 @@ def test_the_device_is_an_index_into_what_the_rank_itself_sees(
 
     fake = FakeCuda(seen[rank])
     monkeypatch.setattr(torch, "cuda", fake)
-    assert visible_gpus("auto").names == tuple(seen[rank])
+    assert find_visible_gpus("auto").names == tuple(seen[rank])
     device, report = pick_device("auto", world(rank, len(seen)), on_node(*seen))
     assert (str(device), fake.current, report.uuid) == (f"cuda:{index}", index, uuid)
     assert report.error is None
@@ -237,7 +237,7 @@ def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
 
     monkeypatch.setattr(torch, "cuda", FakeCuda(""))
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "7")
-    alone = on_node(visible_gpus("cuda").names)
+    alone = on_node(find_visible_gpus("cuda").names)
     _, report = pick_device("cuda", world(0, 1), alone)
     words = r"finds no GPU on n0 .*ROCR_VISIBLE_DEVICES is 7.*run.device=cpu"
     with pytest.raises(WorldError, match=words):
@@ -251,7 +251,7 @@ def test_a_gpu_on_which_cuda_does_not_start_is_reported_and_not_raised(monkeypat
     import torch
 
     monkeypatch.setattr(torch, "cuda", FakeCuda("!"))
-    device, report = pick_device("auto", world(0, 1), {0: visible_gpus("auto")})
+    device, report = pick_device("auto", world(0, 1), {0: find_visible_gpus("auto")})
     assert device.type == "cpu"
     assert "cannot start CUDA (CUDA unknown error) on n0" in report.error
 

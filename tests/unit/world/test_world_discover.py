@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.discover import World, discover, host_key, number_nodes
+from hpc_tune.world.discover import World, discover, make_host_key, number_nodes
 from tests.support.launcher_variables import HYDRA, OPENMPI, SRUN, TORCHRUN
 
 
@@ -37,7 +37,7 @@ raise ImportError(f"seen: {seen}")
 @pytest.mark.parametrize(("was", "says"), [("1", True), ("0", False), (None, False)])
 def test_mpi_is_not_asked_to_send_from_gpus(tmp_path, was, says):
     (tmp_path / "mpi4py.py").write_text(CRAY_MPI)
-    program = "from hpc_tune import log; log.configure(0)\n"
+    program = "from hpc_tune import log; log.configure_logging(0)\n"
     program += "from hpc_tune.world.discover import discover; discover()"
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MPICH")}
     environ |= HYDRA | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -106,10 +106,10 @@ def test_importing_the_world_imports_neither_torch_nor_mpi():
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_networks():
-    program = "from hpc_tune.world.discover import host_key; print(host_key())"
+    program = "from hpc_tune.world.discover import make_host_key; print(make_host_key())"
     argv = [sys.executable, "-c", program]
     here = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert here.strip() == host_key()
+    assert here.strip() == make_host_key()
     there = subprocess.run(["unshare", "--net", *argv], capture_output=True, text=True)
     if there.returncode:
         pytest.skip("network namespaces need root")

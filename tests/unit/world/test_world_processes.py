@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_tune.world.processes import ancestors, is_alive, seconds_from_boot
+from hpc_tune.world.processes import is_alive, list_ancestors, seconds_from_boot
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,13 +54,14 @@ def test_the_start_of_a_process_stays_the_same_when_the_clock_is_set(tmp_path, m
 
 
 def test_the_parents_of_a_process_come_in_order():
-    program = "from hpc_tune.world.processes import ancestors; print(*(p for p, _ in ancestors()))"
+    program = "from hpc_tune.world.processes import list_ancestors as found; "
+    program += "print(*(p for p, _ in found()))"
     shell = f"{sys.executable} -c '{program}'; echo $$"
     done = subprocess.run(
         ["sh", "-c", shell], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
     [*above, own] = map(int, done.stdout.split())
-    assert above == [own, os.getpid(), *(pid for pid, _ in ancestors())]
+    assert above == [own, os.getpid(), *(pid for pid, _ in list_ancestors())]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -68,9 +69,8 @@ def test_the_parents_of_a_process_come_in_order():
 def test_what_another_user_hides_counts_as_gone(hidepid, seen):
     program = "import os; from hpc_tune.world.processes import *\n"
     program += "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-    program += (
-        "print(is_alive(1), seconds_from_boot(1) is not None, [p for p, _ in ancestors()] == [1])"
-    )
+    program += "parents = [p for p, _ in list_ancestors()]\n"
+    program += "print(is_alive(1), seconds_from_boot(1) is not None, parents == [1])"
     # In a process namespace of its own, of which the shell is the first process.
     mount = f"mount -t proc -o hidepid={hidepid} proc /proc"
     command = ["unshare", "--mount", "--pid", "--fork", "sh", "-c"]
