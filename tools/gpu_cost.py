@@ -45,7 +45,7 @@ from hpc_tune.model import float8_base, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
 from hpc_tune.model.config_json import shape_directory  # noqa: E402
 from hpc_tune.model.loss import LogitsKernels, fusible_exponentials  # noqa: E402
-from hpc_tune.plan.trace import _fake_world  # noqa: E402
+from hpc_tune.plan.trace import _fake_world, make_fake_mesh  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
 from hpc_tune.step.plan import StepPlan  # noqa: E402
 
@@ -153,7 +153,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
     before = native.compile_blocks, native.compile_loss
     native.compile_blocks, native.compile_loss = lambda blocks: None, as_if_compiled
     try:
-        return NativeEngine(built, settings)
+        return NativeEngine(built, settings, make_fake_mesh(settings))
     finally:
         native.compile_blocks, native.compile_loss = before
 

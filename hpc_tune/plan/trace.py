@@ -303,8 +303,15 @@ def make_fake_engine(
     built: BuiltModel, settings: EngineSettings, for_gpu: bool = True
 ) -> NativeEngine:
     """Return an engine of a fake world, in fake mode. Messages of a CPU go as with gloo."""
-    mesh = without_dispatch_modes(Mesh)(settings.layout, DEVICE, settings.plan.uses_fsdp)
-    return NativeEngine(built, settings, mesh, _FakeCollectives(DEVICE, like_gloo=not for_gpu))
+    collectives = _FakeCollectives(DEVICE, like_gloo=not for_gpu)
+    return NativeEngine(built, settings, make_fake_mesh(settings), collectives)
+
+
+def make_fake_mesh(settings: EngineSettings) -> Mesh:
+    """Return the groups of a fake world; a mesh looks its rank up in a tensor, which has values."""
+    layout, device, uses_fsdp = settings.layout, settings.device, settings.plan.uses_fsdp
+    mesh: Mesh = without_dispatch_modes(Mesh)(layout, device, uses_fsdp)
+    return mesh
 
 
 class _FakeCollectives(CountedCollectives):

@@ -31,7 +31,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.plan.memory_model import _pinned_extra_bytes
 from hpc_tune.plan.resolve import ModelShape
-from hpc_tune.plan.trace import _count_shards, _fake_world
+from hpc_tune.plan.trace import _count_shards, _fake_world, make_fake_mesh
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from tests.support.fake_cuda import fake_cuda
@@ -62,7 +62,8 @@ def main() -> None:
 def engine_of(built, **words):
     parallel = ParallelConfig(shard=RANKS, recompute="none", reshard="block", **words)
     plan = StepPlan.of(built, Layout(1, RANKS), parallel)
-    return NativeEngine(built, EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3)))
+    settings = EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3))
+    return NativeEngine(built, settings, make_fake_mesh(settings))
 
 
 def step(engine):

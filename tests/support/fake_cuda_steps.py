@@ -38,7 +38,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.plan.trace import _fake_world
+from hpc_tune.plan.trace import _fake_world, make_fake_mesh
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.reference import sum_kl_terms
@@ -133,7 +133,7 @@ def main() -> None:
             optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
             settings = EngineSettings(plan, DEVICE, optim)
             store = stores[tune.objective]
-            engine = NativeEngine(built, settings)
+            engine = NativeEngine(built, settings, make_fake_mesh(settings))
             groups = num_groups(world, plan.uses_fsdp)
             noted = {"first": first, "groups": groups, **run(engine, store, world, rank, watch)}
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
