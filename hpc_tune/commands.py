@@ -370,13 +370,13 @@ def plan(options: Namespace) -> int:
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
-        named = options.from_links, options.hardware
+        named = options.measured, options.hardware
         choice, machine, config = search.choose_for_command(config, machine, *named)
         if options.json:
             print(search.as_json(choice))
             return EXIT_DONE
         print("\n".join([*search.as_lines(choice), ""]))
-    elif options.from_links or options.hardware:
+    elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
     how = machine, options.save, options.masked
 

@@ -131,5 +131,5 @@ def faults_of(job: dict[str, Any]) -> Faults:
 
 
 if __name__ == "__main__":
-    gradients.SUMMED_BYTES = 1 << 16  # several pieces of a tiny model
+    gradients.GRADIENT_PIECE_BYTES = 1 << 16  # several pieces of a tiny model
     many_runs.main(lambda job: many_runs.train(job, faults_of(job)))

@@ -6,8 +6,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_tune.config.constraints import check_config
 from hpc_tune.config.load import (
-    check,
     describe_fields,
     field_names,
     load_config,
@@ -402,7 +402,7 @@ def test_bad_yaml_says_where(write, text):
     ],
 )
 def test_what_this_version_can_do_is_accepted(write, override):
-    assert check(load_config(write(SOME), [override])) == []
+    assert check_config(load_config(write(SOME), [override])) == []
 
 
 def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(write):
@@ -420,7 +420,7 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
         "packed 4-bit weights are not split along heads; use parallel.shard",
     ):
         assert said in message
-    assert check(load_config(write(SOME), ["train.float8=true", "train.compile=true"])) == []
+    assert check_config(load_config(write(SOME), ["train.float8=true", "train.compile=true"])) == []
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
     ],
 )
 def test_what_a_float8_base_does_not_go_with_is_refused(write, overrides, said):
-    assert check(load_config(write(SOME), ["tune.base_dtype=fp8"])) == []
+    assert check_config(load_config(write(SOME), ["tune.base_dtype=fp8"])) == []
     assert said in problem(write(SOME), "tune.base_dtype=fp8", *overrides)
 
 
@@ -458,7 +458,7 @@ def test_compiling_tensor_slices_is_refused(write):
     ],
 )
 def test_deepspeed_settings_that_fit_are_accepted(write, overrides):
-    assert check(load_config(write(SOME), overrides)) == []
+    assert check_config(load_config(write(SOME), overrides)) == []
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Events:
 def governed(monkeypatch):
     """Return how to make a governor of one rank whose host has all the room there is."""
     monkeypatch.setattr(monitor, "find_limit", lambda configured: HostLimit(100 * GIB, "the test"))
-    monkeypatch.setattr(monitor.Usage, "used_bytes", lambda usage: GIB)
+    monkeypatch.setattr(monitor.HostUsage, "used_bytes", lambda usage: GIB)
 
     def make(device, before=NOTHING_BEFORE, mode="on"):
         levers = {action: ActionHandle(lambda times: "done") for action in (TRIM, *ALL)}

@@ -27,7 +27,7 @@ class Host:
     def __init__(self, patch, limit=1000 * MIB, used=100 * MIB):
         self.limit, self.used, self.asked = limit, used, 0
         patch.setattr(monitor, "find_limit", lambda configured: HostLimit(limit, "the test"))
-        patch.setattr(monitor.Usage, "used_bytes", lambda usage: self._answer())
+        patch.setattr(monitor.HostUsage, "used_bytes", lambda usage: self._answer())
 
     def _answer(self):
         self.asked += 1
