@@ -373,9 +373,9 @@ def plan(options: Namespace) -> int:
         named = options.measured, options.hardware
         choice, machine, config = search.choose_for_command(config, machine, *named)
         if options.json:
-            print(search.as_json(choice))
+            print(search.choice_to_json(choice))
             return EXIT_DONE
-        print("\n".join([*search.as_lines(choice), ""]))
+        print("\n".join([*search.choice_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
     how = machine, options.save, options.masked

@@ -42,7 +42,7 @@ from hpc_tune.log import log, warn_unreadable
 from hpc_tune.rundir import facts, outcome, owner
 from hpc_tune.rundir.json_lines import STARTS
 from hpc_tune.rundir.owner import find_owner
-from hpc_tune.train.report import write_report
+from hpc_tune.train.report import run_report_command
 
 STARTS_FILE = STARTS
 MAX_CRASHES = 2  # in a row without a newer checkpoint
@@ -236,7 +236,7 @@ class Supervisor:
             following, why = self._decide(starts)
             log.info("%s", self._describe_decision(starts[-1], following, why))
             if self._report and following in ("again", "give up") and self._stop_signal is None:
-                write_report(self._run_dir)
+                run_report_command(self._run_dir)
             match following:
                 case "done":
                     return EXIT_DONE
@@ -472,7 +472,7 @@ def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
     """Return a start that took its job's supervise with it, as far as it has told how it ended."""
     if (lost := owner.read_unfinished_start(run_dir)) is None:
         return None
-    status, reason, exit_code = owner.find_ending(run_dir, lost)
+    status, reason, exit_code = owner.find_start_ending(run_dir, lost)
     fields = {"from_step": 0, "job": None, "asked": False, **lost.fields}
     fields |= {"to_step": _newest_step(run_dir), "status": status, "reason": reason}
     fields |= {"exit_code": exit_code, "lost_nodes": exit_code == EXIT_FAILED}

@@ -230,7 +230,7 @@ def search_layout(
     return Choice(rows, refused, simple, alone, num_ranks)
 
 
-def as_lines(choice: Choice) -> list[str]:
+def choice_lines(choice: Choice) -> list[str]:
     """Return the table for a person: the five fastest, and why the first is."""
     best, simple, alone = choice.best, choice.simple, choice.alone
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
@@ -256,8 +256,8 @@ def as_lines(choice: Choice) -> list[str]:
     return lines + [f"        {text}" for text in reasons]
 
 
-def as_json(choice: Choice) -> str:
-    """Return what a run needs of it; see ``from_json``."""
+def choice_to_json(choice: Choice) -> str:
+    """Return what a run needs of it; see ``choice_from_json``."""
     best = choice.best
     tree: dict[str, Any] = {
         "layout": asdict(best.layout),
@@ -267,13 +267,13 @@ def as_json(choice: Choice) -> str:
         "step_s": best.time.seconds,
         "comm_s": best.time.comm_s,
         "comm_share": best.time.comm_share,
-        "lines": as_lines(choice),
+        "lines": choice_lines(choice),
     }
     return json.dumps(tree)
 
 
-def from_json(text: str) -> tuple[Candidate, list[str]]:
-    """Return the best candidate and the table from what ``as_json`` has written."""
+def choice_from_json(text: str) -> tuple[Candidate, list[str]]:
+    """Return the best candidate and the table from what ``choice_to_json`` has written."""
     tree: dict[str, Any] = json.loads(text)
     layout, time = Layout(**tree["layout"]), StepTime(tree["step_s"], tree["comm_s"])
     best = Candidate(layout, tuple(tree["ranks"]), tree["reshard"], tree["micro_rows"], time)
@@ -510,7 +510,7 @@ def choose_on_rank_0(
             raise ConfigError(message or default)
         return done.stdout
 
-    return from_json(comm.on_rank_0("choosing the layout", ask))
+    return choice_from_json(comm.on_rank_0("choosing the layout", ask))
 
 
 def compare_step(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
-def find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
+def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
     """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
 
     Empty for a dense model. The layers are named as in the whole model.
@@ -117,7 +117,7 @@ _STACK_MATRICES = {
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _ExpertMatrix:
     """One matrix of one expert: its layer's name, and which outputs of its stack it has."""
 
     layer: str
@@ -164,13 +164,13 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     return found if found.of_experts else None
 
 
-def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_Matrix]:
+def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
     """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
     joined = stored.joined.get(stack.tensor)
     if joined is not None and all(part.axes[0] is None for part in joined.parts):
         for part in joined.parts:
             layer = part.stored.name.removesuffix(".weight")
-            yield _Matrix(layer, part.box.offset[0], part.box.slices()[1])
+            yield _ExpertMatrix(layer, part.box.offset[0], part.box.slices()[1])
         return
     _, first, second = stored.shapes[stack.tensor]
     outputs = second if stack.is_transposed else first
@@ -184,14 +184,14 @@ def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_Matrix]:
             half = slice(place * share, (place + 1) * share)
             of_stack = interleaved if stack.form == "interleaved" else half
             for expert in range(stack.num_experts):
-                yield _Matrix(f"{path}.{expert}.{name}", expert, of_stack)
+                yield _ExpertMatrix(f"{path}.{expert}.{name}", expert, of_stack)
 
 
 def _region(
     index: TensorIndex,
     name: str,
     stack: AdaptedTensor,
-    matrix: _Matrix,
+    matrix: _ExpertMatrix,
     read: Callable[[str], torch.Tensor],
 ) -> Region:
     """Return lora_A or lora_B of one matrix, from the tensor ``name`` of all experts."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hpc_tune.checkpoint.expert_adapters import (
-    find_expert_stacks,
+    find_adapted_stacks,
     layers_ignored_by_peft,
     mixture_targets,
     split_experts,
@@ -93,7 +93,7 @@ def export_adapter(
         named = (name.removeprefix(ADAPTER_PREFIX) for name in index.shapes)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
-    stacks = find_expert_stacks(base)
+    stacks = find_adapted_stacks(base)
     _warn_scales(index, tune, out)
     if lost := layers_ignored_by_peft(index, base) if stacks else []:
         log.warning(
@@ -157,7 +157,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     written = write_regions(out / ADAPTER_FILE, regions)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({*map(adapted_layer, names)} - {""})
-    stacks = find_expert_stacks(base)
+    stacks = find_adapted_stacks(base)
     targets = Targets(tune.targets)
     if stacks:  # a layer named by its weight has no DoRA
         taken = find_names_taken_for_stacks(base) if tune.method == "dora" else EXPERT_NAMES

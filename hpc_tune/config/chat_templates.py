@@ -53,14 +53,14 @@ NAMED_TEMPLATES = {
 }
 
 
-def is_path(chat_template: str) -> bool:
+def is_template_path(chat_template: str) -> bool:
     """Return whether data.chat_template is a file's path, which no name can be taken for."""
     return "/" in chat_template or chat_template.endswith(TEMPLATE_SUFFIX)
 
 
 def template_file(chat_template: str) -> Path:
     """Return the file of a known name, or the path."""
-    if is_path(chat_template) or chat_template not in NAMED_TEMPLATES:
+    if is_template_path(chat_template) or chat_template not in NAMED_TEMPLATES:
         return Path(chat_template)
     return TEMPLATE_FOLDER / f"{chat_template}{TEMPLATE_SUFFIX}"
 
@@ -72,7 +72,7 @@ def find_unknown_templates(data: DataConfig) -> Iterator[str]:
         for at, source in enumerate(getattr(data, setting) or []):
             given[f"data.{setting}.{at}.chat_template"] = source.chat_template
     for setting, value in given.items():
-        if value is None or is_path(value) or value in NAMED_TEMPLATES:
+        if value is None or is_template_path(value) or value in NAMED_TEMPLATES:
             continue
         near = difflib.get_close_matches(value.lower(), NAMED_TEMPLATES, 1)
         hint = f"; did you mean {near[0]}?" if near else ""

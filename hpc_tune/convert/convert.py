@@ -31,7 +31,7 @@ from hpc_tune.convert.rules import (
     Outcome,
     Tool,
     Unsupported,
-    format_value,
+    format_their_value,
 )
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import ConfigError
@@ -196,7 +196,7 @@ def convert(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
             values that cannot be.
     """
     tool = recognise_tool(theirs)
-    given = dict(flatten(theirs, tool.lists))
+    given = dict(flatten_keys(theirs, tool.lists))
     written = {key: value for key, value in resolve_references(given).items() if value is not None}
     values = parse_numbers(written)
     defaults = tool.defaults(ForeignConfig(tool, values, ranks))
@@ -215,7 +215,9 @@ def convert(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
                 Ignored("put in where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
             )
         value = (
-            "(not shown)" if _SECRET.search(key) else format_value(written.get(key, known.get(key)))
+            "(not shown)"
+            if _SECRET.search(key)
+            else format_their_value(written.get(key, known.get(key)))
         )
         text = f"{key} = {value}" if key in known.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
@@ -266,7 +268,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def flatten(
+def flatten_keys(
     tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``.
@@ -280,7 +282,7 @@ def flatten(
         if key in lists and isinstance(value, list) and all(isinstance(v, dict) for v in value):
             value = dict(enumerate(value))
         if isinstance(value, dict) and value:
-            yield from flatten(value, lists, f"{key}.")
+            yield from flatten_keys(value, lists, f"{key}.")
         else:
             yield key, value
 
@@ -362,12 +364,14 @@ class _OutcomeSheet:
         settings = outcome.settings if isinstance(outcome, Mapped) else {}
         others = [name for name, value in settings.items() if self.ours.get(name, value) != value]
         if others:
-            given = format_value(self.ours[others[0]])
+            given = format_their_value(self.ours[others[0]])
             outcome = Unsupported(f"another key gave {others[0]} = {given} already", to_do=True)
         match outcome:
             case Mapped():
                 self.ours |= settings
-                shown = ", ".join(f"{name} = {format_value(v)}" for name, v in settings.items())
+                shown = ", ".join(
+                    f"{name} = {format_their_value(v)}" for name, v in settings.items()
+                )
                 remark = f" -> {shown}" + (f" ({outcome.remark})" if outcome.remark else "")
                 self.taken.setdefault(remark, {})[key] = text
             case Ignored():

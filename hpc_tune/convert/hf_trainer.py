@@ -62,7 +62,7 @@ def only_value(value: str, why: str) -> Rule:
 def _first_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return Unsupported("merge it into the model first, and name that in model.path", to_do=True)
-    if isinstance(value, str) and "," not in value and rules.is_path(value):
+    if isinstance(value, str) and "," not in value and rules.is_local_path(value):
         remark = "its rank, alpha and targets must be the config's"
         return Mapped({"tune.init_from": value}, remark)
     return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)

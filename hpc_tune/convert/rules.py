@@ -149,7 +149,7 @@ class Refusal:
         ]
         if not found:
             return None
-        said = ", ".join(f"{key} = {format_value(theirs.get(key))}" for key in found[:3])
+        said = ", ".join(f"{key} = {format_their_value(theirs.get(key))}" for key in found[:3])
         return (
             f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning and "
             "preferences (dpo, ipo, simpo, orpo, kto) of text alone. Nothing is converted. "
@@ -234,7 +234,7 @@ def _without_numbers(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
-def format_value(value: Any) -> str:
+def format_their_value(value: Any) -> str:
     """Return a value of theirs on one line of at most 80 characters."""
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -362,7 +362,7 @@ def usable_file(value: Any) -> bool:
     return path.suffix in ("", *KINDS, ".h5", ".hdf5")
 
 
-def is_path(name: str) -> bool:
+def is_local_path(name: str) -> bool:
     """Return whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
     return name.startswith(("/", ".", "~", "$")) or name.count("/") != 1
 
@@ -371,7 +371,7 @@ def is_data_path(name: str) -> bool:
     """Return whether a name is a path to data that hpc_tune reads, rather than one of a hub."""
     if not usable_file(name):
         return False
-    return bool(PurePosixPath(name).suffix) or ("/" in name and is_path(name))
+    return bool(PurePosixPath(name).suffix) or ("/" in name and is_local_path(name))
 
 
 def explain_hub_data(name: Any, ours: str) -> Unsupported:
@@ -385,7 +385,7 @@ def explain_hub_data(name: Any, ours: str) -> Unsupported:
 
 def model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a model that is a directory or a name of the hub."""
-    if is_path(str(value)):
+    if is_local_path(str(value)):
         return Mapped({"model.path": value}, "a Hugging Face directory")
     return Unsupported(
         "it looks like a name of the hub, which compute nodes cannot reach: on a login node "

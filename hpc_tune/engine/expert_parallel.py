@@ -41,7 +41,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         ConfigError: if the experts cannot be dealt, or sent tokens.
     """
     slices: dict[nn.Parameter, Slice] = {}
-    for path, layer in find_expert_modules(built.module):
+    for path, layer in find_stack_modules(built.module):
         for stack in find_expert_stacks(layer):
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
@@ -71,14 +71,14 @@ def dispatch_tokens(
 
     To be called when the module's own forward is what it will be. Each pass of it is collective.
     """
-    for _, layer in find_expert_modules(module):
+    for _, layer in find_stack_modules(module):
         owner = find_expert_stacks(layer)[0].owner
         local: Callable[..., torch.Tensor] = layer.forward
         exchange = _TokenExchange(group, collectives, owner.num_experts)
         layer.forward = types.MethodType(_with_dispatch(local, exchange), layer)
 
 
-def find_expert_modules(module: nn.Module) -> list[tuple[str, Any]]:
+def find_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with stacks of experts, with adapters that are around them."""
     roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in find_stacks(module))
     return [(path, module.get_submodule(path)) for path in roots]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
-from hpc_tune.engine.expert_parallel import find_expert_modules
+from hpc_tune.engine.expert_parallel import find_stack_modules
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.loss import HeadUnit, LossModel
@@ -55,7 +55,7 @@ def shard(
     whole = {p for n, p in named if plan.stays_whole(p.requires_grad, is_vector(n, p))}
     experts: list[nn.Module] = []
     if plan.shards_experts:
-        experts = [part for _, part in find_expert_modules(built.module)]
+        experts = [part for _, part in find_stack_modules(built.module)]
     elif mesh.layout.expert > 1:  # dealt, and nothing is left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:

@@ -64,7 +64,7 @@ class Float8Linear(nn.Linear):
         """Return x @ weight.T + bias; the backward pass reaches x alone."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
-        out: torch.Tensor = _PackedMatmul.apply(self, given, self.weight, bias)
+        out: torch.Tensor = _Float8Matmul.apply(self, given, self.weight, bias)
         return out.to(x.dtype)
 
     def unpack(self, packed_OC: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-class _PackedMatmul(torch.autograd.Function):
+class _Float8Matmul(torch.autograd.Function):
     """x @ weight.T + bias of packed rows."""
 
     @staticmethod

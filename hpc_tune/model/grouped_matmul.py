@@ -98,7 +98,7 @@ def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch
 
 
 @functools.cache
-def kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
+def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     """Return why the kernel must not be used in ``dtype`` on this device, also as a warning."""
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
@@ -220,7 +220,7 @@ def _may_leave_memory(x: torch.Tensor) -> bool:
 def _is_kernel_refused(x: torch.Tensor) -> bool:
     """Whether the kernel was tried on the device of ``x`` and must not be used there."""
     is_real = x.device.type == "cuda" and not isinstance(x, FakeTensor)
-    return is_real and bool(kernel_fault(x.device, x.dtype))
+    return is_real and bool(grouped_kernel_fault(x.device, x.dtype))
 
 
 # -- Tokens sorted by the experts that they go to.

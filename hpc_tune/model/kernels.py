@@ -120,9 +120,9 @@ def choose_model_kernels(
             heads = config.num_attention_heads
             groups = heads // (common_value(config, "num_key_value_heads") or heads)
             tried = (device, dtype, _head_size(config), groups)
-            why = varlen_attention.kernel_fault(*tried)
+            why = varlen_attention.varlen_kernel_fault(*tried)
             if windows and not why:
-                why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
+                why_no_window = varlen_attention.varlen_kernel_fault(*tried, window=_CHECKED_WINDOW)
             if not why and architecture is not None and architecture.capability is not None:
                 window = _CHECKED_WINDOW if windows and not why_no_window else None
                 flash = varlen_attention.use_flash_attention(*tried, window)

@@ -89,7 +89,7 @@ class FourBitLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
         if self.weight.device.type == "cpu" and self.in_features % BLOCK:
-            out: torch.Tensor = _PackedMatmul.apply(self, given, self.weight)
+            out: torch.Tensor = _FourBitMatmul.apply(self, given, self.weight)
             out = out if bias is None else out + bias
         else:
             shape = (self.out_features, self.in_features)
@@ -159,7 +159,7 @@ class FourBitLinear(nn.Linear):
         )
 
 
-class _PackedMatmul(torch.autograd.Function):
+class _FourBitMatmul(torch.autograd.Function):
     """x @ weight.T of a packed weight, whose values are made in both passes and not kept."""
 
     @staticmethod

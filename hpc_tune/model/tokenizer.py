@@ -11,7 +11,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpc_tune.config.chat_templates import NAMED_TEMPLATES, NamedTemplate, is_path, template_file
+from hpc_tune.config.chat_templates import (
+    NAMED_TEMPLATES,
+    NamedTemplate,
+    is_template_path,
+    template_file,
+)
 from hpc_tune.errors import DataError, first_line, raise_if_out_of_files, require_utf8
 from hpc_tune.files import why_pointer
 from hpc_tune.log import log
@@ -239,7 +244,7 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
     Raises:
         DataError: if what ends an answer is no single token.
     """
-    if is_path(chat_template):
+    if is_template_path(chat_template):
         return
     template = NAMED_TEMPLATES[chat_template]
     if not _has_end(template, tokenizer):

@@ -140,7 +140,7 @@ def attend(
 
 
 @functools.cache
-def kernel_fault(
+def varlen_kernel_fault(
     device: torch.device,
     dtype: torch.dtype,
     values: int,

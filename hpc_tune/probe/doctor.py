@@ -47,7 +47,7 @@ def report_dict(
     }
 
 
-def report_lines(
+def doctor_lines(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
 ) -> list[str]:
     """Return the report for people."""
@@ -248,7 +248,7 @@ def run_doctor(
             print(json.dumps(report_dict(ranks, links, findings), indent=1))
         else:
             colours = is_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
-            print("\n".join(report_lines(ranks, links, findings, colours)))
+            print("\n".join(doctor_lines(ranks, links, findings, colours)))
         sys.stdout.flush()
     shutdown(comm)
     broken = any(finding.level == "error" for finding in findings)

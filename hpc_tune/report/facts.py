@@ -388,7 +388,7 @@ def compare_predictions(run: Run) -> list[tuple[str, ...]]:
         if measured and foreseen:
             off = f"{measured / foreseen - 1:+.0%}"
             rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
-    for kind, (foreseen, measured) in sent_bytes(run).items():
+    for kind, (foreseen, measured) in mean_sent_bytes(run).items():
         off = f"{measured / foreseen - 1:+.1%}" if foreseen else ""
         shown = [format_bytes(n) for n in (foreseen, measured)]
         rows.append((f"sent per step by rank 0: {kind}", *shown, off))
@@ -403,7 +403,7 @@ def compare_predictions(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
-def sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
+def mean_sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
     """Return what rank 0 sent per step by kind, as means of all steps: (predicted, measured)."""
     rows = [row for row in run.steps if "sent_bytes" in row and "expected_bytes" in row]
     if not rows:

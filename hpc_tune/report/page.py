@@ -34,8 +34,8 @@ from hpc_tune.report.facts import (
     list_start_facts,
     list_starts,
     main_figures,
+    mean_sent_bytes,
     running_s,
-    sent_bytes,
     start_command,
     start_rows,
     time_by_kind,
@@ -54,7 +54,7 @@ from hpc_tune.units import format_bytes
 MAX_HASHED_BYTES = 256 << 20  # hashed in a second
 
 
-def list_checkpoints(
+def verify_checkpoints(
     run_dir: Path, most_bytes: int = MAX_HASHED_BYTES
 ) -> list[tuple[str, str, str]]:
     """Return (name, size, what was verified) of each checkpoint, the oldest first.
@@ -193,7 +193,7 @@ def _numbers(run: Run) -> dict[str, Any]:
         ),
         "sent_bytes_per_step": {
             kind: {"predicted": round(foreseen), "measured": round(measured)}
-            for kind, (foreseen, measured) in sent_bytes(run).items()
+            for kind, (foreseen, measured) in mean_sent_bytes(run).items()
         },
         "data": run.start.get("counts"),
         "settings": run.settings,
@@ -289,7 +289,7 @@ def _details(run: Run) -> Iterator[str]:
         ("What the data gave", _table(None, list_data_facts(run), "")),
         ("Sources", _table(SOURCE_HEADS, source_rows(run), "")),
         ("Software and hardware", _table(None, list_machine_facts(run), "")),
-        ("Checkpoints", _table(("checkpoint", "size", "now"), list_checkpoints(run.path), "")),
+        ("Checkpoints", _table(("checkpoint", "size", "now"), verify_checkpoints(run.path), "")),
     ):
         if body:
             yield _card(name, body)

@@ -242,7 +242,7 @@ class Run:
         ]
 
 
-class JsonLines:
+class LineReader:
     """A growing file of JSON objects. ``read`` reads new lines, and all of a replaced file."""
 
     def __init__(self, path: Path, clean: Callable[[Record], Record] = dict) -> None:
@@ -287,13 +287,13 @@ def read_run(path: Path) -> Run:
     return make_run(path, *(lines.read() for lines in open_logs(path)))
 
 
-def open_logs(path: Path) -> tuple[JsonLines, ...]:
+def open_logs(path: Path) -> tuple[LineReader, ...]:
     """Return metrics.jsonl, events.jsonl, ranks.jsonl, experts.jsonl of the run at ``path``."""
     return (
-        JsonLines(path / METRICS, _clean_metrics),
-        JsonLines(path / EVENTS, _clean_event),
-        JsonLines(path / RANKS, _clean_ranks),
-        JsonLines(path / EXPERTS, _clean_experts),
+        LineReader(path / METRICS, _clean_metrics),
+        LineReader(path / EVENTS, _clean_event),
+        LineReader(path / RANKS, _clean_ranks),
+        LineReader(path / EXPERTS, _clean_experts),
     )
 
 

@@ -370,7 +370,7 @@ def has_ended(run_dir: Path) -> bool:
     return is_free(run_dir) or has_owner_died(run_dir)
 
 
-def find_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
+def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
     """Return the status, the reason and the exit code of a start, as far as it has left them."""
     told = outcome.read_outcome(run_dir)
     if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:

@@ -32,7 +32,7 @@ from hpc_tune.world.device import pci_address
 EnergyByPart = Mapping[str, PartEnergy]
 
 
-class RunEnergy:
+class RunEnergyMeter:
     """Measures from its making on."""
 
     def __init__(

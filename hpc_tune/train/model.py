@@ -65,7 +65,7 @@ class Model:
         found = choose_model_kernels(built.config, built.dtype, train.compiles, device, why)
         slow = ""
         if is_mixture(built.module) and device.type == "cuda":
-            slow = grouped_matmul.kernel_fault(device, built.dtype)
+            slow = grouped_matmul.grouped_kernel_fault(device, built.dtype)
             slow = slow or why_experts_loop(built.dtype, device)
         return replace(found, lora=None if tune.method == "full" else "own", loop_reason=slow)
 

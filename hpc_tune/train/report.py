@@ -18,7 +18,7 @@ _MEMORY_PER_BYTE = 4  # of metrics.jsonl, on top of the process
 _LIMIT_S = 60.0
 
 
-def write_report(run_dir: Path) -> None:
+def run_report_command(run_dir: Path) -> None:
     """Write report.html; if that fails, log how to write it later: it must not end the run.
 
     Nothing is written, and nothing said, where no run has begun.

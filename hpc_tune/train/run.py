@@ -26,7 +26,7 @@ from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import open_data, require_data
-from hpc_tune.train.energy import RunEnergy
+from hpc_tune.train.energy import RunEnergyMeter
 from hpc_tune.train.exit import ending_world_on_error, in_world, startup_watchdog
 from hpc_tune.train.job import Job, open_job
 from hpc_tune.train.model import (
@@ -36,7 +36,7 @@ from hpc_tune.train.model import (
     with_scaled_positions,
 )
 from hpc_tune.train.reference import use_reference
-from hpc_tune.train.report import write_report
+from hpc_tune.train.report import run_report_command
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import Forecast, agree_on_settings, compare_memory, preflight
@@ -54,7 +54,7 @@ def finish(
     model: Model,
     forecast: Forecast,
     control: Control,
-    energy: RunEnergy,
+    energy: RunEnergyMeter,
     ended: Outcome,
 ) -> None:
     """Close what the run had open, and report how it ended. Collective."""
@@ -73,7 +73,7 @@ def finish(
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
     if job.config.run.report and ended.has_time_left:
-        job.setup_comm.on_rank_0("writing the report", lambda: write_report(job.dir))
+        job.setup_comm.on_rank_0("writing the report", lambda: run_report_command(job.dir))
     if job.setup_comm.is_rank_0:
         job.owner.close()
 
@@ -207,7 +207,7 @@ def _train(
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
-        energy = RunEnergy(job)
+        energy = RunEnergyMeter(job)
         with control.step_limit.over(), defer_collection():
             outcome = train(control.trainer, control)
         finish(job, model, forecast, control, energy, outcome)

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from hpc_tune.autotune.candidates import legal_layouts, predict_candidates, rank_orders, ring_order
 from hpc_tune.autotune.search import (
     Measurements,
-    as_json,
-    as_lines,
+    choice_from_json,
+    choice_lines,
+    choice_to_json,
     choose_for_command,
     compute_from_data_sheet,
-    from_json,
     measurements_from_data_sheet,
     search_layout,
 )
@@ -252,8 +252,11 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
     neighbours = list(zip(choice.best.ranks, choice.best.ranks[1:], strict=False))
     assert (1, 2) not in neighbours
     assert (2, 1) not in neighbours
-    lines = as_lines(choice)
-    assert from_json(as_json(choice)) == (replace(choice.best, memory="", fits=None), lines)
+    lines = choice_lines(choice)
+    assert choice_from_json(choice_to_json(choice)) == (
+        replace(choice.best, memory="", fits=None),
+        lines,
+    )
     assert "pipeline 4" in lines[1]
     assert lines[1].endswith("<- this one")
 

@@ -317,7 +317,7 @@ def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
     converted = tool.convert(config, 4)
     groups = (converted.taken, converted.decided, converted.left)
-    for key, _ in tool.flatten(config, tool.recognise_tool(config).lists):
+    for key, _ in tool.flatten_keys(config, tool.recognise_tool(config).lists):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
     assert line_of(converted.left, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
 

@@ -15,7 +15,12 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.export_metadata import write_template
-from hpc_tune.config.chat_templates import NAMED_TEMPLATES, TEMPLATE_FOLDER, is_path, template_file
+from hpc_tune.config.chat_templates import (
+    NAMED_TEMPLATES,
+    TEMPLATE_FOLDER,
+    is_template_path,
+    template_file,
+)
 from hpc_tune.config.load import load_config
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
@@ -109,7 +114,7 @@ def test_each_name_has_a_file_and_published_texts_and_is_no_path():
         == NAMED_TEMPLATES.keys()
         == PUBLISHED.keys()
     )
-    assert not any(is_path(name) for name in NAMED_TEMPLATES)
+    assert not any(is_template_path(name) for name in NAMED_TEMPLATES)
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)

@@ -12,7 +12,7 @@ import transformers.integrations.moe  # noqa: F401 - it makes torch.ops.transfor
 from hpc_tune import torch_versions
 from hpc_tune.log import log
 from hpc_tune.model import grouped_matmul
-from hpc_tune.model.grouped_matmul import CHECKED_ROWS, compare_with_loop, kernel_fault
+from hpc_tune.model.grouped_matmul import CHECKED_ROWS, compare_with_loop, grouped_kernel_fault
 from hpc_tune.train.model import Model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,9 +22,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def told(monkeypatch):
     texts = []
     monkeypatch.setattr(log, "warning", lambda text, *values: texts.append(text % values))
-    kernel_fault.cache_clear()
+    grouped_kernel_fault.cache_clear()
     yield texts
-    kernel_fault.cache_clear()
+    grouped_kernel_fault.cache_clear()
 
 
 def leaves_memory(product, garbage):
@@ -65,17 +65,17 @@ def test_the_trial_has_experts_without_rows_at_both_ends_and_in_between():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_of_a_cpu_passes(dtype, told):
-    assert kernel_fault(CPU, dtype) == ""
+    assert grouped_kernel_fault(CPU, dtype) == ""
     assert not told
 
 
 def test_memory_that_is_filled_afterwards_is_no_fault(monkeypatch):
     kernel = leaves_memory(torch_versions.grouped_mm, torch.nan)
     monkeypatch.setattr(torch_versions, "grouped_mm", kernel)
-    assert "the gradient of weights by nan" in kernel_fault(CPU, torch.bfloat16)
-    kernel_fault.cache_clear()
+    assert "the gradient of weights by nan" in grouped_kernel_fault(CPU, torch.bfloat16)
+    grouped_kernel_fault.cache_clear()
     monkeypatch.setattr(grouped_matmul, "_may_leave_memory", lambda x: True)
-    assert kernel_fault(CPU, torch.bfloat16) == ""
+    assert grouped_kernel_fault(CPU, torch.bfloat16) == ""
 
 
 def one_row_off(product):
@@ -121,7 +121,9 @@ def test_a_wrong_kernel_is_told_of_once_and_experts_are_multiplied_one_by_one(
     ]
     monkeypatch.setattr(torch_versions, "grouped_mm", wrong(torch_versions.grouped_mm))
     monkeypatch.setattr(
-        grouped_matmul, "_is_kernel_refused", lambda x: bool(kernel_fault(CPU, torch.float32))
+        grouped_matmul,
+        "_is_kernel_refused",
+        lambda x: bool(grouped_kernel_fault(CPU, torch.float32)),
     )
     by_loop = [
         grouped_matmul.grouped_matmul(low, weight, ends),
@@ -149,7 +151,7 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
     monkeypatch.setattr("hpc_tune.train.model.choose_model_kernels", lambda *_: _kernels("varlen"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(
-        grouped_matmul, "kernel_fault", lambda *of: tried.append(of) or "it is wrong"
+        grouped_matmul, "grouped_kernel_fault", lambda *of: tried.append(of) or "it is wrong"
     )
     module = SimpleNamespace(within_documents=True, needs_mask=False)
     config = SimpleNamespace(model_type="mixtral")

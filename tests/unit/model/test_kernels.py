@@ -109,7 +109,7 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
         return answers.pop(0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(varlen_attention, "kernel_fault", wrong)
+    monkeypatch.setattr(varlen_attention, "varlen_kernel_fault", wrong)
     llama = SimpleNamespace(**LLAMA, sliding_window=512)
     old = choose_model_kernels(llama, torch.bfloat16, False, GPU)
     assert old.mask_reason == "torch has no such kernel for a GPU of compute capability 7.5"

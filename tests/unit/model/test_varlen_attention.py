@@ -24,8 +24,8 @@ from hpc_tune.model.varlen_attention import (
     DocumentStarts,
     decode_window,
     encode_window,
-    kernel_fault,
     make_starts,
+    varlen_kernel_fault,
 )
 from tests.support.varlen_on_cpu import CALLS, HAS_WINDOWS, use_cpu_kernels
 
@@ -44,7 +44,7 @@ def _cpu_kernels(monkeypatch):
     use_cpu_kernels()
     monkeypatch.setattr(varlen_attention, "DTYPES", (*varlen_attention.DTYPES, torch.float32))
     CALLS.clear()
-    kernel_fault.cache_clear()
+    varlen_kernel_fault.cache_clear()
 
 
 def batch():
@@ -305,7 +305,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
     ("values", "groups", "window"), [(64, 1, None), (64, 4, None), (256, 2, None), (64, 2, 70)]
 )
 def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, window, caplog):
-    assert kernel_fault(CPU, dtype, values, groups, window) == ""
+    assert varlen_kernel_fault(CPU, dtype, values, groups, window) == ""
     assert not caplog.records
     gaps = varlen_attention.compare_with_mask(CPU, dtype, values, groups, window)
     assert len(gaps) == 4
@@ -344,7 +344,7 @@ def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeyp
 
     monkeypatch.setattr(varlen, "varlen_attn", wrong)
     for _ in range(2):
-        why = kernel_fault(CPU, dtype, 64, 2, 70 if how == "window" else None)
+        why = varlen_kernel_fault(CPU, dtype, 64, 2, 70 if how == "window" else None)
         assert "it differs from masked attention in its result by" in why
     assert len(told) == 1
     assert why in told[0]
@@ -358,7 +358,7 @@ def test_a_kernel_that_fails_is_told_of(monkeypatch, told):
         raise RuntimeError("USE_FLASH_ATTENTION was not enabled for build.\nmore")
 
     monkeypatch.setattr(varlen, "varlen_attn", fails)
-    assert "fails here (USE_FLASH_ATTENTION was not enabled for build.)" in kernel_fault(
+    assert "fails here (USE_FLASH_ATTENTION was not enabled for build.)" in varlen_kernel_fault(
         CPU, torch.bfloat16, 64, 2
     )
     assert len(told) == 1
@@ -375,7 +375,7 @@ def test_gradients_that_are_no_numbers_are_wrong(monkeypatch, told):
         return kernel(query, *others, **options) + 0 * (query - query.detach()).sqrt()
 
     monkeypatch.setattr(varlen, "varlen_attn", silent)
-    assert "the gradient of queries by nan" in kernel_fault(CPU, torch.bfloat16, 64, 2)
+    assert "the gradient of queries by nan" in varlen_kernel_fault(CPU, torch.bfloat16, 64, 2)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.cluster.unused_gpus import UnusedGpus
-from hpc_tune.probe.doctor import report_dict, report_lines
+from hpc_tune.probe.doctor import doctor_lines, report_dict
 from hpc_tune.probe.fabric import NcclLibrary
 from hpc_tune.probe.facts import FolderFacts, RankFacts, measure_folder
 from hpc_tune.probe.findings import find_problems
@@ -578,7 +578,7 @@ def test_ranks_that_share_cores_are_not_compared():
 )
 def test_the_report_tells_how_fast_a_rank_multiplies(found, line):
     ranks = world((1, {"products": found}))
-    lines = report_lines(ranks, Links((), ()), [], colours=False)
+    lines = doctor_lines(ranks, Links((), ()), [], colours=False)
     [place] = [number for number, text in enumerate(lines) if text.startswith("  rank 1 ")]
     assert lines[place + 1].strip() == line
     assert report_dict(ranks, Links((), ()), [])["ranks"][1]["products"]["error"] == found.error
@@ -596,7 +596,7 @@ def test_links_of_a_node_are_told_by_how_its_gpus_meet():
     ranks = world((1, {"device_uuid": "b"}), (3, {"device_uuid": "of a part of a GPU"}))
     pairs = (Link((0, 1), (0, 0), 1e-6, 2e11), Link((2, 3), (1, 1), 1e-6, 1e11))
     pairs += (Link((0, 2), (0, 1), 1e-5, 1e10),)
-    lines = [line for line in report_lines(ranks, Links(pairs, ()), [], False) if "links" in line]
+    lines = [line for line in doctor_lines(ranks, Links(pairs, ()), [], False) if "links" in line]
     assert lines == [
         "links     same node (NVLink), 1 pair: 200.0 GB/s, 1 us",
         "links     same node, 1 pair: 100.0 GB/s, 1 us",
@@ -612,7 +612,7 @@ def test_the_report_has_each_rank_and_each_finding():
     small, large = (CollectiveTime("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
     all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
     found = find_problems(ranks, all_links)
-    text = "\n".join(report_lines(ranks, all_links, found, colours=False))
+    text = "\n".join(doctor_lines(ranks, all_links, found, colours=False))
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
         "torch is built for CUDA 12.8, the driver is 580.1 and has 13.0; NCCL 2.28",
@@ -632,7 +632,7 @@ def test_the_report_has_each_rank_and_each_finding():
     ):
         assert words in text, text
     assert "\033" not in text
-    assert "\033[31mERROR" in "\n".join(report_lines(ranks, all_links, found, colours=True))
+    assert "\033[31mERROR" in "\n".join(doctor_lines(ranks, all_links, found, colours=True))
     assert report_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
 
 

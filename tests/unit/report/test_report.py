@@ -24,8 +24,8 @@ from hpc_tune.report.facts import (
     time_by_kind,
 )
 from hpc_tune.report.figures import FIGURES, draw_figures
-from hpc_tune.report.page import list_checkpoints, source_rows, write_report
-from hpc_tune.report.read import JsonLines, find_differences, read_run
+from hpc_tune.report.page import source_rows, verify_checkpoints, write_report
+from hpc_tune.report.read import LineReader, find_differences, read_run
 from hpc_tune.rundir import outcome, owner
 from hpc_tune.rundir.facts import STRAGGLER_ADVICE
 from hpc_tune.rundir.owner import make_owner
@@ -420,11 +420,11 @@ def test_checkpoints_are_verified_against_their_manifests(tmp_path):
         wanted = {"bytes": 4, "sha256": hashlib.sha256(b"good").hexdigest()}
         (folder / "manifest.json").write_text(json.dumps({"files": {"x": wanted}}))
     (tmp_path / "checkpoints" / "step-00000004").mkdir()
-    told = [what for _, _, what in list_checkpoints(tmp_path)]
+    told = [what for _, _, what in verify_checkpoints(tmp_path)]
     assert told[0] == "every byte verified"
     assert told[1] == told[2] == "DAMAGED: x is not as it was written"
     assert "manifest.json cannot be used" in told[3]
-    assert [what for _, _, what in list_checkpoints(tmp_path, most_bytes=7)][:2] == [
+    assert [what for _, _, what in verify_checkpoints(tmp_path, most_bytes=7)][:2] == [
         "every byte verified",
         "sizes verified; bytes: inspect --verify",
     ]
@@ -576,7 +576,7 @@ def test_a_manifest_leads_to_no_file_outside_of_its_checkpoint(tmp_path):
     (tmp_path / "outside").write_bytes(b"")
     for name in ("/dev/zero", "../../outside", f"{tmp_path}/outside"):
         (folder / "manifest.json").write_text(json.dumps({"files": {name: empty}}))
-        [(_, _, told)] = list_checkpoints(tmp_path)
+        [(_, _, told)] = verify_checkpoints(tmp_path)
         assert told.startswith("DAMAGED"), name
 
 
@@ -636,7 +636,7 @@ def test_a_checkpoint_leads_to_its_run(make):
 
 def test_growing_files_are_read_once_and_replaced_ones_anew(tmp_path):
     file = tmp_path / "lines"
-    lines = JsonLines(file)
+    lines = LineReader(file)
     assert lines.read() == []
     file.write_text('{"a": 1}\n{"a"')
     assert lines.read() == [{"a": 1}]

@@ -12,7 +12,7 @@ from hpc_tune.probe.gpu_state import EnergyCounter, PartEnergy
 from hpc_tune.rundir.facts import read_energy, sum_energy
 from hpc_tune.train import energy as train_energy
 from hpc_tune.train import run as train_run
-from hpc_tune.train.energy import RunEnergy, sum_nodes
+from hpc_tune.train.energy import RunEnergyMeter, sum_nodes
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events
 
@@ -125,7 +125,9 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     used = iter(range(0, 10**6, 1800))
     counters = [EnergyCounter("CPUs", "a package", lambda: float(next(used)))]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(train_run, "RunEnergy", partial(RunEnergy, counters_of=lambda g: counters))
+    monkeypatch.setattr(
+        train_run, "RunEnergyMeter", partial(RunEnergyMeter, counters_of=lambda g: counters)
+    )
     words = [*SMALL, f"data.path={_rows(tmp_path)}", f"run.dir={tmp_path / 'run'}"]
     words += [f"data.cache={tmp_path / 'data'}", "train.max_steps=4", "run.report=true"]
     config = load_config(None, words)
