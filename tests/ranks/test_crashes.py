@@ -16,7 +16,7 @@ from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_saves_refused import wait_for_checkpoint
 from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.ranks import python, rank_environment, run_ranks
-from tests.support.training import SMALL, events, losses, train, worst_gap
+from tests.support.training import SMALL, events, losses, many_runs, rows, train, worst_gap
 
 METHODS = ("lora", "full")
 OLD, NEW = "step-00000002", "step-00000004"
@@ -157,6 +157,24 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path):
 @pytest.mark.timeout(4 * 3600)
 def test_a_run_that_is_killed_a_hundred_times_ends_with_the_same_bits(tmp_path):
     check_kills(tmp_path, 4, 100, (True, False))
+
+
+@pytest.mark.full
+def test_an_elastic_run_with_dropout_loses_nothing(tmp_path):
+    """1 -> 4 -> 2 -> 3 ranks, ddp -> fsdp -> zero2 -> zero3, each sample once per epoch."""
+    legs = [(1, []), (4, ["shard=4"]), (2, ["zero_stage=2"]), (3, ["zero_stage=3"])]
+    settings = [*SMALL, "tune.dropout=0.1", "tune.method=lora"]
+    whole = [*settings, f"run.dir={tmp_path / 'whole'}", "batch.micro_size=8"]
+    assert many_runs(1, [{"overrides": whole}], tmp_path) == [0]
+    for n, axes in legs:
+        stop = None if n == 3 else 2
+        overrides = [*settings, f"run.dir={tmp_path / 'elastic'}", "batch.micro_size=2"]
+        overrides += [f"parallel.{axis}" for axis in axes]
+        code = 0 if stop is None else 75
+        assert many_runs(n, [{"overrides": overrides, "stop_after": stop}], tmp_path) == [code]
+    assert worst_gap(losses(tmp_path / "elastic"), losses(tmp_path / "whole")) < 1e-5
+    seen = rows(tmp_path / "elastic", "samples_seen")
+    assert seen == rows(tmp_path / "whole", "samples_seen")
 
 
 def flip(file, bit):

@@ -1,4 +1,4 @@
-"""No loss is lost by a stop, to the bit; training learns, and writes what it should."""
+"""One loss, whatever the number of ranks; and no loss lost by a stop."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training import SMALL, STEPS, events, losses, many_runs, rows
+from tests.support.training import SMALL, STEPS, events, losses, many_runs, rows, worst_gap
 
 METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
@@ -32,10 +32,26 @@ def job(shared, name, *overrides, stop_after=None):
 
 @pytest.fixture(scope="module")
 def references(shared):
-    """The losses of uninterrupted runs of one rank."""
+    """Uninterrupted runs of one rank, which all others are compared with."""
     jobs = [job(shared, f"one-{m}", *overrides) for m, overrides in METHODS.items()]
     assert many_runs(1, jobs, shared) == [0] * len(jobs)
     return {m: losses(shared / f"one-{m}") for m in METHODS}
+
+
+@pytest.mark.full
+def test_losses_do_not_depend_on_the_number_of_ranks(shared, references):
+    """3 ranks do not divide the 8 rows of a step. (tests/ranks/test_layouts.py has the layouts.)"""
+    layouts = ["full replicate", "full shard", "lora shard"]
+    jobs = []
+    for layout in layouts:
+        method, axis = layout.split()
+        jobs.append(job(shared, f"3-{layout}", *METHODS[method], f"parallel.{axis}=3"))
+    assert many_runs(3, jobs, shared) == [0] * len(jobs)
+    gaps = {
+        layout: worst_gap(losses(shared / f"3-{layout}"), references[layout.split()[0]])
+        for layout in layouts
+    }
+    assert max(gaps.values()) < 1e-5, gaps
 
 
 def test_training_reduces_the_loss(references):
