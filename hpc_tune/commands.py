@@ -99,6 +99,9 @@ def _literal_values(kind: str) -> list[str]:
     return literals if len(types) > 1 else []
 
 
+# -- The commands.
+
+
 Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
 Run = Callable[[Namespace], int]  # from the options to the exit code
 

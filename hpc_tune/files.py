@@ -1,4 +1,6 @@
-"""Whose file it is that this user may not read or write, and who gives the right how."""
+"""Files: who may read or write them, writing them as a whole or not at all, and pointers of git-lfs
+and git-annex that stand for files that were never fetched.
+"""
 
 import errno
 import grp

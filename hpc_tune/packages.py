@@ -1,5 +1,7 @@
 """Packages that cannot be used: missing, or of another version that a variable puts in front.
 
+Beside that faster imports: optional packages that are not used are hidden.
+
 Imports nothing but Python's own, since anything else may be what is broken.
 """
 

@@ -41,10 +41,8 @@ from hpc_tune.errors import (
 from hpc_tune.log import log, warn_unreadable
 from hpc_tune.rundir import facts, outcome, owner
 from hpc_tune.rundir.json_lines import STARTS
-from hpc_tune.rundir.owner import find_owner
 from hpc_tune.train.report import run_report_command
 
-STARTS_FILE = STARTS
 MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for want of memory the next start takes one rung of the ladder more.
 MAX_MEMORY_RESTARTS = 8
@@ -294,7 +292,7 @@ class Supervisor:
         told = self._read_new_outcome(before)
         accuses = bool(lines.find_suspects(False))
         status, reason, exit_code, error = find_ending(told, self._argv[0], code, accuses)
-        if status == _REFUSED and (user := find_owner(self._run_dir)) is not None:
+        if status == _REFUSED and (user := owner.find_owner(self._run_dir)) is not None:
             reason = f"run.dir={self._run_dir} is in use by {user}"
         reason = self._end_reason(status, reason)
         asked = self._stop_signal == signal.SIGUSR1 or reason in (
@@ -458,13 +456,11 @@ def _newest_step(run_dir: Path) -> int:
 def _read_starts(run_dir: Path) -> list[StartRecord]:
     starts = []
     try:
-        for line in (
-            (run_dir / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        for line in (run_dir / STARTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 starts.append(StartRecord(**json.loads(line)))
     except OSError as error:
-        warn_unreadable(run_dir / STARTS_FILE, error)
+        warn_unreadable(run_dir / STARTS, error)
     return starts
 
 
@@ -492,11 +488,11 @@ def _record_unfinished_start(run_dir: Path, lost: StartRecord) -> StartRecord:
 def _append_start(run_dir: Path, start: StartRecord) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
+        with (run_dir / STARTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
         log.warning(
             "%s cannot be written (%s): this start will not be counted by later jobs",
-            STARTS_FILE,
+            STARTS,
             f"{error}{find_remedy(error)}",
         )

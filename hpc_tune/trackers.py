@@ -87,6 +87,9 @@ class EventFile:
         self._file.append(record.getvalue())
 
 
+# -- Where the figures of a run go beside metrics.jsonl.
+
+
 PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not name another
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _TIMEOUT_S = 60.0  # for W&B to begin, and at the end to send what is left

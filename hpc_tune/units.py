@@ -102,11 +102,14 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def list_some(items: Iterable[object], most: int) -> str:
-    """Return the first ``most``, and how many there are more, such as ``"a, b and 3 more"``."""
+def list_some(items: Iterable[object], most: int, between: str = "") -> str:
+    """Return the first ``most``, and how many there are more, such as ``"a, b and 3 more"``.
+
+    ``between`` stands between items in place of a comma, and before "and" too.
+    """
     shown = list(map(str, items))
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+    more = f"{between or ' '}and {len(shown) - most} more" if len(shown) > most else ""
+    return (between or ", ").join(shown[:most]) + more
 
 
 def _digits(value: float) -> int:

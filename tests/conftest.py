@@ -90,9 +90,10 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_call() -> Iterator[None]:
     """Fail a test that leaves a micro-batch behind, which the models of others would read."""
     result = yield
-    if (scoped := sys.modules.get("hpc_tune.model.micro_batch")) is not None:
-        left, scoped.batch_context.batch = scoped.batch_context.batch, scoped.MicroBatch()
-        if left != scoped.MicroBatch():
+    if (module := sys.modules.get("hpc_tune.model.micro_batch")) is not None:
+        context = module.batch_context
+        left, context.batch = context.batch, module.MicroBatch()
+        if left != module.MicroBatch():
             pytest.fail(
                 "this test leaves a micro-batch in hpc_tune.model.micro_batch.batch_context"
             )

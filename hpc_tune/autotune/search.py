@@ -128,6 +128,9 @@ def compute_from_data_sheet(
     return Compute(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S, overlaps=True)
 
 
+# -- The search for the fastest layout that fits.
+
+
 MAX_SHOWN = 5
 
 

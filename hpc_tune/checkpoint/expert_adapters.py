@@ -1,4 +1,5 @@
-"""What adapter_config.json says of adapters on a mixture of experts, so that stock peft loads them.
+"""Adapters on a mixture of experts: what adapter_config.json says of them, so that stock peft loads
+them, and the same adapter with the experts one by one.
 
 Stacks of experts are no linear layers: peft adapts their tensors (target_parameters). For families
 whose experts were linear layers in transformers 4 it takes the names of those for the stacks, and

@@ -1,4 +1,6 @@
-"""The model card (README.md) of an export, and the configuration of its training."""
+"""What an export holds beside its tensors: the model card (README.md), the configuration of its
+training, adapter_config.json, the base's name, and the chat template.
+"""
 
 import json
 import os
@@ -24,7 +26,7 @@ from hpc_tune.model.tokenizer import (
     name_whole_file_class,
     read_processor_template,
 )
-from hpc_tune.rundir.facts import read_energy as read_energy
+from hpc_tune.rundir.facts import read_energy
 from hpc_tune.safe_yaml import load_yaml
 
 # -- What a base model is called, for those who read an export elsewhere.
@@ -54,6 +56,9 @@ def find_base_name(base: Path) -> BaseName:
             return BaseName(name, name, revision)
     named = (part for part in reversed(path.parts) if not NAMELESS.fullmatch(part))
     return BaseName(next(named), str(path))
+
+
+# -- The model card, and the configuration of the training.
 
 
 CARD, CONFIG = "README.md", "training_config.yaml"

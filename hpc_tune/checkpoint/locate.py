@@ -202,7 +202,7 @@ def _describe_checkpoint(checkpoint: Path, check_bytes: bool) -> str:
     verified = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
-        f"{written}  {describe_axes(state.layout)}  {verified}"
+        f"{written}  {describe_axes(state.layout, always=state.layout)}  {verified}"
     )
 
 

@@ -201,6 +201,9 @@ def cut_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
             start, at = stop, at + num_bytes
 
 
+# -- The thread that writes a rank's tensors.
+
+
 class Writer:
     """One rank's part of one checkpoint, written by a thread of its own."""
 

@@ -80,6 +80,9 @@ def _is_remote(image: str) -> bool:
     return image.startswith("docker://") or "#" in image
 
 
+# -- What the batch scripts of all schedulers have in common.
+
+
 # A directive ends a value at white space, and a comment or a quote changes what follows.
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
 

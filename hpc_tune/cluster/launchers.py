@@ -1,4 +1,6 @@
-"""Which launcher has started this process."""
+"""Launchers: which one has started this process, its command rewritten to start ranks on some nodes
+only, and commands of hpc_tune that are no ranks of it.
+"""
 
 import ipaddress
 import os
@@ -233,6 +235,9 @@ def check_torchrun_master(environ: Environ) -> None:
             f"MASTER_ADDR={name} is {address}, each node's own address, on {nodes} nodes: give "
             "torchrun --master-addr the address of the first node's network"
         )
+
+
+# -- Which launcher has started this process.
 
 
 # The first that claims the process is its launcher, so the innermost stands first: torchrun runs

@@ -95,6 +95,9 @@ def _end_process(process: "subprocess.Popen[str]") -> None:
             return
 
 
+# -- On which nodes the ranks are started.
+
+
 _STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm lists an ended step no more
 _DRAINED = "drain"
 

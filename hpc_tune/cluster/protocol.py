@@ -197,7 +197,10 @@ SINGLE = Launcher(lambda environ: _SINGLE)
 # -- What a scheduler's programs answer.
 
 
-def read_output(*command: str, limit_s: float = 15.0, **variables: str) -> str:
+ANSWER_LIMIT_S = 15.0
+
+
+def read_output(*command: str, limit_s: float = ANSWER_LIMIT_S, **variables: str) -> str:
     """Return what a program prints, nothing if it is not there or does not answer in ``limit_s``.
 
     ``variables`` are set in its environment.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpc_tune.cluster.batch_script import check_settings, environment_lines, supervise_line
 from hpc_tune.cluster.protocol import (
+    ANSWER_LIMIT_S,
     LIBMPI_OF_MPICH,
     LIBMPI_OF_OPEN_MPI,
     TORCH_NAMES,
@@ -138,8 +139,8 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
-_END_LIMIT_S, _NODES_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 15.0, 30.0
+# So long scontrol may take: all ranks wait while rank 0 asks for the end of the job.
+_END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
 
 
 def is_srun_step(environ: Environ) -> bool:
@@ -412,7 +413,7 @@ class SlurmNodes:
 
         What Slurm does not answer counts as good news.
         """
-        shown = _find_in_job(self._id, r"^ *NodeList=(\S+)", _NODES_LIMIT_S)
+        shown = _find_in_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
         held = expand_nodelist(shown) if shown else list(nodes)
         states = read_output("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {

@@ -136,6 +136,9 @@ def check_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]
             yield f"{setting}: {source.label} has an empty list as path; name at least one file"
 
 
+# -- The section.
+
+
 # What is read from rows: answers to learn, pairs of a chosen and a rejected answer, or answers with
 # a label that says whether they are desirable.
 Form = Literal["answers", "pairs", "labels"]

@@ -160,6 +160,9 @@ def find_secrets(
             )
 
 
+# -- Files and overrides become one configuration.
+
+
 _ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",

@@ -449,11 +449,6 @@ _CHOSEN_KEYS = " ".join(f"{part}.{key}" for part in LISTS[:2] for key in _CHOSEN
 _MEDIA_KEYS = "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules"
 
 
-def _is_for_rewards(value: Any, theirs: ForeignConfig) -> bool:
-    is_known = theirs.has_preferences and value == theirs.get("rl")
-    return preferences.is_on(value, theirs) and not is_known
-
-
 AXOLOTL = Tool(
     "axolotl",
     rules.join_tables(hf_trainer.TRAINER, DATA, rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
@@ -470,7 +465,8 @@ AXOLOTL = Tool(
         ),
         Refusal("plugins", preferences.matches("(?i)nemo_?gym"), *preferences.REWARDS),
         preferences.refuse_loss("dpo_loss_type"),
-        Refusal("reward_model process_reward_model rl", _is_for_rewards, *preferences.REWARDS),
+        Refusal("reward_model process_reward_model", preferences.is_on, *preferences.REWARDS),
+        Refusal("rl", preferences.without_objective(preferences.is_on), *preferences.REWARDS),
         Refusal(
             _CHOSEN_KEYS, preferences.without_objective(preferences.is_there), *preferences.NO_LOSS
         ),

@@ -117,6 +117,9 @@ def _parse_number(value: Any) -> Any:
     return int(number) if number.is_integer() and "." not in value else number
 
 
+# -- The convert command.
+
+
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _EXPECTED = (

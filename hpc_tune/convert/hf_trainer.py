@@ -31,7 +31,9 @@ ROUTER_LOSS = (
     "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
     "set it if balance is to be learned"
 )
-HELD_OUT_LOSS = "held-out loss is measured at the start, the end and train.eval_every_steps"
+HELD_OUT_LOSS = (
+    "held-out loss is measured at the start, at the end and every train.eval_every_steps steps"
+)
 PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 NO_TRACKER = (
     "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"

@@ -256,7 +256,8 @@ _IGNORED = {
     "run.dir has checkpoints, each with the optimizer; a new run has a new one": "save_only_model "
     "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
     "ignore_data_skip restore_callback_states_from_checkpoint",
-    rules.METRICS: "logging_strategy logging_dir logging_first_step plot_loss log_level "
+    "metrics.jsonl and tensorboard/ in run.dir have each step": "logging_dir",
+    rules.METRICS: "logging_strategy logging_first_step plot_loss log_level "
     "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node log_level_replica "
     "logging_nan_inf_filter skip_memory_metrics print_param_status "
     "include_effective_tokens_per_second",
@@ -336,8 +337,9 @@ _TO_DO = {
     "cross entropy of the next token is the only loss": "use_dft_loss use_asft_loss asft_alpha "
     "use_eaft_loss eaft_alpha",
     hf_trainer.ROUTER_LOSS: "moe_aux_loss_coef",
-    hf_trainer.SHAPE: "shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "
-    "add_special_tokens new_special_tokens_config",
+    "the model is what config.json of model.path says": "shift_attn mixture_of_depths "
+    "use_llama_pro",
+    rules.NO_NEW_TOKENS: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
     "a run trains: python -m hpc_tune generate answers prompts": "do_predict",
     rules.FLOAT8: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     "no parts are frozen: adapters are trained, or all weights": "freeze_trainable_layers "

@@ -266,10 +266,9 @@ class AnswerFinder:
         """Return the characters of each of ``answers`` (numbers of messages); None if unsure."""
         spans = [self._find_by_beginnings(chat, number) for number in answers]
         if None in spans:  # beginnings are not to be relied on: the others go first
-            strategies = self._find_by_calls, self._find_by_probe, self._find_by_beginnings
             spans = [
-                next(filter(None, (find(chat, number) for find in strategies)), None)
-                for number in answers
+                self._find_by_calls(chat, number) or self._find_by_probe(chat, number) or known
+                for number, known in zip(answers, spans, strict=True)
             ]
         end = 0
         for at, span in enumerate(spans):

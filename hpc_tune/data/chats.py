@@ -39,7 +39,7 @@ TEMPLATE_ERRORS = (
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
-# In the words of files that were prepared before, which count it.
+# In the words of files that were prepared before, which count it: special tokens are meant.
 _IN_ASCII = "the chat template writes a typed control token as JSON in ASCII"
 _END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}

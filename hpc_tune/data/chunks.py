@@ -297,6 +297,9 @@ def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctio
     return kept if MIN_ANSWER_CHARS <= len(kept) <= MAX_ANSWER_CHARS else ""
 
 
+# -- Raw data as chunks of work, and chunks as examples.
+
+
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS_PER_FILE = 1 << 15  # of a very large file the chunks grow instead
 _END_BYTES = 1 << 16

@@ -73,6 +73,9 @@ def _list_entries(folder: str | Path) -> list[os.DirEntry[str]] | None:
         raise DataError(f"{folder} cannot be read: {error.strerror}{find_remedy(error)}") from None
 
 
+# -- Which files a card names.
+
+
 CARD = "README.md"
 FindHeldOut = Callable[[Sequence[Path]], list[Path]]
 _MAX_NAMES = 5

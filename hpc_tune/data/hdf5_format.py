@@ -142,6 +142,9 @@ def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
     yield start, end
 
 
+# -- The file of prepared data.
+
+
 Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took special tokens

@@ -158,6 +158,9 @@ class Prefetcher:
             self._queued_bytes += num_bytes
 
 
+# -- The micro-batches of one rank.
+
+
 PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
 # A pair takes 25 bytes more, and has 4 tokens at least. Of labelled answers, of 2 tokens at least,

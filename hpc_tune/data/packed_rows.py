@@ -95,6 +95,9 @@ def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
         first = stop
 
 
+# -- Rows of documents, and batches of rows.
+
+
 ROUND_TO = 8
 
 

@@ -262,7 +262,10 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
 
 
 def find_answer_start(chat: Chat) -> int:
-    """Return with which message the answer of a pair or with a label begins: the first learned."""
+    """Return with which message the answer of a pair or with a label begins: the first learned.
+
+    The number of messages where none is learned.
+    """
     learned = (
         number
         for number, message in enumerate(chat.messages)

@@ -412,7 +412,7 @@ def _read_history(turns: Any) -> tuple[tuple[str, str], ...]:
     """Return alpaca's earlier turns: a list of [question, answer]."""
     if turns and not isinstance(turns, list | tuple):
         raise WrongRecord(
-            f"history is {json_type_name(turns)}, expected a list of [question, answer]"
+            f"history is of type {json_type_name(turns)}, expected a list of [question, answer]"
         )
     for turn in turns or ():
         if not isinstance(turn, list | tuple) or [*map(type, turn)] != [str, str]:

@@ -144,6 +144,9 @@ def _is_sorted(store: TokenStore) -> bool:
     return np.array_equal(counts, store.length_counts)
 
 
+# -- Writing a file of prepared data.
+
+
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
 
 

@@ -100,6 +100,9 @@ class BatchCopies:
             self._next_copy = batch, batch.to(self._device), self._stream.record_event()
 
 
+# -- The engine.
+
+
 class NativeEngine:
     """One model over the ranks of the default process group. See ``base.Engine``."""
 

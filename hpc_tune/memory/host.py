@@ -57,6 +57,9 @@ def read_total_and_free(files: list[Path]) -> tuple[int, int]:
     return sums["MemTotal"], sums["MemFree"]
 
 
+# -- What the kernel counts against this job, and its limit.
+
+
 RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
 _NEVER_TRIMMED = (1 << 31) - 1
@@ -435,7 +438,7 @@ def _read_lines(file: Path) -> list[str]:
 
 # -- What the processes of a run take of host memory before any value of a model: the one table.
 #
-# Bytes are the anonymous and shared ones of one process, as ``host.own_bytes`` counts them.
+# Bytes are the anonymous and shared ones of one process, as ``own_bytes`` counts them.
 # Measured on x86-64 with torch 2.13, transformers 5.23 and Python 3.11, unless a comment says
 # otherwise.
 

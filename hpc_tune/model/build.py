@@ -197,14 +197,14 @@ def build(
     dropout = disable_dropout(language_config(whole, directory))
     full = tune.method == "full"
     of_base = DTYPES[tune.param_dtype] if full else dtype
-    files = index_model_directory(directory) if weights else None
-    language = make_language_model(whole, directory, of_base, files)
-    model, names, files = language.model, language.names, language.index
+    stored_files = index_model_directory(directory) if weights else None
+    language = make_language_model(whole, directory, of_base, stored_files)
+    model, names, file_index = language.model, language.names, language.index
     model.config.use_cache = False
     within_documents = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
     keep_fp32(model, of_base, full)
-    index = files or ShapeIndex(stored_tensors(model))
+    index = file_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
@@ -236,7 +236,7 @@ def build(
         stored[tied] if tied else None,
         dropout=dropout,
         names=names,
-        others=list_other_parts(files, used) if files is not None else (),
+        others=list_other_parts(file_index, used) if file_index is not None else (),
     )
 
 

@@ -1,4 +1,6 @@
-"""config.json of a model directory as it is written: read once, however many ask."""
+"""config.json of a model directory, read once however many ask, and those of published models
+(shape:NAME), which have no weights.
+"""
 
 import difflib
 import functools

@@ -1,4 +1,5 @@
-"""Whether a layer of transformers computes what one of ours does: both are tried on a few values.
+"""RMS norms, SwiGLU MLPs and shared casts, faster than transformers', where a trial on a few
+values shows that they compute the same.
 
 The name of a class tells nothing for certain, and its source may change with a version. Where the
 two differ, or the layer cannot be tried, transformers' own runs.

@@ -196,6 +196,9 @@ def _compare_tokens(there: Any, here: list[int]) -> list[str]:
     return [said]
 
 
+# -- Memory for a model, and the values that belong in it.
+
+
 def allocate(
     module: nn.Module,
     device: torch.device,

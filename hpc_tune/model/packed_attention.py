@@ -302,6 +302,9 @@ def _later_mask(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> to
     return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
 
 
+# -- Attention within documents, for transformers' layers.
+
+
 ATTENTION_NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
 # masks the others for its own implementations alone, and would leave that to any other.

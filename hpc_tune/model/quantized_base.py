@@ -332,6 +332,9 @@ def _quantise_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(values.contiguous().view(torch.uint8) for values in found)
 
 
+# -- Both kinds of packed bases.
+
+
 PackedLinear = FourBitLinear | Float8Linear
 PackedStack = FourBitStack | Float8Stack
 PackedLayer = PackedLinear | PackedStack

@@ -62,6 +62,9 @@ def find_fp32_linears(model: Any) -> list[nn.Module]:
     ]
 
 
+# -- Linear layers that are not called as linear layers are.
+
+
 # With norms between its projections Jamba's Mamba 1 calls each, and has another slow form.
 _MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
 
@@ -77,7 +80,7 @@ def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Modul
 
 
 def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of such layers of a model."""
+    """Yield the paths of linear layers that are not called as linear layers are."""
     choosing = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
         own = module._parameters.keys()

@@ -272,6 +272,9 @@ def _small_token(name: str, value: Any) -> Any:
     return 0 if name.startswith("pad") else 2
 
 
+# -- Stock losses and gradients.
+
+
 MAX_VALUES = 64_000_000
 _STANDARD_DEVIATION = 0.03  # noise on all first values, so that none is zero or one
 _MAX_DRAWS = 5  # of values, at most; the last are taken as they are

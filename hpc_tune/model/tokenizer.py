@@ -327,6 +327,9 @@ def refuse_syntax_errors(template: Any, where: str) -> None:
             ) from None
 
 
+# -- The tokenizer of a model directory.
+
+
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` if one is given.
 

@@ -403,13 +403,18 @@ def _scale(tensor: Source, sources: Sources, directory: Path, block: Any) -> Sca
             f"{directory}: {name}: a stack of matrices in float8, {list(tensor.shape)}: they are "
             "read only where files hold each matrix by itself. Take the model in bf16"
         )
+    if len(tensor.shape) < 2:
+        raise DataError(
+            f"{directory}: {name} is stored in float8 and has the shape {list(tensor.shape)}; "
+            "expected a matrix. Take the model in bf16"
+        )
     beside = next((name + end for end in _SCALE_SUFFIXES if name + end in sources), None)
     if beside is None:
         raise DataError(
             f"{directory}: {name} is stored in float8 without a scale, such as "
             f"{name}{_SCALE_SUFFIXES[0]}; take the model in bf16"
         )
-    rows, columns = (*tensor.shape, 1)[:2]
+    rows, columns = tensor.shape
     shape = sources[beside].shape
     stored = torch.empty(shape, dtype=torch.float32)
     sources[beside].fill(stored, (0,) * len(shape), reserve_nothing)
@@ -464,7 +469,7 @@ def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
     """
     settings = _read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")
-    marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
+    marks = (".qweight", ".weight_packed", ".absmax", _BLOCKS, ".SCB", ".weight_format")
     packed = [
         name
         for name, one in sources.items()

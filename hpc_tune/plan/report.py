@@ -63,8 +63,6 @@ from hpc_tune.step.size import NUM_MOMENTS, SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import count_of, format_bytes, format_count
 
 # -- What would make a run fit that does not: settings, each planned before it is advised.
-#
-# plan -> remedies_for -> check_remedies -> lines
 
 
 _CHECK_LIMIT_S = 120.0  # so long other plans may take
@@ -73,10 +71,8 @@ _SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that a fitte
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that would help. ``changes`` are its settings, none where it is not a setting.
-
-    ``least`` and ``shrinks`` are for a number of which less fits more surely: its name and its
-    least value.
+    """Something that would help. ``changes`` are its settings, none where it is not a setting;
+    ``shrinks`` names the one of which less fits more surely.
     """
 
     text: str
@@ -225,8 +221,10 @@ def _smaller_state(
     yield Remedy("more nodes")
 
 
-# A trace of the whole depth is no slower there.
-_MAX_WHOLE_BLOCKS = 12
+# -- The plan and its report.
+
+
+_MAX_WHOLE_BLOCKS = 12  # a trace of the whole depth is no slower there
 
 
 @dataclass(frozen=True)
@@ -389,7 +387,9 @@ def from_json(text: str) -> MemoryPlan:
     Raises:
         ValueError: if it is none.
     """
-    tree: dict[str, Any] = json.loads(text)
+    tree = json.loads(text)
+    if not isinstance(tree, dict) or not tree.keys() >= {"trace", "machine", "phases", "advice"}:
+        raise ValueError("it is no plan")
     trace, machine = tree["trace"], Machine(**tree["machine"])
     trace["shards"] = {int(size): num for size, num in trace["shards"].items()}
     trace["parts"] = {part: tuple(peaks) for part, peaks in trace["parts"].items()}

@@ -177,6 +177,9 @@ def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
     )
 
 
+# -- How long a step takes.
+
+
 # The sums of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
 _UNIT_BY_UNIT = (("shard",), ("expert_shard",), ("replicate",))  # what FSDP2 adds up over

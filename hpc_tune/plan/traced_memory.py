@@ -215,6 +215,9 @@ def _size_of(num_bytes: int) -> int:
     return max(_LEAST, -(-(num_bytes + _HEADER) // _GRAIN) * _GRAIN)
 
 
+# -- Fake tensors that are alive.
+
+
 # oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
 # was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
 KERNEL_BYTES = 258376

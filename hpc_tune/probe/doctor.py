@@ -207,6 +207,9 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
+# -- The doctor command.
+
+
 # All of it is to take less than a minute on two nodes of eight, whatever the cores; each further
 # node is one more round of pairs.
 _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5

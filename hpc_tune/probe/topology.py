@@ -84,6 +84,9 @@ def _list_numbered(folder: Path) -> list[Path]:
     return [path for path in _list_folder(folder) if path.name.isdigit()]
 
 
+# -- GPUs and network cards of a node, and the paths between them.
+
+
 def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())

@@ -122,6 +122,9 @@ def describe_starts(run: Run) -> str:
     return "; ".join(parts)
 
 
+# -- What is to be known of a run.
+
+
 _STRAGGLER_SHARE = 0.8  # of all: a straggler is the slowest rank in more of them
 _MPIRUN_LAUNCHERS = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"

@@ -48,7 +48,7 @@ def _loss(runs: Sequence[Run]) -> Figure | None:
 
 def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: Any) -> None:
     marker = "o" if len(evals) <= DOTS else None
-    axes.plot(*curve_points(evals, x, y), lw=1, ls="--", marker=marker, ms=4, **look)
+    axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **look}, marker=marker, ms=4)
 
 
 def _held_out(runs: Sequence[Run]) -> Figure | None:
@@ -63,10 +63,10 @@ def _held_out(runs: Sequence[Run]) -> Figure | None:
     if len({name for _, name, _ in lines}) < 2:
         return None
     for number, (run, name, rows) in enumerate(lines):
-        marker = "o" if len(rows) <= DOTS else None
-        axes.plot(*curve_points(rows, "step", "loss"), color=COLORS[number % len(COLORS)], lw=1.2,
-                  ls=("-", "--", ":", "-.")[number // len(COLORS) % 4], marker=marker, ms=4,
-                  label=_make_label(runs, run, _shorten(name)))  # fmt: skip
+        look = {"color": COLORS[number % len(COLORS)], "lw": 1.2}
+        look |= {"ls": ("-", "--", ":", "-.")[number // len(COLORS) % 4]}
+        label = _make_label(runs, run, _shorten(name))
+        _plot_held_out(axes, rows, "step", "loss", **look, label=label)
     return _finish(figure, axes)
 
 

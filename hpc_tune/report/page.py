@@ -212,6 +212,9 @@ def _round_digits(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
+# -- The page.
+
+
 _SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
 
 _STYLE = """

@@ -102,6 +102,9 @@ def _job_names(jobs: Sequence[str]) -> str:
     return f"job{'s' if len(names) > 1 else ''} {list_some(names, 4)}"
 
 
+# -- A run and its records.
+
+
 Record = Mapping[str, Any]
 _MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
 _PART_BYTES = 1 << 22

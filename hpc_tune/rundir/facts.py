@@ -1,4 +1,5 @@
-"""The energy of a run: what the events of its starts say of it, added up, in words.
+"""What several parts derive from the records of a run: its energy, its failures and starts, answers
+that become less likely, stragglers, nodes that are left out, and the files of failures.
 
 Each start that ends by itself writes one event of kind ``energy``: what the counters of its nodes
 have counted from the begin of training to its end (probe/gpu_state.py).

@@ -1,4 +1,6 @@
-"""outcome.json: how the run ended; launchers' exit codes do not tell it reliably."""
+"""How a run ended: by outcome.json, since launchers' exit codes do not tell it reliably, or else by
+the last heartbeats of its nodes.
+"""
 
 import json
 import time

@@ -5,6 +5,9 @@
     one's own      -> touched by a thread of rank 0 while the run lives   -> removed at its end
 
 Hosts' clocks may differ: ages are between two times that the same file system has given.
+
+Beside that: start.json, what a refused start removes again, what another user may go on with, and
+which run a mistyped path may mean.
 """
 
 import contextlib
@@ -33,7 +36,7 @@ from hpc_tune.world.processes import seconds_from_boot
 from hpc_tune.world.stop import process_start_s
 
 LIVE_FILE = "live.json"
-_UNKNOWN_START = -1  # a file system that does not answer says nothing of a folder
+_UNKNOWN_INODE = -1  # a file system that does not answer says nothing of a folder
 EndRun = Callable[[HpcTuneError], None]
 
 
@@ -171,7 +174,7 @@ class RunLock:
     def _has_moved(self) -> bool:
         return self._folder is not None and _folder_inode(self._path.parent) not in (
             self._folder,
-            _UNKNOWN_START,
+            _UNKNOWN_INODE,
         )
 
     def close(self) -> None:
@@ -300,13 +303,13 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
 
 
 def _folder_inode(folder: Path) -> int | None:
-    """Return what stays when a folder is renamed; None without a folder, or ``_UNKNOWN_START``."""
+    """Return what stays when a folder is renamed; None without a folder, or ``_UNKNOWN_INODE``."""
     try:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        return _UNKNOWN_START
+        return _UNKNOWN_INODE
 
 
 def _process_start(pid: int) -> str | None:

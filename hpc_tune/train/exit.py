@@ -20,6 +20,7 @@ from hpc_tune.errors import (
     EXIT_FAILED,
     EXIT_USER,
     ConfigError,
+    DiskError,
     GoneError,
     InterruptError,
     LostHostError,
@@ -57,6 +58,7 @@ from hpc_tune.world.failure import (
     print_failure,
     report_failure,
 )
+from hpc_tune.world.processes import release_spare_files
 from hpc_tune.world.stop import StopFlag, process_start_s
 
 
@@ -114,7 +116,10 @@ def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterato
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
+    release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
+    if isinstance(error, OSError):
+        error = DiskError.of(error, comm.activity[0] if comm is not None else "starting") or error
     end_world(comm, error, partial(_report_and_release, run_dir=run_dir))
 
 
@@ -281,7 +286,7 @@ class StartupWatchdog:
     def _look(self) -> None:
         reason = self._stop_reason(liveness.STOP_MARGIN_S)
         if reason is not None and not self._watcher.wait(liveness.STOP_GRACE_S):
-            self._watcher.run_unless_over(
+            self._watcher.run_unless_closed(
                 lambda: fail(self._comm, self._error_of(reason), self._run_dir)
             )
 

@@ -43,7 +43,7 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import EvalResult
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.units import format_bytes, format_count, format_seconds
+from hpc_tune.units import format_bytes, format_count, format_seconds, list_some
 from hpc_tune.world.comm import Comm
 
 # -- ranks.jsonl: how long each rank works on a step.
@@ -151,19 +151,15 @@ def find_starving(layers: Sequence[int], counts: Sequence[Sequence[int]]) -> dic
 
 def describe_starving(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
     """Return the warning of experts that starve, a few of them by name."""
-    each = [
-        f"layer {layer}: {_list_some([str(expert) for expert in few])}"
-        for layer, few in starved.items()
-    ]
+    each = [f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starved.items()]
     return (
-        f"experts starve, with less than a hundredth of an even share of the tokens in steps "
-        f"{since + 1} to {step}: {_list_some(each, '; ')}. tune.router_aux_loss spreads tokens"
+        "experts starve, with less than a hundredth of an even share of the tokens in steps "
+        f"{since + 1} to {step}: {list_some(each, _MAX_SHOWN, '; ')}. tune.router_aux_loss "
+        "spreads tokens"
     )
 
 
-def _list_some(words: Sequence[str], between: str = ", ") -> str:
-    more = len(words) - _MAX_SHOWN
-    return between.join(words[:_MAX_SHOWN]) + (f"{between}{more} more" if more > 0 else "")
+# -- metrics.jsonl, trackers and the progress display.
 
 
 _MAX_STEP_TIMES = 1000

@@ -21,8 +21,7 @@ from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure_logging, log
 from hpc_tune.memory.host import defer_collection
 from hpc_tune.plan.resolve import with_layout
-from hpc_tune.rundir import outcome
-from hpc_tune.rundir.outcome import Outcome
+from hpc_tune.rundir.outcome import OUTCOME_FILE, Outcome, write_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import open_data, require_data
@@ -93,9 +92,9 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
             raise HpcTuneError(f"{out} cannot be written: {error}{find_remedy(error)}") from None
         log.info("adapter exported to %s", out)
     try:
-        outcome.write_outcome(ended, run_dir, job.setup_comm.nonce)
+        write_outcome(ended, run_dir, job.setup_comm.nonce)
     except OSError as error:
-        log.warning("%s cannot be written: %s", run_dir / outcome.OUTCOME_FILE, error.strerror)
+        log.warning("%s cannot be written: %s", run_dir / OUTCOME_FILE, error.strerror)
     if ended.status == "done":
         if ended.step is not None and ended.step < control.trainer.total_steps:
             log.info("stopped early: %s", ended.reason)
@@ -139,6 +138,9 @@ def _log_best_checkpoint(job: Job, control: Control) -> None:
             "checkpoint.keep_best=true, and checkpoint.every_steps to train.eval_every_steps",
             step,
         )
+
+
+# -- A run, stage by stage.
 
 
 def run(

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_tune.cluster.launchers import find_launcher, rank_hint
+from hpc_tune.cluster.launchers import find_launcher
 from hpc_tune.cluster.protocol import UNKNOWN, Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
@@ -40,7 +40,13 @@ from hpc_tune.world.device import (
     pick_device,
 )
 from hpc_tune.world.discover import World, discover, make_host_key, node_fields, number_nodes
-from hpc_tune.world.failure import FAILED, end_world, end_world_on_uncaught, watch_launcher
+from hpc_tune.world.failure import (
+    FAILED,
+    end_world,
+    end_world_on_uncaught,
+    label_of,
+    watch_launcher,
+)
 from hpc_tune.world.json_channel import (
     Channel,
     MpiChannel,
@@ -96,7 +102,7 @@ def bootstrap(
     end_world_on_uncaught(None)
     processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
-    who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
+    who = label_of(None)
     if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
         watch_launcher(who)
     limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)

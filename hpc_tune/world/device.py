@@ -3,10 +3,11 @@
 what each rank of a node sees -> assign_gpus (pure) -> this rank's device -> check of all reports
 """
 
+import ctypes
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +27,6 @@ from hpc_tune.world.json_channel import Channel
 
 if TYPE_CHECKING:
     import torch
-import ctypes
-from collections.abc import Callable, MutableMapping
 
 # -- Ranks whose GPUs' neighbours are hidden by cgroups or a container, and not only by a variable.
 #
@@ -68,14 +67,16 @@ def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
             told.append(f"{here[0].hostname}: ranks may open {min(few)} of the {len(used)} GPUs")
     if not told:
         return None
-    more = f" and {len(told) - 4} more nodes" if len(told) > 4 else ""
     return (
-        f"{'; '.join(told[:4])}{more}; the device files of the other GPUs are hidden (cgroups, or "
+        f"{list_some(told, 4, '; ')}; the device files of the other GPUs are hidden (cgroups, or "
         "a container for each rank): NCCL sends through the host's memory instead of NVLink, 5 to "
         '10 times as slow, or fails with "invalid device ordinal". Show each rank all GPUs of the '
         "node: in Slurm --gpus-per-node without --gpus-per-task and --gpu-bind; one container for "
         "all ranks of a node, with all of its GPUs"
     )
+
+
+# -- Which device a rank computes on, and the check that none is shared or idle.
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ def node_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
     }
 
 
+# -- This process's place among the ranks.
+
+
 @dataclass(frozen=True)
 class World:
     """The place of this process among the ranks; nodes are numbered by their lowest rank."""

@@ -31,9 +31,10 @@ from hpc_tune.errors import (
     first_line,
 )
 from hpc_tune.log import print_line
+from hpc_tune.units import list_some
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer, StoreKeys
-from hpc_tune.world.processes import is_alive, list_ancestors, release_spare_files
+from hpc_tune.world.processes import is_alive, list_ancestors
 
 FAILED = "failed"  # the keys in the store of who has reported first
 _MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
@@ -92,11 +93,8 @@ def end_world(
 
     ``report`` does it in a way of its own, and returns the exit code.
     """
-    release_spare_files()
-    if isinstance(error, OSError):
-        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
     exit_code = (report or _report)(comm, error)
-    liveness.die(_label(comm), exit_code)
+    liveness.die(label_of(comm), exit_code)
 
 
 def _report(comm: Comm | None, error: BaseException) -> int:
@@ -128,10 +126,12 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
     """
     if isinstance(error, RemoteError):
         return None
+    if isinstance(error, OSError):
+        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(liveness.FIRST_REPORT_S)
-        return _describe_failure(_label(None), error, None)
+        return _describe_failure(label_of(None), error, None)
     gone = _wait_for_lost_ranks(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == comm.store_rank for peer in gone)
     if not _is_first_to_report(comm, store_is_gone):
@@ -140,7 +140,7 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
         details = _format_traceback(error)
         error = gone_error(gone, comm.roster, comm.activity[0])
         return Failure("error: ", str(error), error.facts, details)
-    return _describe_failure(_label(comm), error, comm)
+    return _describe_failure(label_of(comm), error, comm)
 
 
 def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
@@ -156,7 +156,7 @@ def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> Gone
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
     facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone]}
-    return GoneError(f"{', '.join(_first_of(said, _MAX_NAMED))} {verb} gone while {doing}", facts)
+    return GoneError(f"{list_some(said, _MAX_NAMED, ', ')} {verb} gone while {doing}", facts)
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,7 @@ def stalled_error(
     if not late:
         lines = sorted({place.line for place in places.values()})
         said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
-    words = (
-        f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {'; '.join(_first_of(said, 4))}"
-    )
+    words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {list_some(said, 4, '; ')}"
     facts: dict[str, object] = {"during": doing, "late_ranks": late}
     if trace is not None:
         words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
@@ -230,7 +228,7 @@ def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledEr
     """Return the error that names ranks of which no thread answers."""
     verb = "does" if len(peers) == 1 else "do"
     return StalledError(
-        f"{', '.join(_first_of([*map(_process_of, peers)], 4))} {verb} not answer while {doing}, "
+        f"{list_some(map(_process_of, peers), 4, ', ')} {verb} not answer while {doing}, "
         f"for {limit_s:.0f} s ({liveness.GIL_FACTOR} x run.timeout): a process is stopped, or "
         "hangs outside of Python",
         {"late_ranks": [peer.rank for peer in peers]},
@@ -247,11 +245,6 @@ def lost_host_error(
         f"while {doing}: it is down, or the network between it and {own_host} is cut",
         {"lost_hosts": [host], "lost_ranks": [peer.rank for peer in lost]},
     )
-
-
-def _first_of(said: Sequence[str], most: int) -> Sequence[str]:
-    """Return the first few, and how many more there are."""
-    return said if len(said) <= most else [*said[:most], f"and {len(said) - most} more"]
 
 
 def list_ranks(peers: Sequence[Peer]) -> str:
@@ -307,7 +300,8 @@ def announce_exit(comm: Comm | None, exit_code: int) -> None:
         comm.watch.leave(exit_code)
 
 
-def _label(comm: Comm | None) -> str:
+def label_of(comm: Comm | None) -> str:
+    """Return "rank 5 on n2", also where there is no world yet."""
     if comm is None:
         return f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     return comm.world.label

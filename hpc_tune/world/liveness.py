@@ -119,7 +119,7 @@ class Watcher:
         """Wait within a look; tell whether it was closed meanwhile."""
         return self._closed.wait(seconds)
 
-    def run_unless_over(self, act: Callable[[], object]) -> None:
+    def run_unless_closed(self, act: Callable[[], object]) -> None:
         """Act if it is not closed; ``close`` returns only afterwards."""
         with self._close_lock:
             if not self.is_closed:
@@ -236,7 +236,7 @@ class HangWatch:
         """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
         self._limit_s, self._end_world = limit_s, lost
 
-    @contextlib.contextmanager
+    @contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
         every_s = min(HANG_LOOK_EVERY_S, self._limit_s / HANG_NUM_LOOKS)
@@ -245,7 +245,7 @@ class HangWatch:
         )
 
         def look() -> bool:
-            watcher.run_unless_over(self._reset_timer)
+            watcher.run_unless_closed(self._reset_timer)
             return ends_if_still()
 
         watcher = Watcher("hang", every_s, look)

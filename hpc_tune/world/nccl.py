@@ -88,7 +88,7 @@ class NcclWatch:
             return False
         # Whoever hears of a rank's end says more, and ends the world in this time.
         if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
-            self._watcher.run_unless_over(lambda: self._end(names))
+            self._watcher.run_unless_closed(lambda: self._end(names))
         return True
 
     def _end(self, names: set[str]) -> None:

@@ -123,6 +123,11 @@ def test_a_host_that_is_cut_off_ends_every_rank_and_is_named(tmp_path):
     cut_off(tmp_path, 2, 2, 1, OPEN_MPI, timeout_s=4)
 
 
+@pytest.mark.full
+def test_by_default_too_a_host_that_is_cut_off_ends_every_rank_in_half_a_minute(tmp_path):
+    assert cut_off(tmp_path, 2, 2, 1, OPEN_MPI) < ENDS_WITHIN_S
+
+
 @soak
 @pytest.mark.parametrize("name", ACROSS)
 @pytest.mark.parametrize(

@@ -109,6 +109,9 @@ def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
     return sent_bytes(kind, size, whole)
 
 
+# -- The engine.
+
+
 class ZeroEngine:
     """One model under ZeRO over all ranks of the default group. See ``base.Engine``."""
 

@@ -113,6 +113,9 @@ def find_unlike_gradient(models: list[Any]) -> str:
     return ""
 
 
+# -- The small model, and what is tried with it.
+
+
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm

@@ -83,16 +83,16 @@ import gc, sys
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
-import hpc_tune.memory.host as garbage
+from hpc_tune.memory import host
 
-garbage._MAX_OBJECTS = 2000
+host._MAX_OBJECTS = 2000
 within, found, due = [False], [], []
 gc.callbacks.append(lambda phase, info: phase == "start" and found.append(within[0]))
 
 
 def at(place, step):
     within[0] = place == "step"
-    due.append(place == "boundary" and garbage.is_collection_due())
+    due.append(place == "boundary" and host.is_collection_due())
 
 
 code = run(load_config(None, sys.argv[1:]), faults=Faults(at=at))

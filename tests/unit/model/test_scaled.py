@@ -135,6 +135,19 @@ def test_a_stack_of_matrices_in_float8_is_refused(tmp_path):
         index_model_directory(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(8,), ()])
+def test_what_is_no_matrix_in_float8_is_refused_by_name(tmp_path, shape):
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"a.weight": torch.zeros(shape).to(torch.float8_e4m3fn)}
+    tensors["a.weight_scale_inv"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        DataError, match=r"a\.weight is stored in float8 and has the shape .* matrix"
+    ):
+        index_model_directory(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("method", "extra"),
     [

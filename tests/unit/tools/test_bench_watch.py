@@ -56,6 +56,14 @@ def test_what_a_run_and_its_children_took_is_its_own(started, monkeypatch, progr
     assert busy_s - read_others(beside.pid).others_s < 0.5 * SPUN_S
 
 
+def test_a_busy_loop_beside_a_run_is_seen(started):
+    run = started("")
+    before = read_others(run.pid)
+    started(SPIN)
+    # Whatever else runs on the machine comes on top.
+    assert read_others(run.pid).others_s - before.others_s > 0.6 * SPUN_S
+
+
 def test_the_share_is_that_of_the_readings_around_an_interval(monkeypatch):
     monkeypatch.setattr(bench_watch.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     readings = [Reading(t, s) for t, s in ((0, 10), (1, 14), (2, 14.4), (3, 14.8), (4, 18.8))]

@@ -70,3 +70,9 @@ def test_what_is_refused_now_has_no_rows_any_more():
 def test_a_page_of_fewer_layouts_is_read_with_the_others_not_tried():
     text = "| architecture | packed | method | one |\n|---|---|\n| jamba | no | lora | 2e-07 |"
     assert Page.read(text).rows == {("jamba", "lora"): ["no", "2e-07", *[""] * (len(LAYOUTS) - 1)]}
+
+
+def test_a_reason_of_several_architectures_is_written_once():
+    text = page(["jamba", "bamba"], ["lora"], "1e-07").text("torch", KNOWN)
+    assert "- **tensor** (bamba, jamba): 1e-07 has no plan.\n" in text
+    assert text.count("has no plan") == 1
