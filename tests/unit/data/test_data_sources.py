@@ -148,7 +148,7 @@ def test_pairs_with_tools_are_chats_and_pairs_marked_not_to_be_learned_are_not()
     asked = chat("q", "a", "Add.", "4")["messages"]
     expected = Chat([{"role": "system", "content": "s"}, *asked], tools)
     assert to_example({**alpaca, "tools": json.dumps(tools)}) == expected
-    with pytest.raises(WrongRecord, match="history is number, expected a list"):
+    with pytest.raises(WrongRecord, match="history is of type number, expected a list"):
         to_example({**alpaca, "history": 3})
     for row in (alpaca, {"prompt": "q", "completion": "a"}, {"text": "t"}):
         assert to_example({**row, "weight": 1}) == to_example(row)

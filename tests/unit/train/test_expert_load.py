@@ -86,4 +86,4 @@ def test_few_tokens_starve_nobody_and_all_in_one_starves_the_others():
 def test_a_long_list_is_cut_and_says_by_how_much():
     text = describe_starving({layer: list(range(layer)) for layer in range(1, 12)}, 4, 9)
     assert "in steps 5 to 9: layer 1: 0; layer 2: 0, 1; " in text
-    assert "; 3 more. " in text
+    assert "; and 3 more. " in text
