@@ -375,7 +375,7 @@ def install(eager: bool) -> None:
         module.batch_isend_irecv = batch_isend_irecv
 
     for part in (mesh, pipeline_parallel):
-        part.stand_aside = stand_aside  # type: ignore[attr-defined]
+        part.mirror_group_creation = stand_aside
 
     def with_step_timeout(self: Comm) -> Comm:
         return dataclasses.replace(self, cpu_group=made["step"])
