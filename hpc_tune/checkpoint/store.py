@@ -121,8 +121,7 @@ class Store:
         }
         final = temporary.with_suffix("")
         try:
-            _write_synced(temporary / MANIFEST, {**body, "sha256": _hash_of(body)})
-            sync_folder(temporary)
+            _write_manifest(temporary, body)
             require_wanted()
             if final.exists():  # it was damaged, or the run has gone back behind it
                 _supersede(final)
@@ -172,8 +171,7 @@ class Store:
         try:
             body = _read_manifest(path)
             body["state"] |= changes
-            text = json.dumps({**body, "sha256": _hash_of(body)}, indent=1, sort_keys=True)
-            write_file(path / MANIFEST, text, durable=True)
+            _write_manifest(path, body)
         except (OSError, HpcTuneError) as error:
             log.warning("%s stays without its held-out loss: %s", path, error)
 
@@ -335,9 +333,9 @@ def _hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_synced(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
-    sync_file(file)
+def _write_manifest(folder: Path, body: dict[str, Any]) -> None:
+    text = json.dumps({**body, "sha256": _hash_of(body)}, indent=1, sort_keys=True)
+    write_file(folder / MANIFEST, text, durable=True)
 
 
 def sync_written(file: Path) -> WrittenFile:

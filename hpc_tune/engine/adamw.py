@@ -13,9 +13,8 @@ from hpc_tune.config.schema import OptimConfig
 from hpc_tune.model.special_layers import has_weight_decay
 from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.model.weights import is_lora_b
+from hpc_tune.step.size import MOMENT_NAMES, NUM_MOMENTS
 from hpc_tune.world.pinned import empty_pinned_cache, empty_pinned_like
-
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
 
 
 def with_scaled_lr(optim: OptimConfig, global_size: int) -> OptimConfig:
@@ -116,7 +115,7 @@ def initial_state(
     """Return AdamW's state of one parameter before its first step."""
     if parameter.device.type == "cpu":
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        reserve(len(MOMENT_NAMES) * local.nbytes)
+        reserve(NUM_MOMENTS * local.nbytes)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENT_NAMES}}
 

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
-from hpc_tune.engine.adamw import MOMENT_NAMES, initial_state, make_adamw, parameter_groups
+from hpc_tune.engine.adamw import initial_state, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
-from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
+from hpc_tune.step.size import BLOCK_8BIT, MOMENT_NAMES, is_in_8_bits
 
 _BLOCKS_AT_ONCE = 1 << 12  # whose fp32 values exist at one time: 4 MiB of each moment
 _MIN_SCALE = 1e-12  # torchao's
@@ -213,7 +213,7 @@ def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
         reserve(len(MOMENT_NAMES) * (num_values + 4 * num_values // BLOCK_8BIT))
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     for name in MOMENT_NAMES:
-        state[name] = QuantizedMoment.zeros(num_values, name == "exp_avg", device)
+        state[name] = QuantizedMoment.zeros(num_values, name == MOMENT_NAMES[0], device)
     return state
 
 

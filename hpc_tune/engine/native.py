@@ -18,7 +18,7 @@ import torch
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENT_NAMES, OffloadedState, set_lr
+from hpc_tune.engine.adamw import OffloadedState, set_lr
 from hpc_tune.engine.adamw_8bit import (
     QuantizedMoment,
     fill_moment,
@@ -56,6 +56,7 @@ from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.special_layers import find_unquantised_layers
 from hpc_tune.model.weights import TensorIndex
+from hpc_tune.step.size import MOMENT_NAMES
 
 # -- Micro-batches on the device, each copied on its own stream while the one before is computed.
 #

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_tune import __version__
+from hpc_tune.cluster.protocol import read_output
 from hpc_tune.probe.topology import amd_driver, amd_gpus
 from hpc_tune.world.affinity import SYS
 
@@ -49,16 +49,9 @@ def bug_report_lines() -> list[str]:
     if (clone / ".git").exists() and (commit := git_commit(clone)):
         facts["commit"] = commit
     facts["platform"] = platform.platform()
-    for name, argv in (("mpirun", ["mpirun", "--version"]), ("slurm", ["srun", "--version"])):
-        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-            done = subprocess.run(
-                argv,
-                capture_output=True,
-                text=True,
-                errors="backslashreplace",
-                timeout=_COMMAND_LIMIT_S,
-            )
-            facts[name] = done.stdout.strip().splitlines()[0]
+    for name, program in (("mpirun", "mpirun"), ("slurm", "srun")):
+        if said := read_output(program, "--version", limit_s=_COMMAND_LIMIT_S).strip():
+            facts[name] = said.splitlines()[0]
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
         facts["nvidia"] = " ".join(driver.split())
@@ -81,19 +74,9 @@ def _gpu_names(folder: Path) -> Iterator[str]:
 
 def git_commit(folder: Path | None = None) -> str | None:
     """Return the git commit of a folder, or the working directory; None outside of a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=_COMMAND_LIMIT_S,
-            cwd=folder,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    command = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    said = read_output("git", "-C", str(folder or "."), *command, limit_s=_COMMAND_LIMIT_S)
+    return said.strip() or None
 
 
 def mpi_library() -> str:

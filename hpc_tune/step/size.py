@@ -30,7 +30,8 @@ from hpc_tune.step.slices import (
 )
 
 ModelPart = Literal["blocks", "embedding", "end"]
-NUM_MOMENTS = 2  # of each trained value, which AdamW keeps
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of each trained value, which AdamW keeps; torch's names
+NUM_MOMENTS = len(MOMENT_NAMES)
 # Of a trained value, of one dtype: itself, its gradient and the moments; all of that but gradients.
 STATE_COPIES, SAVED_COPIES = 2 + NUM_MOMENTS, 1 + NUM_MOMENTS
 # With optim.name=adamw_8bit: values that share an fp32 scale, and how many a parameter must have.

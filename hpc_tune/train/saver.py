@@ -28,7 +28,6 @@ from hpc_tune.checkpoint.writer import (
     choose_staging_bytes,
 )
 from hpc_tune.config.schema import CheckpointConfig
-from hpc_tune.engine.adamw import MOMENT_NAMES
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
@@ -38,6 +37,7 @@ from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import StartHistory
 from hpc_tune.rundir.json_lines import Events
+from hpc_tune.step.size import MOMENT_NAMES
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.units import format_seconds

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENT_NAMES, make_stateless_adamw, parameter_groups, set_lr
+from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
 from hpc_tune.engine.base import EngineSettings, StepResult, autocast, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
@@ -48,7 +48,7 @@ from hpc_tune.model.packed_attention import find_indexers
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
-from hpc_tune.step.size import SAVED_COPIES
+from hpc_tune.step.size import MOMENT_NAMES, SAVED_COPIES
 
 # -- DeepSpeed's collectives, counted as the native engine's are.
 

@@ -11,7 +11,7 @@ from torch import nn
 from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.engine import adamw_8bit
-from hpc_tune.engine.adamw import MOMENT_NAMES, set_lr
+from hpc_tune.engine.adamw import set_lr
 from hpc_tune.engine.adamw_8bit import (
     CodeTable,
     QuantizedMoment,
@@ -26,7 +26,7 @@ from hpc_tune.model.build import LocalRegion, Slice
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import measure, static_bytes
+from hpc_tune.step.size import MOMENT_NAMES, measure, static_bytes
 
 quant_utils = pytest.importorskip("torchao.optim.quant_utils")
 CPU = torch.device("cpu")

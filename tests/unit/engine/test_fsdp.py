@@ -8,10 +8,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.adamw import MOMENT_NAMES, OffloadedState, make_adamw
+from hpc_tune.engine.adamw import OffloadedState, make_adamw
 from hpc_tune.engine.fsdp import _placement, release_gathered
 from hpc_tune.engine.mesh import _SingletonMesh
 from hpc_tune.model.load import _gather_weight
+from hpc_tune.step.size import MOMENT_NAMES
 
 
 @pytest.fixture
