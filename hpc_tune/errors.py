@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.files import is_permission_error, missing_permission
+from hpc_tune.files import OUT_OF_FILES, is_permission_error, missing_permission
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
-_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class HpcTuneError(Exception):
@@ -98,7 +97,7 @@ class DiskError(HpcTuneError):
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
-        if error.errno in _OUT_OF_FILES:
+        if error.errno in OUT_OF_FILES:
             return cls(f"{error.filename or doing}: {error.strerror}{find_remedy(error)}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             return None
@@ -166,7 +165,7 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         number = int(told[1])
     if number == errno.EFBIG:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
-    if number in _OUT_OF_FILES:
+    if number in OUT_OF_FILES:
         return (
             ". It has reached its limit of open files: raise the limit before the launcher "
             "(ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
@@ -181,15 +180,6 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
     ):
         return f": {words}"
     return ""
-
-
-def raise_if_out_of_files(error: BaseException) -> None:
-    """Raise again an error that says nothing of its file: this process may open no more files.
-
-    To be called where a file that cannot be opened counts as an empty one.
-    """
-    if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
-        raise error
 
 
 def first_line(error: BaseException) -> str:

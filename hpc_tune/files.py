@@ -1,9 +1,10 @@
-"""Files: who may read or write them, writing them as a whole or not at all, and pointers of git-lfs
-and git-annex that stand for files that were never fetched.
+"""Files: who may read or write them, reading those that may be damaged, writing them as a whole or
+not at all, and pointers of git-lfs and git-annex that stand for files that were never fetched.
 """
 
 import errno
 import grp
+import json
 import os
 import pwd
 import re
@@ -12,8 +13,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _REFUSALS = (errno.EACCES, errno.EPERM)
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def is_permission_error(number: int | None) -> bool:
@@ -86,6 +89,28 @@ def _group_name(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except KeyError:
         return str(number)
+
+
+# -- Files that count as empty where they cannot be read.
+
+
+def raise_if_out_of_files(error: BaseException) -> None:
+    """Raise again an error that says nothing of its file: this process may open no more files.
+
+    To be called where a file that cannot be opened counts as an empty one.
+    """
+    if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+        raise error
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; an empty one where there is none to be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise_if_out_of_files(error)
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 # -- Files that are there as a whole or not at all, whoever reads them and whenever a process dies.

@@ -12,7 +12,8 @@ from typing import Literal
 
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.schedulers import find_job
-from hpc_tune.errors import first_line, raise_if_out_of_files
+from hpc_tune.errors import first_line
+from hpc_tune.files import raise_if_out_of_files
 
 GpuVendor = Literal["NVIDIA", "AMD", "Intel"]
 

@@ -3,21 +3,20 @@
 model, data, machine, method -> questions where one is missing -> YAML, checked -> FILE
 """
 
-import json
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError, require_utf8
-from hpc_tune.files import write_file
+from hpc_tune.files import read_json_object, write_file
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_bytes
 
@@ -221,13 +220,10 @@ def _row_length(model: str, usual: int) -> tuple[int, str]:
     """Return tokens per row and the reason."""
     if model == "builtin:tiny":
         return 512, "tokens per row; the tiny model has short ones"
-    config = Path(model) / "config.json"
-    try:
-        shape: Any = json.loads(config.read_text(encoding="utf-8"))
-        shape = shape.get("text_config", shape)
-        limit = shape.get("max_position_embeddings") or shape.get("n_positions")
-    except (OSError, ValueError, AttributeError):
-        limit = None
+    shape = read_json_object(Path(model) / "config.json")
+    text = shape.get("text_config", shape)
+    sizes = text if isinstance(text, dict) else {}
+    limit = sizes.get("max_position_embeddings") or sizes.get("n_positions")
     if not isinstance(limit, int):
         return usual, "tokens per row; longer documents are cut and counted"
     return min(limit, usual), f"tokens per row; this model takes up to {limit}"

@@ -19,6 +19,7 @@ from hpc_tune.convert.rules import (
     Unsupported,
     each,
 )
+from hpc_tune.files import read_json_object
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
 _SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
@@ -445,13 +446,13 @@ def read_layer_names(directory: Path) -> set[str] | None:
         if last == "weight" and "norm" not in module and "embed" not in module:
             names.add(module)
     if names == _OUTPUT_HEAD:
-        model_type = _read_json(directory / "config.json").get("model_type")
+        model_type = read_json_object(directory / "config.json").get("model_type")
         names |= set(_LAYERS.get(str(model_type), ()))
     return None if names == _OUTPUT_HEAD else names
 
 
 def _read_weight_names(directory: Path) -> list[str]:
-    index = _read_json(directory / "model.safetensors.index.json").get("weight_map")
+    index = read_json_object(directory / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict) and index:
         return list(map(str, index))
     try:
@@ -461,11 +462,3 @@ def _read_weight_names(directory: Path) -> list[str]:
     except (OSError, ValueError, RecursionError):
         return []
     return list(header) if isinstance(header, dict) else []
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

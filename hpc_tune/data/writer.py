@@ -31,7 +31,7 @@ from hpc_tune.data.hdf5_format import (
     compute_sizes,
 )
 from hpc_tune.errors import DataError
-from hpc_tune.files import replace_atomically, write_file
+from hpc_tune.files import read_json_object, replace_atomically, write_file
 from hpc_tune.log import log
 from hpc_tune.units import format_bytes
 
@@ -95,10 +95,7 @@ def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) ->
     status, name = store.path.stat(), str(store.path.resolve())
     times = status.st_mtime_ns, status.st_ctime_ns
     stamp = [store.attributes.content, status.st_size, *times]
-    try:
-        verified = dict(json.loads(known.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        verified = {}
+    verified = read_json_object(known)
     if verified.get(name) == stamp:
         return
     if not is_new:

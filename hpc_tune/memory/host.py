@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
-from hpc_tune.errors import raise_if_out_of_files
+from hpc_tune.files import raise_if_out_of_files
 from hpc_tune.memory.policy import free_bytes_below
 from hpc_tune.world.affinity import SYS, read_node_cpus
 

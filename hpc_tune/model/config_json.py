@@ -1,5 +1,5 @@
-"""config.json of a model directory, read once however many ask, and those of published models
-(shape:NAME), which have no weights.
+"""config.json of a model directory, and those of published models (shape:NAME), which have no
+weights.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.files import read_json_object
 
 # Where config.json may name kernels of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
@@ -64,10 +65,7 @@ def refuse_huge_counts(directory: Path) -> None:
     Raises:
         DataError: which names it.
     """
-    try:
-        settings = read_config_json(directory)
-    except (OSError, ValueError, RecursionError):
-        return  # transformers says what is wrong
+    settings = read_json_object(directory / "config.json")  # transformers says what is wrong
     counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
         if _COUNT_KEY.search(name) and isinstance(value, int | float) and value > MAX_PARTS:

@@ -11,7 +11,6 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 """
 
 import itertools
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import DataError, first_line
-from hpc_tune.files import why_pointer
+from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
 from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
@@ -89,10 +88,7 @@ def _advise_instead(directory: Path) -> str:
                 "GGUF files are not read: take the model that they were made from, in safetensors"
             )
         return "is it a model directory?"
-    try:
-        base = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError):
-        base = "its base"
+    base = read_json_object(settings).get("base_model_name_or_path", "its base")
     return (
         f"it holds an adapter of {base}. Name the directory of that model, and to go on from the "
         f"adapter tune.init_from={directory}"

@@ -17,10 +17,9 @@ from hpc_tune.config.chat_templates import (
     is_template_path,
     template_file,
 )
-from hpc_tune.errors import DataError, first_line, raise_if_out_of_files, require_utf8
-from hpc_tune.files import why_pointer
+from hpc_tune.errors import DataError, first_line, require_utf8
+from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.log import log
-from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.language import refuse_code, require_directory
 
 # -- Whether transformers reads a tokenizer as tokenizer.json says it, and what is taken if not.
@@ -416,11 +415,11 @@ def _set_end_token(tokenizer: Any, directory: Path) -> None:
             setattr(tokenizer, role, None)
     if tokenizer.eos_token is not None:
         return
-    named = _read_json(directory / "special_tokens_map.json").get("eos_token")
+    named = read_json_object(directory / "special_tokens_map.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     found = [("special_tokens_map.json", named)]
     for file in ("generation_config.json", "config.json"):
-        ends = _read_json(directory / file).get("eos_token_id")
+        ends = read_json_object(directory / file).get("eos_token_id")
         for number in ends if isinstance(ends, list) else [ends]:
             if type(number) is int and number >= 0:
                 found.append((file, tokenizer.convert_ids_to_tokens(number)))
@@ -445,7 +444,7 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
     at which servers stop as well.
     """
     for file in ("generation_config.json", "config.json"):
-        named = _read_json(directory / file).get("eos_token_id")
+        named = read_json_object(directory / file).get("eos_token_id")
         if named is not None:
             break
     return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
@@ -457,22 +456,12 @@ def read_processor_template(directory: Path) -> tuple[str, Any] | None:
     Models with images have it there, and none in the tokenizer's files.
     """
     for file in ("chat_template.json", "processor_config.json"):
-        template = _read_json(directory / file).get("chat_template")
+        template = read_json_object(directory / file).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         if template:
             return file, template
     return None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return what a JSON file holds; nothing where there is none that can be read."""
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise_if_out_of_files(error)
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
@@ -487,12 +476,9 @@ def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
 
 def embedding_rows(directory: Path) -> int | None:
     """Return how many embeddings a model has by its config.json; None if that does not say."""
-    try:
-        config = read_config_json(directory)
-        rows = (config.get("text_config") or config).get("vocab_size")
-    except (OSError, ValueError, AttributeError) as error:
-        raise_if_out_of_files(error)
-        return None  # an error where the model is built
+    config = read_json_object(directory / "config.json")  # damaged: an error where it is built
+    text = config.get("text_config") or config
+    rows = text.get("vocab_size") if isinstance(text, dict) else None
     return rows if isinstance(rows, int) else None
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from hpc_tune.errors import CheckpointError, DataError, HpcTuneError, raise_if_out_of_files
-from hpc_tune.files import why_pointer
+from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.model.config_json import ShapeIndex, config_parts, read_config_json
 from hpc_tune.model.tensor_sources import (
     BLOCK_BYTES,
@@ -493,11 +493,7 @@ def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
 
 def _read_quantization(directory: Path) -> dict[str, Any]:
     """Return quantization_config of a directory's config.json, or of a part; empty without one."""
-    try:
-        config = read_config_json(directory)
-    except (OSError, ValueError) as error:
-        raise_if_out_of_files(error)
-        return {}
+    config = read_json_object(directory / "config.json")
     found = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
     return next((settings for settings in found if isinstance(settings, dict)), {})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import raise_if_out_of_files
+from hpc_tune.files import raise_if_out_of_files
 from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 
 # -- AMD's GPUs of a node and the links between them, as the kernel's compute driver shows them.

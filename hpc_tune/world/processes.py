@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import psutil
 
-from hpc_tune.errors import ConfigError, raise_if_out_of_files
+from hpc_tune.errors import ConfigError
+from hpc_tune.files import raise_if_out_of_files
 
 
 def is_alive(pid: int) -> bool:

@@ -32,7 +32,7 @@ from hpc_tune.engine.compile import (
     require_compiler,
 )
 from hpc_tune.errors import HpcTuneError, first_line
-from hpc_tune.files import write_file
+from hpc_tune.files import read_json_object, write_file
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.memory.device import empty_caches
 from hpc_tune.model.blocks import find_blocks, use_own_layers
@@ -94,10 +94,8 @@ def check_compiled_cached(
     kind = f"{built.dtype} {recompute} {built.module.within_documents} {_device_name(device)}"
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["why"])
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
+    if (cached := read_json_object(file).get("why")) is not None:
+        return str(cached)
     log.info("compiling a small %s model, to compare it with one that is not", model.model_type)
     try:
         why = check_compiled(model, built.tune, built.dtype, device, recompute)
