@@ -81,15 +81,14 @@ def _target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _layers(theirs: ForeignConfig) -> Outcome:
-    names = theirs.get("lora_target_modules")
-    is_pattern = isinstance(names, str) and names.replace("_", "-") != "all-linear"
-    names = names if isinstance(names, list) else []
-    if is_pattern or any(not str(name).replace("_", "").isalnum() for name in names):
-        return Unsupported(
-            "tune.targets has names of layers, such as [q_proj], no patterns", to_do=True
-        )
+    names = theirs.get("lora_target_modules", False)
+    if names is False or names in ("all-linear", "all_linear"):
+        names = []
+    is_list = isinstance(names, list) and hf_trainer.are_names(names)
+    if not is_list or not all(name.replace("_", "").isalnum() for name in names):
+        return hf_trainer.NAMES
     if not theirs.is_on("lora_target_linear") and names:
-        return hf_trainer.convert_targets(list(map(str, names)), "base_model", theirs)
+        return hf_trainer.convert_targets(names, "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return Unsupported(
             f"all-linear does not include {further[0]}; list all names instead", to_do=True

@@ -41,6 +41,7 @@ NO_TRACKER = (
 )
 OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
 SHAPE = "the model is what config.json of model.path says: change it there"
+NAMES = Unsupported("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB_REMARK = "embeddings too, whose state theirs keeps in fp32"
@@ -289,7 +290,15 @@ def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
         return IS_OFF
     if theirs.method == "full":
         return NO_ADAPTERS
+    if not are_names(value):
+        why = "tune.modules_to_save has names of modules, such as [lm_head]"
+        return Unsupported(why, to_do=True)
     return Mapped({"tune.modules_to_save": split_names(value)})
+
+
+def are_names(value: Any) -> bool:
+    """Return whether a value is text, or a list of it."""
+    return all(isinstance(name, str) for name in (value if isinstance(value, list) else [value]))
 
 
 def split_names(value: Any) -> list[str]:

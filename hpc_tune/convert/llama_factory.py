@@ -89,6 +89,8 @@ def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
+    if not hf_trainer.are_names(value):
+        return hf_trainer.NAMES
     names = hf_trainer.split_names(value)
     if names == ["all"]:
         return Mapped({"tune.targets": "all-linear"})

@@ -221,6 +221,10 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
         return NO_ADAPTERS
     given = theirs.get("model.lora_attn_modules")
     given = given if isinstance(given, list) else [given]
+    known = list(_ATTENTION)
+    if not all(name in known for name in given if name):
+        why = f"there the layers of attention are called {', '.join(known)}; set tune.targets"
+        return Unsupported(why, to_do=True)
     names = [ours for name, ours in _ATTENTION.items() if name in given]
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
     is_with_head = theirs.is_on("model.apply_lora_to_output")

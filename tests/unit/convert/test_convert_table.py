@@ -221,6 +221,12 @@ axolotl {adapter: llama-adapter} => adapter: tune.method
 axolotl {lora_target_modules: layers\.\d+\.mlp} => lora_target_modules: patterns
 axolotl {lora_target_modules: [lm_head], lora_target_linear: true} => lora_target_linear: does not
     include lm_head
+axolotl {lora_target_modules: 3} => lora_target_modules: names of layers
+axolotl {lora_target_modules: [q_proj, 3]} => lora_target_modules: names of layers
+axolotl {lora_modules_to_save: 3} => lora_modules_to_save: names of modules
+factory {additional_target: [lm_head, 3]} => additional_target: names of modules
+factory {lora_target: 3} => lora_target: names of layers
+torchtune {model.lora_attn_modules: [q_proj, 3]} => model.lora_attn_modules: are called
 axolotl {default_system_message: You are.} => default_system_message: system message
 axolotl {qat: {weight_dtype: int4}} => qat.weight_dtype: quantized or pruned
 axolotl {curriculum_sampling: true} => curriculum_sampling: shuffled
