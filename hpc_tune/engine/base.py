@@ -12,8 +12,11 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.faults import NO_FAULTS, Faults
+from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterSums
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
@@ -159,6 +162,17 @@ def evaluate(
     dist.all_reduce(total)
     *added, terms, num_tokens = total.tolist()
     return added, terms, int(num_tokens)
+
+
+def init_model(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:
+    """Set the heap for a model, and give that dropout and noise that every layout repeats."""
+    if is_sharded:
+        return_freed_blocks()
+    else:
+        keep_freed_blocks()
+    if not train.compiles:
+        use_row_dropout(built.module, built.seed)
+    use_neftune(built.module, built.tune.neftune_alpha, built.seed)
 
 
 # -- The dtype in which a micro-batch is computed, and the seed of its random numbers.

@@ -27,7 +27,7 @@ from hpc_tune.engine.adamw_8bit import (
     require_torchao,
     require_whole_slices,
 )
-from hpc_tune.engine.base import EngineSettings, StepResult, autocast, seed_micro_batch
+from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
@@ -44,12 +44,10 @@ from hpc_tune.engine.gradients import (
 from hpc_tune.engine.mesh import Mesh, send_large_messages
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
-from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.lora_linear import AdapterCopies
 from hpc_tune.model.objective import Objective
@@ -433,14 +431,8 @@ def _load_stages(
     adapters: AdapterCopies,
 ) -> tuple[list[BuiltModel], list[TrainedWeight]]:
     """Return this rank's pipeline stages with their weights, and the trained ones of all."""
-    layout, train = settings.layout, settings.train
-    if layout.shard > 1:
-        return_freed_blocks()
-    else:
-        keep_freed_blocks()
-    if not train.compiles:
-        use_row_dropout(built.module, built.seed)
-    use_neftune(built.module, built.tune.neftune_alpha, built.seed)
+    layout = settings.layout
+    init_model(built, settings.train, layout.shard > 1)
     cuts = [built]
     if layout.pipeline > 1:
         cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)

@@ -28,18 +28,16 @@ from torch.utils._pytree import tree_leaves
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
-from hpc_tune.engine.base import EngineSettings, StepResult, autocast, seed_micro_batch
+from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.settings import load_async_io
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.dropout import use_neftune, use_row_dropout
 from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.grouped_experts import has_grouped_form
 from hpc_tune.model.load import allocate, load_weights
@@ -130,13 +128,7 @@ class ZeroEngine:
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
-        if self._stage == 3:
-            return_freed_blocks()
-        else:
-            keep_freed_blocks()
-        if not train.compiles:
-            use_row_dropout(built.module, built.seed)
-        use_neftune(built.module, built.tune.neftune_alpha, built.seed)
+        init_model(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
         use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
         checkpoint_blocks(blocks, parallel.recompute)
