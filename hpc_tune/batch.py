@@ -37,7 +37,7 @@ class PreferencePairs:
         """All three."""
         return self.counts_P2, self.reference_P2, self.desirable_P
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return these with each tensor changed."""
         counts_P2, reference_P2, desirable_P = map(change, self.tensors)
         return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl)
@@ -152,7 +152,7 @@ class Batch:
             tokens_BT=tokens_BT,
             labels_BT=labels_BT,
             positions_BT=positions_BT,
-            pairs=self.pairs and self.pairs.each(other),
+            pairs=self.pairs and self.pairs.map_tensors(other),
             mismatched=self.mismatched and self.mismatched._map_tensors(token_wise, other),
             weights_N=None if self.weights_N is None else other(self.weights_N),
         )

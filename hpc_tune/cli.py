@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-class _Version(argparse.Action):
+class _PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from hpc_tune.probe.software import bug_report_lines
 
@@ -141,7 +141,9 @@ def _build_parser() -> _Parser:
         description=f"hpc_tune {__version__}: fine-tune large language models on HPC clusters",
         epilog=_settings_text(),
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print what bug reports need")
+    parser.add_argument(
+        "--version", action=_PrintVersion, nargs=0, help="print what bug reports need"
+    )
     commands = parser.add_subparsers(
         title="commands",
         metavar="COMMAND --help",

@@ -65,7 +65,7 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
         words = _literal_values(kind.replace("bool", "true | false"))
         is_template = name == "data.chat_template"
         words = [*NAMED_TEMPLATES] if is_template else words
-        values += [_case(f'*" {name}="', words, files=is_template)] if words else []
+        values += [_completion_case(f'*" {name}="', words, files=is_template)] if words else []
     for command, (_, declared) in commands.items():
         words, takes_files = ["--help"], False
         for name, kwargs in declared:
@@ -77,8 +77,10 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
             else:
                 words.append(name)
                 if "action" not in kwargs or kwargs["action"] == "append":
-                    values.append(_case(f'"{command} {name}"', choices, files=not choices))
-        arguments.append("        " + _case(command, words, takes_files))
+                    values.append(
+                        _completion_case(f'"{command} {name}"', choices, files=not choices)
+                    )
+        arguments.append("        " + _completion_case(command, words, takes_files))
     return (_ZSH if shell == "zsh" else "") + _SCRIPT.format(
         settings=" ".join(f"{name}=" for name, *_ in fields),
         names=" ".join(commands),
@@ -88,7 +90,7 @@ def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
     )
 
 
-def _case(pattern: str, words: Sequence[str], files: bool) -> str:
+def _completion_case(pattern: str, words: Sequence[str], files: bool) -> str:
     return f'        {pattern}) words="{" ".join(words)}" files={"1" if files else ""} ;;'
 
 
@@ -273,11 +275,11 @@ def submit(options: Namespace) -> int:
         )
     named = find_variables(options.files, options.settings)
     variables = submission.job_variables(named, os.environ)
-    text = submission.render(job, _arguments_for(options), Path.cwd(), variables)
+    text = submission.render_script(job, _arguments_for(options), Path.cwd(), variables)
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    number = submission.submit(text, job, Path.cwd(), os.environ)
+    number = submission.submit_job(text, job, Path.cwd(), os.environ)
     shows = submission.status_command(job, number)
     print(f"submitted job {number}, run directory {config.run.dir}; {shows} shows its state")
     return EXIT_DONE
@@ -384,7 +386,7 @@ def plan(options: Namespace) -> int:
     how = machine, options.save, options.masked
 
     def fits_with(changes: Mapping[str, Any]) -> bool:
-        changed = config.changed(changes)
+        changed = config.with_changes(changes)
         try:
             return (
                 set(check_config(changed)) <= set(check_config(config))
@@ -509,7 +511,7 @@ def watch(options: Namespace) -> int:
     """Follow a run in the terminal while it trains."""
     from hpc_tune.report import watch as live
 
-    live.watch(options.run, options.every, options.once)
+    live.watch_runs(options.run, options.every, options.once)
     return EXIT_DONE
 
 

@@ -195,7 +195,7 @@ def why_pointer(file: Path) -> str | None:
     """
     try:
         if file.is_symlink() and not file.exists() and _ANNEX.search(os.readlink(file).encode()):
-            return _message(file, "a link of git-annex", "git annex get or datalad get")
+            return _pointer_message(file, "a link of git-annex", "git annex get or datalad get")
         if not file.is_file() or file.stat().st_size > _MAX_BYTES:
             return None
         with file.open("rb") as opened:
@@ -205,13 +205,13 @@ def why_pointer(file: Path) -> str | None:
     if _LFS.match(content):
         size = _LFS_SIZE.search(content)
         of = f" of {int(size[1]):,} bytes" if size else ""
-        return _message(file, f"a pointer of git-lfs to a file{of}", "git lfs pull")
+        return _pointer_message(file, f"a pointer of git-lfs to a file{of}", "git lfs pull")
     if _ANNEX.match(content.strip()) and b"\n" not in content.strip():
-        return _message(file, "a pointer of git-annex", "git annex get or datalad get")
+        return _pointer_message(file, "a pointer of git-annex", "git annex get or datalad get")
     return None
 
 
-def _message(file: Path, what: str, command: str) -> str:
+def _pointer_message(file: Path, what: str, command: str) -> str:
     return (
         f"{file} is {what}, not the file itself: the clone was made without its large files. "
         f"Fetch them there ({command}), or the whole folder: hf download NAME --local-dir DIR"

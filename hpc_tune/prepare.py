@@ -12,7 +12,7 @@ from hpc_tune.config.data import Form, is_prepared
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import join_paths
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, TextStyle, show, show_prepared
+from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, TextStyle, show_documents, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import log
@@ -79,7 +79,7 @@ def _preview_lines(
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         return show_prepared(store, tokenizer, num_rows, look)
     settings = prepare_settings(source.data, form=form)
-    return show(source.path, tokenizer, settings, num_rows, look)
+    return show_documents(source.path, tokenizer, settings, num_rows, look)
 
 
 def _load_tokenizer(model_path: str, chat_template: str | None) -> Any:

@@ -231,7 +231,7 @@ class Supervisor:
                 lost = None
             starts.append(start)
             _append_start(self._run_dir, starts[-1])
-            following, why = self._decide(starts)
+            following, why = self._decide_next(starts)
             log.info("%s", self._describe_decision(starts[-1], following, why))
             if self._report and following in ("again", "give up") and self._stop_signal is None:
                 run_report_command(self._run_dir)
@@ -245,7 +245,7 @@ class Supervisor:
             if self._stop_signal is not None:
                 return EXIT_RESUMABLE
 
-    def _decide(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
+    def _decide_next(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
         if self._end_s is not None:  # until the ranks would be asked to stop, and a minute
             left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_S)
@@ -366,9 +366,9 @@ class Supervisor:
         certain: Collection[str] = (),
     ) -> bool:
         """Leave out those of ``nodes`` that are lost or accused; return whether they alone are to
-        blame. See ``JobNodes.examine``.
+        blame. See ``JobNodes.exclude_faulty``.
         """
-        found, lost = self._nodes.examine(nodes, accused, progressed, has_cause, certain)
+        found, lost = self._nodes.exclude_faulty(nodes, accused, progressed, has_cause, certain)
         facts.report_excluded_nodes(self._run_dir, found)
         return lost
 

@@ -85,16 +85,16 @@ def untested_warning() -> str | None:
     word = "newer" if newest < _RELEASE else "older"
     return (
         f"torch {torch.__version__} is {word} than those that hpc_tune was tested with "
-        f"({_text(oldest)} to {_text(newest)}); compare the first losses with those of a run on "
-        "a tested one"
+        f"({_format_release(oldest)} to {_format_release(newest)}); compare the first losses with "
+        "those of a run on a tested one"
     )
 
 
-def _text(release: tuple[int, ...]) -> str:
+def _format_release(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-class _Nn:
+class _NnWithIntegerParameters:
     """torch.nn, whose Parameter asks for no gradient of whole numbers."""
 
     def __getattr__(self, name: str) -> Any:
@@ -110,4 +110,4 @@ def let_fsdp_shard_integers() -> None:
     if not _FSDP_TAKES_INTEGERS:
         from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-        _fsdp_param.nn = _Nn()  # type: ignore[assignment]
+        _fsdp_param.nn = _NnWithIntegerParameters()  # type: ignore[assignment]

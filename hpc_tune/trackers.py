@@ -346,7 +346,7 @@ def _trackio_config(facts: RunFacts) -> dict[str, Any]:
     return flatten(facts.settings) | about
 
 
-def _tensorboard(facts: RunFacts) -> Tracker:
+def _open_tensorboard(facts: RunFacts) -> Tracker:
     file = EventFile(facts.dir / "tensorboard", facts.start_step)
     about = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
     rows = about | {"git commit": facts.commit} | flatten(facts.settings)
@@ -358,7 +358,7 @@ def _tensorboard(facts: RunFacts) -> Tracker:
 
 
 OPENERS: dict[str, Callable[[RunFacts], Tracker]] = {
-    "tensorboard": _tensorboard,
+    "tensorboard": _open_tensorboard,
     "wandb": Wandb,
     "mlflow": Mlflow,
     "trackio": Trackio,

@@ -93,8 +93,8 @@ def format_energy(joules: float) -> str:
     """Return an energy with three digits, such as ``"1.23 kWh"``; less than 1 Wh in joules."""
     for size, unit in ((3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh")):
         if joules >= 0.9995 * size:
-            return f"{joules / size:.{_digits(joules / size)}f} {unit}"
-    return f"{joules:.{_digits(joules)}f} J"
+            return f"{joules / size:.{_num_decimals(joules / size)}f} {unit}"
+    return f"{joules:.{_num_decimals(joules)}f} J"
 
 
 def count_of(number: int, noun: str) -> str:
@@ -112,5 +112,5 @@ def list_some(items: Iterable[object], most: int, between: str = "") -> str:
     return (between or ", ").join(shown[:most]) + more
 
 
-def _digits(value: float) -> int:
+def _num_decimals(value: float) -> int:
     return 0 if value >= 99.95 else 1 if value >= 9.995 else 2

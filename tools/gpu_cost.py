@@ -44,7 +44,7 @@ from hpc_tune.errors import HpcTuneError  # noqa: E402
 from hpc_tune.model import float8_base, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
 from hpc_tune.model.config_json import shape_directory  # noqa: E402
-from hpc_tune.model.loss import LogitsKernels, fusible_exponentials  # noqa: E402
+from hpc_tune.model.loss import LogitsKernels, write_exponentials_fusible  # noqa: E402
 from hpc_tune.plan.trace import _fake_world, make_fake_mesh  # noqa: E402
 from hpc_tune.step.layout import Layout  # noqa: E402
 from hpc_tune.step.plan import StepPlan  # noqa: E402
@@ -148,7 +148,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
     """Make an engine that computes what a compiled one does, and is not compiled."""
 
     def as_if_compiled(module: Any) -> None:
-        module.logits_kernels = LogitsKernels(fusible_exponentials)
+        module.logits_kernels = LogitsKernels(write_exponentials_fusible)
 
     before = native.compile_blocks, native.compile_loss
     native.compile_blocks, native.compile_loss = lambda blocks: None, as_if_compiled
@@ -161,7 +161,7 @@ def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
 def _note_waits(recorder: Recorder) -> None:
     collectives: Any = counted_collectives.CountedCollectives
     exchange: Any = expert_parallel._TokenExchange
-    finish, read = collectives.finish, exchange._counted
+    finish, read = collectives.finish, exchange._exchange_row_counts
 
     def finished(self: Any, works: Any) -> None:
         finish(self, works)
@@ -171,7 +171,7 @@ def _note_waits(recorder: Recorder) -> None:
         recorder.note("host", "numbers of experts' rows are read", 0)
         return read(self, sent, num_rows)
 
-    collectives.finish, exchange._counted = finished, counted
+    collectives.finish, exchange._exchange_row_counts = finished, counted
 
 
 def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:

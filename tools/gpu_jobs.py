@@ -131,13 +131,15 @@ def train(job: Job, folder: Path) -> int:
     """Do one job; return its exit code."""
     from hpc_tune.config.load import load_config
     from hpc_tune.faults import Faults
-    from hpc_tune.rundir.outcome import stopped, write_outcome
+    from hpc_tune.rundir.outcome import stopped_outcome, write_outcome
     from hpc_tune.train.run import run
 
     run_dir, left = run_of(folder, job.name), list(job.levels)
     if job.taken:  # as a run leaves it that had taken them
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_outcome(stopped("to begin with them", None, {"governor": list(job.taken)}), run_dir)
+        write_outcome(
+            stopped_outcome("to begin with them", None, {"governor": list(job.taken)}), run_dir
+        )
 
     def level(seen: str) -> str:
         return (left.pop(0) if len(left) > 1 else left[0]) if left else seen

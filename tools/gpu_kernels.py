@@ -73,7 +73,7 @@ _FREE = (
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 # Compiled beside decoder blocks: of the loss.
-_COMPILED_TOO = ("fusible_exponentials", "cross_entropies")
+_COMPILED_TOO = ("write_exponentials_fusible", "cross_entropies")
 _FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
 
 

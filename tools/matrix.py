@@ -36,9 +36,9 @@ from hpc_tune.model.experts import find_routers, has_experts
 from hpc_tune.model.grouped_experts import has_grouped_form, stack_names
 from hpc_tune.model.language import read_config, read_language_config, stock_class
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.loss import decoder_of
+from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.special_layers import find_uncalled_linears
-from hpc_tune.model.stock_reference import NoTrial, write_small_model
+from hpc_tune.model.stock_reference import NotCheckable, write_small_model
 from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
@@ -138,7 +138,7 @@ def _linears_outside_blocks(model: Any) -> list[str]:
     The decoder's blocks without routers and special layers: those of parts for images may be more
     and larger.
     """
-    blocks = find_blocks(decoder_of(model))
+    blocks = find_blocks(find_decoder(model))
     whole = {*find_routers(blocks), *find_uncalled_linears(blocks)}
     inside = set(blocks.modules()) - {blocks.get_submodule(path) for path in whole}
     return [
@@ -259,7 +259,7 @@ def _prepare(name: str, work: Path) -> ArchitectureCheck:
         if not proof.loss:
             write_small_model(config, work / name, SEEDS.get(name, 0))
         return proof
-    except (NoTrial, ValueError, TypeError) as error:
+    except (NotCheckable, ValueError, TypeError) as error:
         return ArchitectureCheck(loss=f"no small model of this kind could be tried: {error}")
 
 

@@ -43,7 +43,7 @@ class Candidate:
         gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
         return (describe_axes(asdict(self.layout), always=()) or "one rank") + gathers
 
-    def preference(self, num_ranks: int) -> float:
+    def ranking_s(self, num_ranks: int) -> float:
         """Return the seconds of a step and a little more for each axis, and for ranks that idle.
 
         Predictions are not exact: of layouts that are about as fast the simple one is better.
@@ -84,7 +84,7 @@ def predict_candidates(
             key=lambda c: (c.time.seconds, -_slowest_neighbours(c.ranks, network)),
         )
         choices.append(best)
-    return sorted(choices, key=lambda candidate: candidate.preference(len(network.nodes)))
+    return sorted(choices, key=lambda candidate: candidate.ranking_s(len(network.nodes)))
 
 
 def legal_layouts(

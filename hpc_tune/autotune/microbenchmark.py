@@ -72,7 +72,7 @@ class BlockModels:
         update = {"reshard": "block", "offload_params": "none"}
         parallel = self.parallel.model_copy(update=update)
         with tempfile.TemporaryDirectory() as folder:
-            make = partial(self._build, num_blocks, Path(folder))
+            make = partial(self._build_model, num_blocks, Path(folder))
             built = self.comm.run_and_agree("measuring a decoder block", make)
             self.plan = StepPlan.of(built, layout, parallel)
             settings = EngineSettings(
@@ -84,11 +84,11 @@ class BlockModels:
                 local_region(parameter.detach())[0].normal_(std=0.02)
         return engine
 
-    def _build(self, num_blocks: int, folder: Path) -> BuiltModel:
+    def _build_model(self, num_blocks: int, folder: Path) -> BuiltModel:
         shape = self._shape.with_blocks(num_blocks, folder)
         built, itemsize = shape.build(), shape.dtype.itemsize
         size, model = measure(built.module), built.config
-        _check_room(size, self._room)
+        _require_memory(size, self._room)
         head = model.vocab_size * model.hidden_size * itemsize
         self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
         return built
@@ -117,7 +117,7 @@ def measure_compute(
     num_ranks = comm.world.size
     for num_blocks in (FEW_BLOCKS, MORE_BLOCKS):
         once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_once, batch)
-        seconds[num_blocks] = _slowest_s(once, comm)
+        seconds[num_blocks] = _slowest_rank_s(once, comm)
     comm.barrier("the first rank to compute alone")
     times = [_time_work(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
     [alone_s] = comm.max([statistics.median(times or [0.0])])
@@ -127,7 +127,7 @@ def measure_compute(
     gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
         once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_once, batch)
-        more_s = _slowest_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
+        more_s = _slowest_rank_s(once, comm) - seconds[MORE_BLOCKS] - gathers_s
         unshard_s = max(unshard_s, more_s / models.gathered_bytes)
     sync_s = None
     if num_ranks > 1 and with_tensor:
@@ -146,7 +146,7 @@ def measure_compute(
     )
 
 
-def _check_room(size: ModelSize, room: int) -> None:
+def _require_memory(size: ModelSize, room: int) -> None:
     needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
     if needed > MEASURED_STATE_SHARE * room:
         raise ConfigError(
@@ -156,7 +156,7 @@ def _check_room(size: ModelSize, room: int) -> None:
         )
 
 
-def _slowest_s(work: Callable[[], object], comm: Comm) -> float:
+def _slowest_rank_s(work: Callable[[], object], comm: Comm) -> float:
     """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
 
     Often enough that the ranks, who may share processors, have had the same of them. A GPU's first
@@ -188,7 +188,7 @@ def _update_s(comm: Comm, optim: OptimConfig) -> float:
     values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
     values.grad = torch.zeros_like(values)
     optimizer = make_optimizer([("values", values)], optim)
-    return _slowest_s(optimizer.step, comm) / _VALUES
+    return _slowest_rank_s(optimizer.step, comm) / _VALUES
 
 
 def _copy_s(comm: Comm) -> float:
@@ -198,7 +198,7 @@ def _copy_s(comm: Comm) -> float:
         gathered = torch.zeros(_VALUES, device=comm.device)
         torch.empty_like(gathered).copy_(gathered)
 
-    return _slowest_s(copy, comm) / (4 * _VALUES)
+    return _slowest_rank_s(copy, comm) / (4 * _VALUES)
 
 
 def _sync_in_blocks_s(
@@ -213,7 +213,7 @@ def _sync_in_blocks_s(
     cut = Layout(1, 1, comm.world.size)
     if cut not in legal_layouts(models.parallel, models.plan.model, cut.size):
         return None
-    spent_s = _slowest_s(partial(models.engine(MORE_BLOCKS, cut).run_once, batch), comm)
+    spent_s = _slowest_rank_s(partial(models.engine(MORE_BLOCKS, cut).run_once, batch), comm)
     micro = batch.num_tokens, batch.num_loss_tokens
     messages = tensor_time(models.plan, order, network, micro)
     without_s = whole_s / cut.size + messages.transfer_s
@@ -227,7 +227,7 @@ def _sync_s(comm: Comm, work_s: float) -> float:
     matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
     little = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
-    products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_s(multiply, comm))))
+    products = max(1, min(_MAX_MATMULS, round(work_s / _slowest_rank_s(multiply, comm))))
 
     def between_sums(sums: bool) -> float:
         def work() -> None:
@@ -236,6 +236,6 @@ def _sync_s(comm: Comm, work_s: float) -> float:
             if sums:
                 dist.all_reduce(little)
 
-        return _slowest_s(work, comm)
+        return _slowest_rank_s(work, comm)
 
     return max(0.0, between_sums(True) - between_sums(False))

@@ -73,7 +73,7 @@ class Measurements:
         compute = asdict(self.compute) if self.compute else None
         return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
 
-    def positions(self, ranks: Sequence[int]) -> list[int]:
+    def link_positions(self, ranks: Sequence[int]) -> list[int]:
         """Return the positions of these ranks in the order of ``links``."""
         order = self.links.order
         return list(ranks) if order is None else [order.index(rank) for rank in ranks]
@@ -135,7 +135,7 @@ MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """What was chosen: ``rows`` are the fastest, ``refused`` faster ones that do not fit.
 
     ``simple`` is what would run without auto, ``alone`` one rank, where it has the memory.
@@ -155,7 +155,7 @@ class Choice:
 
 def choose_for_command(
     config: RunConfig, machine: Machine, measured_file: str | None, cluster_name: str | None
-) -> tuple[Choice, Machine, RunConfig]:
+) -> tuple[LayoutChoice, Machine, RunConfig]:
     """Choose for the command line; return also the machine of the ranks that are used, and the
     configuration with the layout.
 
@@ -182,7 +182,7 @@ def choose_for_command(
 
 def search_layout(
     config: RunConfig, machine: Machine, measured: Measurements, cluster: Cluster | None = None
-) -> Choice:
+) -> LayoutChoice:
     """Return the fastest layout that fits ``machine``, and the next ones.
 
     The data sheets of ``cluster`` tell how fast ranks compute where ``measured`` does not.
@@ -225,15 +225,15 @@ def search_layout(
         return replace(candidate, micro_rows=rows, time=time)
 
     may_split = config.batch.micro_size == "auto"
-    search = _Search(work, machine, num_ranks, plan_of, with_rows if may_split else None)
+    search = _LayoutSearch(work, machine, num_ranks, plan_of, with_rows if may_split else None)
     rows, refused = search.fastest_that_fit(legal)
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     simple = next((c for c in legal if c.layout == layout), None)
     alone = next((c for c in legal if c.layout.size == 1), None)
-    return Choice(rows, refused, simple, alone, num_ranks)
+    return LayoutChoice(rows, refused, simple, alone, num_ranks)
 
 
-def choice_lines(choice: Choice) -> list[str]:
+def choice_lines(choice: LayoutChoice) -> list[str]:
     """Return the table for a person: the five fastest, and why the first is."""
     best, simple, alone = choice.best, choice.simple, choice.alone
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
@@ -251,7 +251,7 @@ def choice_lines(choice: Choice) -> list[str]:
     if simple and alone and simple.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
-        reasons.append(_explain(best, choice.rows[1]))
+        reasons.append(_explain_difference(best, choice.rows[1]))
     if best.layout.size < choice.num_ranks:
         whole = next((row for row in shown if row.layout.size == choice.num_ranks), None)
         more = f": all {choice.num_ranks} would take {_format_time(whole)}" if whole else ""
@@ -259,7 +259,7 @@ def choice_lines(choice: Choice) -> list[str]:
     return lines + [f"        {text}" for text in reasons]
 
 
-def choice_to_json(choice: Choice) -> str:
+def choice_to_json(choice: LayoutChoice) -> str:
     """Return what a run needs of it; see ``choice_from_json``."""
     best = choice.best
     tree: dict[str, Any] = {
@@ -309,7 +309,7 @@ class _PlannedCandidate:
 
 
 @dataclass
-class _Search:
+class _LayoutSearch:
     """Plans candidates, the fastest first, until one fits; learns from each plan of the others.
 
     ``plan_of`` takes half a minute for a 70B model. ``with_rows`` times a candidate with smaller
@@ -334,21 +334,21 @@ class _Search:
         rows: list[Candidate] = []
         refused: list[Candidate] = []
         for candidate in legal:
-            best = min((self._preference(row) for row in rows if row.fits), default=math.inf)
-            if self._preference(candidate) < best:
-                weighed = self._with_memory(candidate)
+            best = min((self._ranking_s(row) for row in rows if row.fits), default=math.inf)
+            if self._ranking_s(candidate) < best:
+                weighed = self._predict_memory(candidate)
                 (rows if weighed.fits else refused).append(weighed)
             elif len(rows) < MAX_SHOWN:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
         if not rows:
             raise ConfigError(self._why_nothing_fits(len(legal)))
-        return sorted(rows, key=self._preference), refused
+        return sorted(rows, key=self._ranking_s), refused
 
-    def _preference(self, candidate: Candidate) -> float:
-        return candidate.preference(self.num_ranks)
+    def _ranking_s(self, candidate: Candidate) -> float:
+        return candidate.ranking_s(self.num_ranks)
 
-    def _with_memory(self, candidate: Candidate) -> Candidate:
+    def _predict_memory(self, candidate: Candidate) -> Candidate:
         """Return it with its memory, by a bound where that is enough, else by a plan."""
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
@@ -361,7 +361,7 @@ class _Search:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
         plan = self.plan_of(candidate)
-        steady = plan.steady
+        steady = plan.steady_phase
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         rest_bytes = num_bytes - static_bytes(work.size, layout)
         self.planned.append(_PlannedCandidate(candidate, rest_bytes, plan.advice))
@@ -403,7 +403,7 @@ def _format_time(row: Candidate) -> str:
     return f"{row.time.seconds:.3g} s"
 
 
-def _explain(best: Candidate, other: Candidate) -> str:
+def _explain_difference(best: Candidate, other: Candidate) -> str:
     more_s = other.time.seconds - best.time.seconds
     if more_s < 0.01 * best.time.seconds:
         return f"{other} is as fast, and less simple"
@@ -445,7 +445,7 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
     for line in lines:
         log.info("%s", line)
     best = replace(best, links=describe_links(measured.links))
-    return best, regroup(ordered, measured.positions(best.ranks), config.run.timeout)
+    return best, regroup(ordered, measured.link_positions(best.ranks), config.run.timeout)
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:

@@ -151,9 +151,9 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     for name in (name for name in index.shapes if name.startswith(ADAPTER_PREFIX)):
         layer, called = adapted_layer(name), name
         if (stack := storage.stacks.get(layer)) is not None:
-            if not (matrices := list(_matrices(stack, storage.index))):
+            if not (matrices := list(_iterate_expert_matrices(stack, storage.index))):
                 return None
-            found.regions.extend(_region(index, name, stack, one, read) for one in matrices)
+            found.regions.extend(_expert_region(index, name, stack, one, read) for one in matrices)
             found.of_experts.update(one.layer.rpartition(".")[2] for one in matrices)
             continue
         if layer:
@@ -165,7 +165,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
     return found if found.of_experts else None
 
 
-def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
+def _iterate_expert_matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
     """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
     joined = stored.joined.get(stack.tensor)
     if joined is not None and all(part.axes[0] is None for part in joined.parts):
@@ -188,7 +188,7 @@ def _matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatr
                 yield _ExpertMatrix(f"{path}.{expert}.{name}", expert, of_stack)
 
 
-def _region(
+def _expert_region(
     index: TensorIndex,
     name: str,
     stack: AdaptedTensor,

@@ -108,7 +108,7 @@ def export_adapter(
 
 def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
     """Warn of scales that are not alpha / rank: most programs but peft know no others."""
-    scales = {tune.scale_of(layer) for layer in map(adapted_layer, index.shapes) if layer}
+    scales = {tune.adapter_scale(layer) for layer in map(adapted_layer, index.shapes) if layer}
     if scales - {tune.alpha / tune.rank}:
         settings = ("rslora", "rank_pattern", "alpha_pattern")
         log.warning(
@@ -203,7 +203,7 @@ def export_merged(
     """
     merged = MergedModel(checkpoint, tune, base, dtype)
     require_merge_memory(merged)
-    shards = _shards(merged)
+    shards = _split_into_files(merged)
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
@@ -218,7 +218,7 @@ def export_merged(
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
-                _copy(file_path, temporary)
+                _copy_file(file_path, temporary)
         if merged.has_other_dtypes:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
@@ -274,7 +274,7 @@ def require_merge_memory(merged: MergedModel) -> None:
         )
 
 
-def _shards(merged: MergedModel) -> list[list[str]]:
+def _split_into_files(merged: MergedModel) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name in merged.names:
@@ -320,7 +320,7 @@ def copy_tokenizer(base: Path, out: Path) -> None:
         load_tokenizer(base).save_pretrained(out)
     for file in files:
         if not _is_duplicate(file):
-            _copy(file, out)
+            _copy_file(file, out)
 
 
 def _is_duplicate(file: Path) -> bool:
@@ -336,7 +336,7 @@ def _is_duplicate(file: Path) -> bool:
     return dict(added).items() <= known.items()
 
 
-def _copy(file: Path, out: Path) -> None:
+def _copy_file(file: Path, out: Path) -> None:
     """Copy a small file of the base, without the names of code that is not copied with it.
 
     What is trained here is of a class of transformers, which is found where no code is named.

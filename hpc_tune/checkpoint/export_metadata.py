@@ -132,13 +132,13 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _auto_class(base) if whole else _CAUSAL_CLASS
     about = f"{title}\n\n{run.notes}" if run.notes else title
-    card = _card(about, base, [tune.method, *run.tags], rows, kind, auto)
+    card = _format_card(about, base, [tune.method, *run.tags], rows, kind, auto)
     (out / CARD).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
 
 
-def _card(
+def _format_card(
     about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
 ) -> str:
     head = {

@@ -75,7 +75,7 @@ def export_gguf(
     architecture = _architecture_of(config)
     merged = MergedModel(checkpoint, tune, base, dtype)
     require_merge_memory(merged)
-    regions = _regions(architecture, config, merged)
+    regions = _tensor_regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
         divisors = llama3_divisors(transformers_config)
         shape = tuple(divisors.shape)
@@ -149,7 +149,9 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _regions(architecture: str, config: dict[str, Any], merged: MergedModel) -> dict[str, Region]:
+def _tensor_regions(
+    architecture: str, config: dict[str, Any], merged: MergedModel
+) -> dict[str, Region]:
     """Return the tensors to write, by GGUF's names.
 
     Raises:

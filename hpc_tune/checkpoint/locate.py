@@ -149,7 +149,7 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
         if not new:
             break
     lines += _mixture_lines(seen)
-    for aside in [] if is_one else _open_store(path).superseded():
+    for aside in [] if is_one else _open_store(path).list_superseded():
         lines.append(
             f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
             f"needed, or resume from it with checkpoint.resume={aside}"

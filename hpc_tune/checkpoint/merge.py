@@ -59,11 +59,11 @@ class MergedModel:
         self._replaced = {self._base_name(name): name for name in beside if name not in rows}
 
     def _adapted_tensor(self, layer: str) -> str:
-        stack = self._stacks.get(layer.removeprefix(ADAPTER_PREFIX))
+        stack = self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))
         return self._base_name(f"{layer}.weight") if stack is None else stack.tensor
 
     @functools.cached_property
-    def _stacks(self) -> Mapping[str, AdaptedTensor]:
+    def _expert_stacks(self) -> Mapping[str, AdaptedTensor]:
         """Stacks of experts by an adapter's layer."""
         stored = self._stored.shapes.items()
         may_be = any(len(shape) == 3 or ".experts." in name for name, shape in stored)
@@ -72,9 +72,9 @@ class MergedModel:
         )
 
     @functools.cached_property
-    def _parts(self) -> Mapping[str, tuple[str, StoredPart]]:
+    def _parts_of_joined(self) -> Mapping[str, tuple[str, StoredPart]]:
         """What each stored tensor that is a part of a joined one is a part of."""
-        joined = self._storage.index.joined if self._stacks else {}
+        joined = self._storage.index.joined if self._expert_stacks else {}
         return {
             part.stored.name: (name, part) for name, one in joined.items() for part in one.parts
         }
@@ -93,7 +93,7 @@ class MergedModel:
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property
-    def _transposed(self) -> frozenset[str]:
+    def _transposed_names(self) -> frozenset[str]:
         """Which tensors are stored transposed: if one that is not square is, square ones may be."""
         shapes = self._trained.shapes
         straight = all(
@@ -134,11 +134,11 @@ class MergedModel:
     def region(self, name: str) -> Region:
         """Return a tensor, computed when it is asked for its values."""
         shape, dtype = self._stored.shapes[name], self.dtype_of(name)
-        return Region.whole(name, dtype, shape, lambda: self._tensor(name))
+        return Region.whole(name, dtype, shape, lambda: self._merge_tensor(name))
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _merge_tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        whole, part = self._parts.get(name, (name, None))
+        whole, part = self._parts_of_joined.get(name, (name, None))
         if whole in self._trained.shapes or whole in self._replaced:
             box = Box.whole(tuple(out.shape)) if part is None else part.box
             values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
@@ -147,7 +147,7 @@ class MergedModel:
                 out.copy_(part.view(values))
         elif (layer := self._adapted.get(whole)) is None:
             self._stored.fill(out, name)
-        elif (stack := self._stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
+        elif (stack := self._expert_stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
             self._add_to_experts(out, name, layer, stack)
         else:
             self._add_adapter(out, name, layer)
@@ -165,7 +165,7 @@ class MergedModel:
 
     def _is_changed(self, name: str) -> bool:
         changed = (self._trained.shapes, self._adapted, self._replaced, self._rows)
-        whole, _ = self._parts.get(name, (name, None))
+        whole, _ = self._parts_of_joined.get(name, (name, None))
         return self._dtype is not None or any(whole in names for names in changed)
 
     def _add_to_experts(
@@ -179,7 +179,7 @@ class MergedModel:
         a, b = (self._trained.read(layer + end).float() for end in (LORA_A, LORA_B))
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
-        _, part = self._parts.get(name, (name, None))
+        _, part = self._parts_of_joined.get(name, (name, None))
         part = part or StoredPart.whole(self._stored.sources[name])
         _, rows, columns = part.box.slices()
         for number in range(part.box.offset[0], part.box.end[0]):
@@ -189,7 +189,7 @@ class MergedModel:
             self._stored.fill(values, name, offset)
             delta = b_ORE[..., number] @ a_ERI[number]
             delta = delta.t() if stack.is_transposed else delta
-            expert[0].add_(delta[rows, columns], alpha=self._tune.scale_of(stack.tensor))
+            expert[0].add_(delta[rows, columns], alpha=self._tune.adapter_scale(stack.tensor))
             out[Box(offset, tuple(values.shape)).slices()] = values.to(out.dtype)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
@@ -198,12 +198,12 @@ class MergedModel:
         A transposed W gets the transposed product, and a part of W, such as the gate where the
         model has gate and up in one, that of its rows.
         """
-        scale = self._tune.scale_of(layer.removeprefix(ADAPTER_PREFIX))
+        scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (self._trained.read(layer + end) for end in (LORA_A, LORA_B))
-        _, part = self._parts.get(name, (name, None))
+        _, part = self._parts_of_joined.get(name, (name, None))
         own = slice(None) if part is None else part.box.slices()[0]
         b = b[own]
-        if name in self._transposed:
+        if name in self._transposed_names:
             a, b = b.t(), a.t()
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
         blocks = torch.empty((min(rows, len(out)), out.shape[1]), dtype=torch.float32)

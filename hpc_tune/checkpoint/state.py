@@ -192,10 +192,10 @@ def _list_changes(saved: RunState, settings: Settings, kind: Resume) -> list[str
         f"{name}: {before[name]} in the checkpoint, {now[name]} now"
         for name, facts in setting_facts().items()
         if facts.resume == kind
-        and _normalized(before[name], facts.unordered) != _normalized(now[name], facts.unordered)
+        and _normalize(before[name], facts.unordered) != _normalize(now[name], facts.unordered)
     ]
 
 
-def _normalized(value: Any, unordered: bool) -> Any:
+def _normalize(value: Any, unordered: bool) -> Any:
     """Return what two values have in common that mean the same: sets have no order."""
     return set(value) if unordered and isinstance(value, list | tuple) else value

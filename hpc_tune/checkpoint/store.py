@@ -71,7 +71,7 @@ class Store:
         named = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
-    def superseded(self) -> list[Path]:
+    def list_superseded(self) -> list[Path]:
         """Return the checkpoints of courses that the run has left, which are kept for the user."""
         return sorted(self.folder.glob(f"step-*{_SUPERSEDED}"))
 
@@ -151,19 +151,21 @@ class Store:
             for path in steps[end:]:
                 require_wanted()
                 _supersede(path)
-            stays = self._best(steps[:end]) | {p for p in old if self._is_every(p)}
+            stays = self._best_checkpoints(steps[:end]) | {
+                p for p in old if self._is_kept_by_step(p)
+            }
             for leftover in self.folder.glob("step-*.tmp"):
                 require_wanted()
                 shutil.rmtree(leftover)
             for path in (p for p in old if p not in stays):
                 require_wanted()
-                _remove(path)
+                _remove_checkpoint(path)
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
         except UnreadableError as error:  # it may be the best
             log.warning("no old checkpoint is removed: %s", error)
 
-    def amend(self, step: int, changes: dict[str, Any]) -> None:
+    def change_state(self, step: int, changes: dict[str, Any]) -> None:
         """Change the state of the checkpoint of ``step``, if there is one, by ``changes``."""
         path = self.folder / f"step-{step:08d}"
         if not path.is_dir():
@@ -175,11 +177,11 @@ class Store:
         except (OSError, HpcTuneError) as error:
             log.warning("%s stays without its held-out loss: %s", path, error)
 
-    def _is_every(self, path: Path) -> bool:
+    def _is_kept_by_step(self, path: Path) -> bool:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
 
-    def _best(self, steps: list[Path]) -> set[Path]:
+    def _best_checkpoints(self, steps: list[Path]) -> set[Path]:
         """Return the checkpoint with the lowest held-out loss, the newest of equal ones.
 
         Of each held-out data one, where a run has had several: their losses say nothing of each
@@ -344,7 +346,7 @@ def sync_written(file: Path) -> WrittenFile:
     return WrittenFile(file.name, file.stat().st_size, _hash_file(file))
 
 
-def _remove(path: Path) -> None:
+def _remove_checkpoint(path: Path) -> None:
     """Rename a checkpoint first, so that an interrupted removal leaves only a .tmp."""
     doomed = path.with_name(path.name + ".old.tmp")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -116,7 +116,7 @@ class PinnedBlockPool:
             self._free.clear()
         empty_pinned_cache()
 
-    def keep(self, keeps: bool) -> None:
+    def keep_between_saves(self, keeps: bool) -> None:
         """From now on keep blocks between saves, or give them back, those of now too."""
         with self._lock:
             self._keeps = keeps
@@ -274,7 +274,7 @@ class Writer:
                 return
             first = len(self._pieces) if self._copies_all else self._copy_last()
             progress = self.progress
-            while not self._changed.wait_for(lambda: self._may_change(first), limit_s):
+            while not self._changed.wait_for(lambda: self._may_change_values(first), limit_s):
                 if self.progress == progress:
                     self.cancel(
                         f"{self._folder}: no byte was written for {limit_s:.0f} s; the file system "
@@ -283,7 +283,7 @@ class Writer:
                 progress = self.progress
             self._released = True
 
-    def _may_change(self, first: int) -> bool:
+    def _may_change_values(self, first: int) -> bool:
         """Whether the values may be changed, of which those from piece ``first`` on are copied."""
         return self._over or self._copied_all or self._next >= first
 
@@ -296,7 +296,7 @@ class Writer:
                 break
             left -= piece.num_bytes
             first -= 1
-            self._copies[first] = self._values(piece).to("cpu", copy=True)
+            self._copies[first] = self._piece_values(piece).to("cpu", copy=True)
         return first
 
     def _copy_all(self, device: StagingDevice) -> None:
@@ -305,7 +305,7 @@ class Writer:
         for piece in self._pieces:
             if piece.block != number:
                 number, block = piece.block, device.block()
-            values = self._values(piece)
+            values = self._piece_values(piece)
             copy = block[piece.offset : piece.offset + piece.num_bytes].view(values.dtype)
             device.copy(values, to=copy)
             self._copies[len(self._copies)] = copy
@@ -315,7 +315,7 @@ class Writer:
             self._copied_all = True
             self._changed.notify_all()
 
-    def _values(self, piece: StagedPiece) -> torch.Tensor:
+    def _piece_values(self, piece: StagedPiece) -> torch.Tensor:
         return self._regions[piece.region].values().view(-1)[piece.start : piece.stop]
 
     def _run(self) -> None:
@@ -334,9 +334,9 @@ class Writer:
             message = f"{self._folder} cannot be written: {error!r}"
             self._error = self._error or CheckpointError(message)
         finally:
-            self._end(device)
+            self._report_end(device)
 
-    def _end(self, device: StagingDevice | None) -> None:
+    def _report_end(self, device: StagingDevice | None) -> None:
         """Tell that the thread is over, once the next save may have the blocks of this one."""
         try:
             with self._changed:
@@ -360,7 +360,7 @@ class Writer:
             self._faults.write(number, self._copies.keys())
             with self._changed:
                 copy = self._copies.pop(number, None)
-            yield self._values(self._pieces[number]) if copy is None else copy
+            yield self._piece_values(self._pieces[number]) if copy is None else copy
             copy = None  # else it would stay in memory while the next one is written
             with self._changed:
                 self._next = number + 1

@@ -138,7 +138,7 @@ class JobNodes:
         self._suspects: set[str] = set()  # nodes that are tried once more
         self._slurm = SlurmNodes.from_environ(environ)
         if self._slurm is not None:
-            self._job_nodes = self._slurm.given()
+            self._job_nodes = self._slurm.allocated_nodes()
             self._guard = RequeueGuard(self._slurm.id, environ)
             # Others start steps in the same job, to look at a run or for another one.
             name = f"hpc_tune-{secrets.token_hex(3)}"
@@ -170,7 +170,7 @@ class JobNodes:
         return "its options do not say how many ranks each node has"
 
     @property
-    def _usable(self) -> list[str]:
+    def _usable_nodes(self) -> list[str]:
         return [node for node in self._job_nodes if node not in self.left_out]
 
     @property
@@ -179,7 +179,7 @@ class JobNodes:
 
     def why_too_few(self) -> str | None:
         """Return why the job cannot go on with the nodes that are left, if so."""
-        left, of = len(self._usable), len(self._job_nodes)
+        left, of = len(self._usable_nodes), len(self._job_nodes)
         if not self.can_choose_nodes or left >= self._least:
             return None
         return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._least}"
@@ -191,11 +191,11 @@ class JobNodes:
         """
         self._wait_for_steps()
         if self._slurm is not None:
-            self._guard.keep(self._usable)
+            self._guard.keep_running(self._usable_nodes)
         shared = OVERLAP_VARIABLES if self._shares_steps else {}
         if not self.can_choose_nodes or not (self.left_out or self.spares):
             return LaunchCommand(self._launch, shared, list(self._job_nodes))
-        use = self._usable[: self._num_wanted]
+        use = self._usable_nodes[: self._num_wanted]
         axes: dict[str, int] | None = {}
         if len(use) < self._num_wanted:
             while (axes := self._fit_layout(use)) is None and len(use) > self._least:
@@ -211,7 +211,7 @@ class JobNodes:
     def _fit_layout(self, nodes: Sequence[str]) -> dict[str, int] | None:
         return fit_layout(self._parallel, self._num_ranks(nodes))
 
-    def examine(
+    def exclude_faulty(
         self,
         used: Sequence[str],
         accused: Mapping[str, str],
@@ -229,10 +229,10 @@ class JobNodes:
         """
         if not self.can_choose_nodes:
             return {}, False
-        lost = self._slurm.find_sick(self._usable) if self._slurm is not None else {}
-        if len(lost) == len(self._usable):  # an administrator drains all of them, later
+        lost = self._slurm.find_sick(self._usable_nodes) if self._slurm is not None else {}
+        if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, later
             lost = {node: why for node, why in lost.items() if _DRAINED not in why}
-        rest = [node for node in self._usable if node not in lost]
+        rest = [node for node in self._usable_nodes if node not in lost]
         lost |= find_silent_nodes(
             rest, self._probe_command, {**OVERLAP_VARIABLES} if self._slurm is not None else {}
         )
@@ -243,7 +243,7 @@ class JobNodes:
         }
         if len(named) == len(used):
             named = {}
-        named = {node: why for node, why in named.items() if node in self._usable}
+        named = {node: why for node, why in named.items() if node in self._usable_nodes}
         at_once = {self._find_node(name) for name in certain}
         again = {node for node in named if node not in at_once | self._suspects}
         twice = {node for node in named if node in self._suspects}
@@ -285,7 +285,7 @@ class JobNodes:
     def _swap_in_spare(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
         """Where nothing says which node is at fault: none at first, then one for a spare."""
         self._num_unexplained = 1 if progressed else self._num_unexplained + 1
-        if self._num_unexplained < 2 or len(self._usable) <= self._num_wanted:
+        if self._num_unexplained < 2 or len(self._usable_nodes) <= self._num_wanted:
             return {}
         self._num_swapped += 1
         node = used[-1 - (self._num_swapped - 1) % len(used)]
@@ -378,7 +378,7 @@ class LauncherLines:
         """Take the next line."""
         for pattern in _LOST_NODE:
             if match := pattern.search(line):
-                self._note(self._lost, match[1], line.strip())
+                self._add_suspects(self._lost, match[1], line.strip())
                 self._is_over = True
         if self._is_over:
             return
@@ -388,7 +388,7 @@ class LauncherLines:
             did_exit = match[2].startswith("Exited")
             if match[2] == f"Exited with exit code {EXIT_RESUMABLE}":
                 return  # it was asked to stop
-            self._note(self._exited if did_exit else self._died, match[1], line.strip())
+            self._add_suspects(self._exited if did_exit else self._died, match[1], line.strip())
 
     def find_suspects(self, has_report: bool) -> dict[str, str]:
         """Return the nodes that were lost or whose ranks died, and the line that says so.
@@ -406,7 +406,7 @@ class LauncherLines:
         return {*self._lost, *(() if has_report else self._exited)}
 
     @staticmethod
-    def _note(where: dict[str, str], nodes: str, line: str) -> None:
+    def _add_suspects(where: dict[str, str], nodes: str, line: str) -> None:
         where.update(dict.fromkeys(expand_nodelist(nodes), f"the launcher says: {line}"))
 
 

@@ -99,7 +99,7 @@ def _launch_command(settings: PbsConfig) -> str:
 def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]:
     """Return (field, option of qsub, value) of all that is set."""
     number = settings.nodes + settings.spare_nodes
-    chunk = _chunk(settings) if settings.chunk is None else settings.chunk
+    chunk = _select_chunk(settings) if settings.chunk is None else settings.chunk
     output = None if settings.output is None else f"{folder / settings.output}/"
     directives: list[tuple[str, str, str | None]] = [
         ("account", "-A ", settings.account),
@@ -114,7 +114,7 @@ def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]
     return [(name, option, value) for name, option, value in directives if value is not None]
 
 
-def _chunk(settings: PbsConfig) -> str:
+def _select_chunk(settings: PbsConfig) -> str:
     each = settings.ranks_per_node
     parts = [f"ncpus={each * settings.cpus_per_task}", f"mpiprocs={each}"]
     parts += [f"ngpus={settings.gpus_per_node}"] if settings.gpus_per_node else []

@@ -165,7 +165,7 @@ TORCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_without_nodes(environ: Environ) -> Claim | None:
     """Return a claim without nodes: each such launcher has other names for them, or none."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
@@ -190,7 +190,7 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
     return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 
-PLAIN = Launcher(_claim, prefixes=TORCH_NAMES, meeting_point=_meeting_point)
+PLAIN = Launcher(_claim_without_nodes, prefixes=TORCH_NAMES, meeting_point=_meeting_point)
 SINGLE = Launcher(lambda environ: _SINGLE)
 
 

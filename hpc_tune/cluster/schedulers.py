@@ -100,7 +100,7 @@ def counts_energy(name: str) -> bool:
     return any(one.name == name and one.ask_energy is not None for one in SCHEDULERS)
 
 
-def ask_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
+def ask_job_energy(name: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
     """Ask the scheduler of this name for the energy of the jobs in which a run started.
 
     It may take many seconds.

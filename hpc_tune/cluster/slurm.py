@@ -156,7 +156,7 @@ def is_srun_step(environ: Environ) -> bool:
     )
 
 
-def _claim(environ: Environ) -> Claim | None:
+def _claim_of_slurm(environ: Environ) -> Claim | None:
     if not is_srun_step(environ):
         return None
     plain = _claim_without_mpi(environ)
@@ -249,7 +249,7 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 SRUN = Launcher(
-    _claim,
+    _claim_of_slurm,
     prefixes=("SLURM_",),
     processes=("slurmstepd",),
     advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
@@ -332,7 +332,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     Raises:
         ConfigError: naming every setting that cannot be written into a script.
     """
-    options = _options(settings)
+    options = _sbatch_options(settings)
     check_settings(settings, [(name, value) for name, _, value in options], "#SBATCH")
     supervise = supervise_line(settings, settings.launch, arguments, folder)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
@@ -346,7 +346,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     return "\n".join([*lines, supervise, ""])
 
 
-def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
+def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
     """Return (field, option of sbatch, value) of all that is set."""
     gpus = None if asks_for_gpus(settings.options) else settings.gpus_per_node or None
     options: list[tuple[str, str, object]] = [
@@ -402,7 +402,7 @@ class SlurmNodes:
         """The number of the job, for Slurm's programs: of an array that of its task."""
         return self._id
 
-    def given(self) -> dict[str, int | None]:
+    def allocated_nodes(self) -> dict[str, int | None]:
         """Return the nodes that the job began with, and the ranks for each where they are known."""
         if len(self._counts) != len(self._given):
             return dict.fromkeys(self._given)
@@ -498,7 +498,7 @@ class RequeueGuard:
         self._child: subprocess.Popen[bytes] | None = None
         self._node = ""
 
-    def keep(self, nodes: Sequence[str]) -> None:
+    def keep_running(self, nodes: Sequence[str]) -> None:
         """Start the step on one of ``nodes`` unless it runs there."""
         others = [node for node in nodes if node != self._first]
         runs = self._child is not None and self._child.poll() is None and self._node in others

@@ -74,7 +74,7 @@ def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None
     )
 
 
-def render(
+def render_script(
     settings: JobConfig, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
 ) -> str:
     """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
@@ -96,7 +96,7 @@ def job_variables(names: Sequence[str], environ: Environ) -> dict[str, str]:
     return {name: environ[name] for name in names if environ.get(name)}
 
 
-def submit(script: str, settings: JobConfig, folder: Path, environ: Environ) -> str:
+def submit_job(script: str, settings: JobConfig, folder: Path, environ: Environ) -> str:
     """Submit ``script``, which runs in ``folder``; return the job's id.
 
     Raises:

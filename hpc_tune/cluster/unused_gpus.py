@@ -83,7 +83,7 @@ def find_unused_gpus(
     if not granted and (not present or hidden):
         return None
     counts = " and ".join(f"{num} {maker} GPU{'s' * (num > 1)}" for maker, num in present.items())
-    cause = _cause(hidden, build, why, present, root)
+    cause = _why_unused(hidden, build, why, present, root)
     if granted or (in_job and "Intel" in present):
         said = f"{granted} says that there are some" if granted else f"it has {counts}"
         return UnusedGpus(
@@ -148,7 +148,7 @@ def _hiding_variables(environ: Environ) -> list[str]:
     ]
 
 
-def _cause(
+def _why_unused(
     hidden: Sequence[str],
     build: TorchBuild,
     why: Callable[[], str],
@@ -176,10 +176,14 @@ def _cause(
             f"{build.words}, and no driver of {maker} shows one here ({where}); compare the job's "
             "request with the node, and the options of its container"
         )
-    return _amd_cause(build, why(), root) if maker == "AMD" else _nvidia_cause(build, why(), root)
+    return (
+        _why_amd_unused(build, why(), root)
+        if maker == "AMD"
+        else _why_nvidia_unused(build, why(), root)
+    )
 
 
-def _amd_cause(build: TorchBuild, why: str, root: Path) -> str:
+def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:
     kfd = root / "dev/kfd"
     if not kfd.exists():
         return "there is no /dev/kfd; start the container with --rocm, or the step with its GPUs"
@@ -189,10 +193,10 @@ def _amd_cause(build: TorchBuild, why: str, root: Path) -> str:
             "(video or render)"
         )
     driver = _read_text(root / "sys/module/amdgpu/version") or "of unknown version"
-    return f"{build.words}, the driver amdgpu is {driver}{_clause(why)}"
+    return f"{build.words}, the driver amdgpu is {driver}{_torch_error_clause(why)}"
 
 
-def _nvidia_cause(build: TorchBuild, why: str, root: Path) -> str:
+def _why_nvidia_unused(build: TorchBuild, why: str, root: Path) -> str:
     text = _read_text(root / "proc/driver/nvidia/version")
     driver = re.search(r"\b(\d{3,})\.(\d+)[.\d]*", text)
     least = _OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]))
@@ -205,11 +209,11 @@ def _nvidia_cause(build: TorchBuild, why: str, root: Path) -> str:
         return "there is no /dev/nvidia0; start the container with --nv, or the step with its GPUs"
     return (
         f"{build.words}, the driver is "
-        f"{driver[0] if driver else 'of unknown version'}{_clause(why)}"
+        f"{driver[0] if driver else 'of unknown version'}{_torch_error_clause(why)}"
     )
 
 
-def _clause(why: str) -> str:
+def _torch_error_clause(why: str) -> str:
     return f", and it does not start ({why})" if why else ", and torch sees none of them"
 
 

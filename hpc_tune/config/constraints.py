@@ -19,23 +19,23 @@ def check_config(config: RunConfig) -> list[str]:
     parallel, tune, train = config.parallel, config.tune, config.train
     of_zero = _check_zero_unused(parallel)
     if parallel.zero_stage is not None:
-        of_zero = _zero(parallel, parallel.zero_stage, tune, train)
+        of_zero = _check_zero(parallel, parallel.zero_stage, tune, train)
     return [
         *of_zero,
-        *_offload_path(parallel),
-        *_parallel(parallel, tune.method),
+        *_check_offload_path(parallel),
+        *_check_parallel(parallel, tune.method),
         *(_conflicts_with_experts(parallel, train) if parallel.expert > 1 else ()),
         *(conflicts_with_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
-        *_float8(train, tune.method, config.model.dtype, config.run.device),
+        *_check_float8(train, tune.method, config.model.dtype, config.run.device),
         *_conflicts_with_float8(train, tune),
         *_conflicts_with_compile(train, tune),
-        *_objective(tune, config.data),
-        *_tune(tune),
-        *_optim(config.optim, tune.method),
+        *_check_objective(tune, config.data),
+        *_check_tune(tune),
+        *_check_optim(config.optim, tune.method),
         *(conflicts_with_8bit(parallel) if config.optim.is_8bit else ()),
-        *_data(config.data, train),
-        *_time_limit(config.slurm),
-        *_time_limit(config.pbs),
+        *_check_data(config.data, train),
+        *_check_time_limit(config.slurm),
+        *_check_time_limit(config.pbs),
     ]
 
 
@@ -56,14 +56,14 @@ def why_not_compiled(
             conflicts_with_tensor(tune, train)
         )
     if parallel.zero_stage == 3:
-        against += set(_zero_3(tune, True)) - set(_zero_3(tune, False))
+        against += set(_check_zero_3(tune, True)) - set(_check_zero_3(tune, False))
     return next(iter(against), "")
 
 
 def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str]:
     """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
     ranks = job.nodes * job.ranks_per_node
-    if parallel.suits(ranks):
+    if parallel.fits_ranks(ranks):
         return []
     needed = parallel.ranks_needed
     asked = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
@@ -101,7 +101,7 @@ def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Ite
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
 
 
-def _zero(
+def _check_zero(
     parallel: ParallelConfig, stage: int, tune: TuneConfig, train: TrainConfig
 ) -> Iterator[str]:
     if parallel.engine == "native":
@@ -129,10 +129,12 @@ def _zero(
             "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
             "fp32; leave one of them out"
         )
-    yield from _zero_3(tune, train.compiles) if stage == 3 else _check_below_zero_3(parallel, stage)
+    yield from (
+        _check_zero_3(tune, train.compiles) if stage == 3 else _check_below_zero_3(parallel, stage)
+    )
 
 
-def _zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
+def _check_zero_3(tune: TuneConfig, is_compiled: bool) -> Iterator[str]:
     if tune.method == "dora":
         yield (
             "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "
@@ -165,7 +167,7 @@ def _check_below_zero_3(parallel: ParallelConfig, stage: int) -> Iterator[str]:
         yield "parallel.offload_optimizer=nvme needs parallel.zero_stage=3; use cpu"
 
 
-def _offload_path(parallel: ParallelConfig) -> Iterator[str]:
+def _check_offload_path(parallel: ParallelConfig) -> Iterator[str]:
     offloads = ("offload_params", "offload_optimizer")
     on_nvme = [name for name in offloads if getattr(parallel, name) == "nvme"]
     if on_nvme and parallel.zero_stage is not None and parallel.offload_path is None:
@@ -180,7 +182,7 @@ def _offload_path(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
+def _check_parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
     shard = parallel.shard or (parallel.expert if parallel.layout == "auto" else 1)
     if shard % parallel.expert:
         yield (
@@ -235,7 +237,7 @@ def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
     return not any(_conflicts_with_experts(parallel, train))
 
 
-def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
+def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
     if not train.float8:
         return
     if not train.compiles:
@@ -275,8 +277,8 @@ def _conflicts_with_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[st
         )
 
 
-def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
-    for name, value in tune.unused.items():
+def _check_objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
+    for name, value in tune.unused_coefficients.items():
         yield (
             f"tune.{name}={value:g} has no effect with tune.objective={tune.objective}; leave it "
             "out"
@@ -297,7 +299,7 @@ def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
             )
 
 
-def _tune(tune: TuneConfig) -> Iterator[str]:
+def _check_tune(tune: TuneConfig) -> Iterator[str]:
     if tune.base_dtype and tune.method == "qlora":
         yield (
             f"tune.base_dtype={tune.base_dtype} with tune.method=qlora, whose base is in 4 bits; "
@@ -327,7 +329,7 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         )
 
 
-def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
+def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
     if optim.lora_b_ratio != 1 and method == "full":
         yield (
             f"optim.lora_b_ratio={optim.lora_b_ratio:g} has no effect with tune.method=full; leave "
@@ -366,7 +368,7 @@ def conflicts_with_8bit(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if not data.has_held_out:
         for name in ("eval_every_steps", "stop_after_evals"):
             if getattr(train, name) is not None:
@@ -375,8 +377,8 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
                 )
     if train.stop_after_evals is not None and train.eval_every_steps is None:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
-    yield from _sources(data)
-    yield from _held_out(data)
+    yield from _check_sources(data)
+    yield from _check_held_out(data)
     yield from find_unknown_templates(data)
     paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
     paths += [source.path for source in data.eval_sources or []]
@@ -386,7 +388,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
                 yield f"data.{name} has no effect on prepared data; leave it out"
 
 
-def _sources(data: DataConfig) -> Iterator[str]:
+def _check_sources(data: DataConfig) -> Iterator[str]:
     if data.sources is None:
         if data.path is None:
             yield "data.path=null, and there are no data.sources: name what is to be learned"
@@ -410,7 +412,7 @@ def _sources(data: DataConfig) -> Iterator[str]:
         yield "data.new_mixture=true has no effect without weights in data.sources; leave it out"
 
 
-def _held_out(data: DataConfig) -> Iterator[str]:
+def _check_held_out(data: DataConfig) -> Iterator[str]:
     if data.eval_sources is not None and not data.eval_sources:
         yield "data.eval_sources is an empty list; name at least one source, or leave it out"
     said = {
@@ -433,7 +435,7 @@ def _held_out(data: DataConfig) -> Iterator[str]:
             )
 
 
-def _time_limit(job: JobConfig) -> Iterator[str]:
+def _check_time_limit(job: JobConfig) -> Iterator[str]:
     limit_s, name = job.limit_s, f"{job.section}.{job.time_field}"
     if limit_s is not None and limit_s <= job.leave_before:
         yield (

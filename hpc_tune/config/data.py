@@ -261,7 +261,7 @@ class DataConfig(Section):
         """Whether a held-out loss is measured."""
         return bool(self.eval_path or self.eval_fraction or self.eval_sources)
 
-    def of_source(self, source: HeldOutSource) -> "DataConfig":
+    def for_source(self, source: HeldOutSource) -> "DataConfig":
         """Return the section as it is for a source alone; not its held-out data."""
         own = {"columns": source.columns, "chat_template": source.chat_template}
         own["loss_on"] = source.loss_on

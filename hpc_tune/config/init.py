@@ -104,7 +104,7 @@ def write_config(
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
     try:
-        write_file(out, _text(given, machine, out.stem, None))
+        write_file(out, _format_config(given, machine, out.stem, None))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     try:
@@ -114,7 +114,7 @@ def write_config(
         raise
     if machine.gpus and sizes_for is not None:
         sizes = sizes_for(out, machine.nodes, machine.gpus)
-        write_file(out, _text(given, machine, out.stem, sizes))
+        write_file(out, _format_config(given, machine, out.stem, sizes))
     return list(_next_commands(out, machine, given["data"], host_bytes))
 
 
@@ -132,13 +132,13 @@ def _parse_machine(text: str) -> TargetMachine:
     return TargetMachine(int(match[1]), int(match[2]))
 
 
-def _text(
+def _format_config(
     given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
 ) -> str:
-    return "\n".join([*_lines(given, machine, name, sizes), ""])
+    return "\n".join([*_config_lines(given, machine, name, sizes), ""])
 
 
-def _lines(
+def _config_lines(
     given: Mapping[str, str], machine: TargetMachine, name: str, sizes: PlannedSizes | None
 ) -> Iterator[str]:
     path, method = given["model"], given["method"]
@@ -149,38 +149,38 @@ def _lines(
     yield "model:"
     yield f"  path: {_format_scalar(path)}"
     if machine.gpus:
-        yield _line("dtype: bf16", "what GPUs compute fastest in")
+        yield _yaml("dtype: bf16", "what GPUs compute fastest in")
     yield "tune:"
     yield f"  method: {method}"
     if method != "full":
-        yield _line("rank: 16", "of the adapters; 8 to 64 are usual")
-        yield _line("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
+        yield _yaml("rank: 16", "of the adapters; 8 to 64 are usual")
+        yield _yaml("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
     elif machine.gpus:
-        yield _line("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
+        yield _yaml("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
     yield "data:"
     data = _parse_data(given["data"])
     yield f"  path: {_format_scalar(data)}"
     if is_prepared(data):
-        yield _line("eval_path: null", "the file that prepare wrote of what it held out, if any")
+        yield _yaml("eval_path: null", "the file that prepare wrote of what it held out, if any")
     else:
-        yield _line("eval_fraction: 0.02", "held out by a hash of each document: overfitting shows")
-    yield _line(f"seq_len: {length}", why)
+        yield _yaml("eval_fraction: 0.02", "held out by a hash of each document: overfitting shows")
+    yield _yaml(f"seq_len: {length}", why)
     yield "batch:"
-    yield _line(f"global_size: {rows}", "rows per optimizer step, over all ranks together")
+    yield _yaml(f"global_size: {rows}", "rows per optimizer step, over all ranks together")
     yield "optim:"
     if method == "full":
-        yield _line("lr: 1e-5", "usual for all weights")
+        yield _yaml("lr: 1e-5", "usual for all weights")
     else:
-        yield _line("lr: 2e-4", "usual for adapters")
+        yield _yaml("lr: 2e-4", "usual for adapters")
     if machine.gpus:
         yield "parallel:"
         yield _recompute_line(sizes)
     yield "train:"
-    yield _line("epochs: 1", "watch the held-out loss before you take more")
+    yield _yaml("epochs: 1", "watch the held-out loss before you take more")
     yield "checkpoint:"
-    yield _line("every_minutes: 30", "what a crash costs at most")
+    yield _yaml("every_minutes: 30", "what a crash costs at most")
     yield "run:"
-    yield _line(f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share")
+    yield _yaml(f"dir: {_format_scalar(f'runs/{name}')}", "on a file system that all nodes share")
     if machine.nodes > 1:
         yield from _job_lines(machine, sizes)
 
@@ -191,28 +191,28 @@ def _job_lines(machine: TargetMachine, sizes: PlannedSizes | None) -> Iterator[s
     yield f"{machine.section}:  # for `hpc_tune submit`; add account and {whom}"
     yield f"  nodes: {machine.nodes}"
     yield f"  gpus_per_node: {machine.gpus}"
-    yield _line("cpus_per_task: 8", "cores of each rank")
+    yield _yaml("cpus_per_task: 8", "cores of each rank")
     time = "walltime" if is_pbs else "time"
-    yield _line(f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done")
+    yield _yaml(f'{time}: "04:00:00"', "of one job; the run requeues itself until it is done")
     unit = "gb" if is_pbs else "G"
     if sizes is None:
         yield f"  # memory: of each node, such as 64{unit}; `hpc_tune plan` says how much it takes"
     else:
-        yield _line(f"memory: {sizes.node_gib}{unit}", "of each node, as planned")
+        yield _yaml(f"memory: {sizes.node_gib}{unit}", "of each node, as planned")
     if sys.prefix != sys.base_prefix:
-        yield _line(f"venv: {_format_scalar(sys.prefix)}", "this environment, on a shared folder")
+        yield _yaml(f"venv: {_format_scalar(sys.prefix)}", "this environment, on a shared folder")
 
 
 def _recompute_line(sizes: PlannedSizes | None) -> str:
     if sizes is None or sizes.recompute == "selective":
-        return _line("recompute: selective", "less memory for a few percent of time; or none")
+        return _yaml("recompute: selective", "less memory for a few percent of time; or none")
     device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
     if sizes.fits:
-        return _line("recompute: full", f"with it a GPU needs {device}; without, more than {limit}")
-    return _line("recompute: full", f"and a GPU still needs {device}: take more of them")
+        return _yaml("recompute: full", f"with it a GPU needs {device}; without, more than {limit}")
+    return _yaml("recompute: full", f"and a GPU still needs {device}: take more of them")
 
 
-def _line(setting: str, why: str) -> str:
+def _yaml(setting: str, why: str) -> str:
     return f"  {setting:<22} # {why}"
 
 

@@ -48,7 +48,7 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
     for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
         if facts.path and isinstance(fields := values.get(part), dict):
-            yield from _expand(name, fields, key, facts.path)
+            yield from _expand_field(name, fields, key, facts.path)
     given_data = values.get("data")
     data = given_data if isinstance(given_data, dict) else {}
     for setting in ("sources", "eval_sources"):
@@ -56,10 +56,10 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
         for at, source in enumerate(given if isinstance(given, list) else []):
             for key in ("path", "chat_template") if isinstance(source, dict) else ():
                 kind: PathKind = "dataset" if key == "path" else "file"
-                yield from _expand(f"data.{setting}.{at}.{key}", source, key, kind)
+                yield from _expand_field(f"data.{setting}.{at}.{key}", source, key, kind)
 
 
-def _expand(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
+def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
     """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
@@ -184,7 +184,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         ConfigError: one message that lists all problems found.
     """
     try:
-        return _load(paths, overrides)
+        return _load_and_check(paths, overrides)
     except RecursionError:
         raise ConfigError(
             "the settings are nested too deeply, or name each other in a circle; a setting is "
@@ -192,7 +192,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         ) from None
 
 
-def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
+def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
     tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _parse_overrides(overrides)
@@ -301,18 +301,18 @@ def write_resolved(config: RunConfig, path: Path) -> None:
 
 def field_names() -> list[str]:
     """Return the dotted name of every field."""
-    return [name for name, _ in _fields()]
+    return [name for name, _ in _iterate_fields()]
 
 
 @functools.cache
 def setting_facts() -> Mapping[str, SettingFacts]:
     """Return the facts of every field by its dotted name."""
-    return {name: facts_of(field) for name, field in _fields()}
+    return {name: facts_of(field) for name, field in _iterate_fields()}
 
 
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
     """Yield (dotted name, type, default, prose) of every field, for the help text."""
-    for name, field in _fields():
+    for name, field in _iterate_fields():
         yield name, _type_name(field.annotation), field.default, field.description or ""
 
 
@@ -366,7 +366,7 @@ def _given_names(name: str, value: Any) -> list[str]:
     return [f"{name}.{inner}" for inner in value]
 
 
-def _fields() -> Iterator[tuple[str, FieldInfo]]:
+def _iterate_fields() -> Iterator[tuple[str, FieldInfo]]:
     for part, section in RunConfig.model_fields.items():
         for name, field in type(section.default).model_fields.items():
             yield f"{part}.{name}", field
@@ -428,7 +428,7 @@ def text_fields() -> frozenset[str]:
     """Return the names of the fields that take any text, or a list of it."""
     return frozenset(
         name
-        for name, field in _fields()
+        for name, field in _iterate_fields()
         if {str, list[str]} & {field.annotation, *typing.get_args(field.annotation)}
     )
 

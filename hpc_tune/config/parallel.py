@@ -147,7 +147,7 @@ class ParallelConfig(Section):
         """Whether ranks that the axes leave over have an axis: replicate or shard is not set."""
         return self.replicate is None or self.shard is None
 
-    def suits(self, ranks: int) -> bool:
+    def fits_ranks(self, ranks: int) -> bool:
         """Return whether the axes that are set can be those of ``ranks`` ranks."""
         needed = self.ranks_needed
         return ranks == needed or (self.takes_more_ranks and ranks % needed == 0)

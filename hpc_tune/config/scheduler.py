@@ -31,12 +31,12 @@ def time_limit_s(text: str) -> float | None:
     return float(first * 60 + second)
 
 
-def _time(text: str) -> str:
+def _check_time(text: str) -> str:
     time_limit_s(text)
     return text
 
 
-def _memory(text: str | None) -> str | None:
+def _check_memory(text: str | None) -> str | None:
     """Refuse what sbatch does, and a number that has lost its unit."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and match is None:
@@ -63,7 +63,7 @@ _OPTION = re.compile(
 )
 
 
-def _options(options: list[str]) -> list[str]:
+def _check_options(options: list[str]) -> list[str]:
     for option in options:
         match = _OPTION.fullmatch(option)
         if match is None:
@@ -225,19 +225,19 @@ class SlurmConfig(JobConfig):
         "free",
         "The quality of service. Unset: the default.",
     )
-    memory: Annotated[str | None, AfterValidator(_memory)] = setting(
+    memory: Annotated[str | None, AfterValidator(_check_memory)] = setting(
         None,
         "free",
         "Host memory of each node as Slurm writes it, such as 700G; the plan command "
         "tells how much. Unset: the partition's default, which can be small.",
     )
-    time: Annotated[str, AfterValidator(_time)] = setting(
+    time: Annotated[str, AfterValidator(_check_time)] = setting(
         "01:00:00",
         "free",
         "The time limit of one job as Slurm writes it; the run resumes in the next "
         "job. Short jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_options)] = setting(
+    options: Annotated[list[str], AfterValidator(_check_options)] = setting(
         [],
         "free",
         "More options of sbatch, as a site may require: [--constraint=gpu, "
@@ -310,12 +310,12 @@ def walltime_s(text: str) -> float:
     return float((hours * 60 + minutes) * 60 + seconds)
 
 
-def _walltime(text: str) -> str:
+def _check_walltime(text: str) -> str:
     walltime_s(text)
     return text
 
 
-def _pbs_memory(text: str | None) -> str | None:
+def _check_pbs_memory(text: str | None) -> str | None:
     """Refuse what qsub does, and a number without a unit, which are bytes."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
@@ -323,7 +323,7 @@ def _pbs_memory(text: str | None) -> str | None:
     return text
 
 
-def _chunk(text: str | None) -> str | None:
+def _check_chunk(text: str | None) -> str | None:
     if text and not _CHUNK.fullmatch(text):
         raise ValueError(
             "expected resources of one node, such as ncpus=64:ngpus=4:system=polaris; their number "
@@ -332,7 +332,7 @@ def _chunk(text: str | None) -> str | None:
     return text
 
 
-def _pbs_options(options: list[str]) -> list[str]:
+def _check_pbs_options(options: list[str]) -> list[str]:
     for option in options:
         match = _PBS_OPTION.fullmatch(option)
         if match is None:
@@ -372,26 +372,26 @@ class PbsConfig(JobConfig):
         "How PBS places the nodes' resources (-l place): scatter takes one node for "
         "each of pbs.nodes; scatter:excl shares it with nobody.",
     )
-    chunk: Annotated[str | None, AfterValidator(_chunk)] = setting(
+    chunk: Annotated[str | None, AfterValidator(_check_chunk)] = setting(
         None,
         "free",
         "What PBS gives of each node, in its own words: ncpus=64:ngpus=4:"
         "system=polaris. Empty: nothing is said, where a site gives whole nodes. Unset: ncpus, "
         "mpiprocs, ngpus and mem of the settings here, which otherwise set the ranks alone.",
     )
-    memory: Annotated[str | None, AfterValidator(_pbs_memory)] = setting(
+    memory: Annotated[str | None, AfterValidator(_check_pbs_memory)] = setting(
         None,
         "free",
         "Host memory of each node as PBS writes it, such as 480gb; the plan command "
         "tells how much. Unset: the queue's default, or all of it.",
     )
-    walltime: Annotated[str, AfterValidator(_walltime)] = setting(
+    walltime: Annotated[str, AfterValidator(_check_walltime)] = setting(
         "01:00:00",
         "free",
         "The time limit of one job, HH:MM:SS; the run resumes in the next job. Short "
         "jobs wait less in the queue and start more often.",
     )
-    options: Annotated[list[str], AfterValidator(_pbs_options)] = setting(
+    options: Annotated[list[str], AfterValidator(_check_pbs_options)] = setting(
         [],
         "free",
         "More options of qsub, as a site may require: ['-k doe', '-P project', "

@@ -405,7 +405,7 @@ class RunConfig(Section):
         """The section of the job: ``pbs`` where it is given alone."""
         return self.pbs if self.pbs.is_given and not self.slurm.is_given else self.slurm
 
-    def changed(self, changes: Mapping[str, Any]) -> "RunConfig":
+    def with_changes(self, changes: Mapping[str, Any]) -> "RunConfig":
         """Return the configuration with other values, by whole names such as ``train.seed``."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():

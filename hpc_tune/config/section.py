@@ -85,11 +85,11 @@ def format_setting(value: Any) -> str:
     )
 
 
-def _number(value: Any, parse: Any) -> Any:
+def _parse_number(value: Any, parse: Any) -> Any:
     return value if value is None else parse(value)
 
 
-def _steps(value: Any) -> Any:
+def _check_profiled_steps(value: Any) -> Any:
     """Check STEP:COUNT. YAML 1.1 has read 5:2 as a number of base 60."""
     text = ":".join(map(str, divmod(value, 60))) if type(value) is int else value
     if value is not None and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", str(text)):
@@ -97,8 +97,8 @@ def _steps(value: Any) -> Any:
     return text
 
 
-Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
-Memory = Annotated[int, BeforeValidator(lambda v: _number(v, parse_memory)), Field(gt=0)]
-Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
-Steps = Annotated[str, BeforeValidator(_steps)]
+Bytes = Annotated[int, BeforeValidator(lambda v: _parse_number(v, parse_bytes)), Field(gt=0)]
+Memory = Annotated[int, BeforeValidator(lambda v: _parse_number(v, parse_memory)), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(lambda v: _parse_number(v, parse_seconds)), Field(gt=0)]
+Steps = Annotated[str, BeforeValidator(_check_profiled_steps)]
 PositiveInt = Annotated[int, Field(gt=0)]

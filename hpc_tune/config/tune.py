@@ -267,7 +267,7 @@ class TuneConfig(Section):
         return self.objective in ("dpo", "ipo", "kto")
 
     @property
-    def unused(self) -> dict[str, float]:
+    def unused_coefficients(self) -> dict[str, float]:
         """The numbers of objectives that are set, and that this one does not use."""
         return {
             name: value
@@ -293,7 +293,7 @@ class TuneConfig(Section):
             if self.objective in users
         }
 
-    def scale_of(self, layer: str) -> float:
+    def adapter_scale(self, layer: str) -> float:
         """Return what the output of an adapter on the layer with this path is multiplied by."""
         ranks = [self.rank_pattern[key] for key in match_patterns(self.rank_pattern, layer)]
         alphas = [self.alpha_pattern[key] for key in match_patterns(self.alpha_pattern, layer)]

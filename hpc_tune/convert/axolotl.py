@@ -17,7 +17,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    each,
+    same_rule,
 )
 
 _FULL = "none: all weights are trained"
@@ -31,7 +31,7 @@ _DPO = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
 
 
-def _method(theirs: ForeignConfig) -> str:
+def _read_method(theirs: ForeignConfig) -> str:
     kind = theirs.get("adapter", _FULL)
     is_4_bit = theirs.is_on("load_in_4bit") or theirs.get("peft.weight_dtype") in ("nf4", "int4")
     return rules.choose_method(
@@ -41,46 +41,46 @@ def _method(theirs: ForeignConfig) -> str:
     )
 
 
-def _objective(theirs: ForeignConfig) -> str | None:
+def _read_objective(theirs: ForeignConfig) -> str | None:
     kind = str(theirs.get("rl", "")).lower()
-    if kind == "dpo" and (losses := _losses(theirs)) not in _DPO:
+    if kind == "dpo" and (losses := _list_losses(theirs)) not in _DPO:
         return "ipo" if losses == ["ipo"] else None
     return kind if kind in _OBJECTIVES else SFT
 
 
-def _losses(theirs: ForeignConfig) -> list[str]:
+def _list_losses(theirs: ForeignConfig) -> list[str]:
     value = theirs.get("dpo_loss_type", ["sigmoid"])
     return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
-def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("nf4", "int4") and theirs.method == "qlora":
         remark = "" if value == "nf4" else "in NF4, not in integers"
         return Mapped({"tune.method": "qlora"}, remark)
     return Unsupported(rules.ONLY_4_BITS, to_do=True)
 
 
-def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if not hf_trainer.are_expert_stacks(theirs.get("lora_target_parameters")):
-        return _layers(theirs)
+        return _convert_layers(theirs)
     has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
-    layers = _layers(theirs) if has_layers else Mapped({"tune.targets": []})
+    layers = _convert_layers(theirs) if has_layers else Mapped({"tune.targets": []})
     return hf_trainer.add_experts(layers, theirs.get("lora_r"))
 
 
-def _target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
     if not hf_trainer.are_expert_stacks(value):
         return Unsupported(
             "adapters go on both stacks of all layers' experts, where tune.targets names them: "
             "[all-linear, experts], with tune.expert_rank for each expert",
             to_do=True,
         )
-    return _targets(value, theirs)
+    return _convert_targets(value, theirs)
 
 
-def _layers(theirs: ForeignConfig) -> Outcome:
+def _convert_layers(theirs: ForeignConfig) -> Outcome:
     names = theirs.get("lora_target_modules", False)
     if names is False or names in ("all-linear", "all_linear"):
         names = []
@@ -96,21 +96,21 @@ def _layers(theirs: ForeignConfig) -> Outcome:
     return Mapped({"tune.targets": "all-linear"})
 
 
-def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
     is_new = theirs.get("context_parallel_size")
     context = "context_parallel_size" if is_new else "sequence_parallel_degree"  # its older name
     rows, accumulation = "micro_batch_size", "gradient_accumulation_steps"
     if theirs.get("batch_size"):
         rows, accumulation = "batch_size", ""
-    return rules.global_batch(theirs, rows, accumulation, "tensor_parallel_size", context)
+    return rules.map_global_batch(theirs, rows, accumulation, "tensor_parallel_size", context)
 
 
-def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio"))
     return hf_trainer.convert_schedule(value, ratio, theirs)
 
 
-def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
     if str(value).lower() == "false":
         return Ignored(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
@@ -124,24 +124,24 @@ def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({**ours, "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
-def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
         return Ignored("parallel.recompute=none is the default")
     remark = "" if str(value).lower() == "true" else "computed again, not moved to the host"
     return Mapped({"parallel.recompute": "full"}, remark)
 
 
-def _compile(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_compile(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
 
 
-def _profile(value: Any, theirs: ForeignConfig) -> Outcome:
-    skipped = theirs.whole("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
+def _convert_profile(value: Any, theirs: ForeignConfig) -> Outcome:
+    skipped = theirs.integer("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
     first = skipped + 1
-    return Mapped({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
+    return Mapped({"train.profile": f"{first}:{theirs.integer('profiler_steps')}"})
 
 
-def _trackers(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_trackers(value: Any, theirs: ForeignConfig) -> Outcome:
     has_wandb = theirs.is_on("use_wandb") or theirs.get("wandb_project") is not None
     is_off = theirs.get("wandb_mode") == "disabled" or theirs.get("use_wandb", True) is False
     names = ["wandb"] if has_wandb and not is_off else []
@@ -149,7 +149,7 @@ def _trackers(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
 
 
-def _plugins(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_plugins(value: Any, theirs: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
     others = [name for name in names if name not in _KERNELS]
     if not others:
@@ -157,7 +157,7 @@ def _plugins(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported(f"{' and '.join(others)}: there are no plugins", to_do=True)
 
 
-def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
+def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "adapter": _FULL,
         "sequence_len": 512,
@@ -178,19 +178,19 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     )
 
 
-def _rl(value: Any, theirs: ForeignConfig) -> Outcome:
-    return preferences.take_objective(theirs) if theirs.has_preferences else IS_OFF
+def _convert_rl(value: Any, theirs: ForeignConfig) -> Outcome:
+    return preferences.map_objective(theirs) if theirs.has_preferences else IS_OFF
 
 
-def _loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
-    if "sft" in _losses(theirs) and theirs.get("dpo_loss_weights") is None:
+def _convert_loss_type(value: Any, theirs: ForeignConfig) -> Outcome:
+    if "sft" in _list_losses(theirs) and theirs.get("dpo_loss_weights") is None:
         return Mapped({"tune.sft_weight": 1.0}, preferences.MEAN_REMARK)
     return preferences.OBJECTIVE_SAYS_IT
 
 
-def _weights(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_weights(value: Any, theirs: ForeignConfig) -> Outcome:
     weights = dict(
-        zip(_losses(theirs), value if isinstance(value, list) else [value], strict=False)
+        zip(_list_losses(theirs), value if isinstance(value, list) else [value], strict=False)
     )
     if len(weights) == 1 and list(weights.values()) == [1]:
         return Ignored("there is one loss, of weight 1")
@@ -203,15 +203,15 @@ def _weights(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
-    if theirs.objective == "dpo" and _losses(theirs) == ["robust"] and value not in OFF:
+def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
+    if theirs.objective == "dpo" and _list_losses(theirs) == ["robust"] and value not in OFF:
         return Mapped({"tune.label_smoothing": value})
     if theirs.objective not in ("dpo", SFT):
         return Ignored(f"{theirs.objective} does not use it there")
     return rules.apply_rule(preferences.SMOOTHING, value, theirs)
 
 
-def _beta(key: str) -> Rule:
+def _beta_rule(key: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         first = next((one for one in _BETAS if theirs.get(one) is not None), key)
         if theirs.has_preferences and first != key:
@@ -221,12 +221,12 @@ def _beta(key: str) -> Rule:
     return rule
 
 
-_WITH_PREFERENCES = rules.table(
+_WITH_PREFERENCES = rules.rule_table(
     {
-        "dpo_loss_type": _loss_type,
-        "dpo_loss_weights": _weights,
-        "dpo_label_smoothing": _smoothing,
-        **each(preferences.sft_weight(preferences.MEAN_REMARK), "rpo_alpha cpo_alpha"),
+        "dpo_loss_type": _convert_loss_type,
+        "dpo_loss_weights": _convert_weights,
+        "dpo_label_smoothing": _convert_smoothing,
+        **same_rule(preferences.sft_weight_rule(preferences.MEAN_REMARK), "rpo_alpha cpo_alpha"),
     },
     ignored={
         "a prompt is cut only where the answers need its room": "max_prompt_len",
@@ -243,56 +243,56 @@ _WITH_PREFERENCES = rules.table(
     },
 )
 _MAPPED: dict[str, Rule] = {
-    "base_model": rules.model_path,
-    "adapter": rules.one_of(
-        ("lora", "qlora", _FULL), rules.take_method, Unsupported(rules.ALL_METHODS, to_do=True)
+    "base_model": rules.convert_model_path,
+    "adapter": rules.known_values_rule(
+        ("lora", "qlora", _FULL), rules.map_method, Unsupported(rules.ALL_METHODS, to_do=True)
     ),
-    "load_in_4bit": rules.switch(rules.take_method, rules.METHOD_SAYS_IT),
-    "peft.weight_dtype": _weight_dtype,
+    "load_in_4bit": rules.on_off_rule(rules.map_method, rules.METHOD_SAYS_IT),
+    "peft.weight_dtype": _convert_weight_dtype,
     "bnb_config_kwargs.bnb_4bit_quant_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
     "bnb_config_kwargs.bnb_4bit_use_double_quant": hf_trainer.only_value("true", hf_trainer.NF4),
     "peft_use_dora": rules.DORA,
-    "peft_use_rslora": rules.switch("tune.rslora"),
+    "peft_use_rslora": rules.on_off_rule("tune.rslora"),
     "lora_r": "tune.rank",
-    **hf_trainer.patterns("lora_rank_pattern", "tune.rank_pattern"),
-    **hf_trainer.patterns("lora_alpha_pattern", "tune.alpha_pattern"),
-    "lora_dropout": preferences.if_preferences(preferences.NO_DROPOUT_THERE, "tune.dropout"),
-    "lora_modules_to_save": hf_trainer.modules_to_save,
+    **hf_trainer.pattern_rules("lora_rank_pattern", "tune.rank_pattern"),
+    **hf_trainer.pattern_rules("lora_alpha_pattern", "tune.alpha_pattern"),
+    "lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT_THERE, "tune.dropout"),
+    "lora_modules_to_save": hf_trainer.convert_modules_to_save,
     "peft_trainable_token_indices": rules.unless_off("tune.trainable_tokens"),
     "peft_autocast_adapter_dtype": hf_trainer.only_value(
         "true", "adapters are in fp32; tune.param_dtype says it"
     ),
     "peft_init_lora_weights": hf_trainer.only_value("true", "adapters are initialized as in LoRA"),
-    "lora_target_modules": _targets,
-    "lora_target_linear": rules.switch(_targets, Ignored("tune.targets says it")),
-    "lora_target_parameters": _target_parameters,
-    "lora_model_dir": hf_trainer.first_adapter(),
-    "val_set_size": hf_trainer.val_size,
-    **each(_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
-    "num_epochs": hf_trainer.epochs,
-    "optimizer": hf_trainer.optimizer,
-    "lr_scheduler": _schedule,
-    **each(_bf16, "bf16 bfloat16"),
-    "fp8": rules.switch(Unsupported(rules.FLOAT8, to_do=True)),
-    **each(_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
-    **each(rules.OFFLOAD_PARAMS, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
-    "torch_compile": _compile,
-    "eval_steps": hf_trainer.eval_steps(
+    "lora_target_modules": _convert_targets,
+    "lora_target_linear": rules.on_off_rule(_convert_targets, Ignored("tune.targets says it")),
+    "lora_target_parameters": _convert_target_parameters,
+    "lora_model_dir": hf_trainer.init_adapter_rule(),
+    "val_set_size": hf_trainer.convert_val_size,
+    **same_rule(_convert_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
+    "num_epochs": hf_trainer.convert_epochs,
+    "optimizer": hf_trainer.convert_optimizer,
+    "lr_scheduler": _convert_schedule,
+    **same_rule(_convert_bf16, "bf16 bfloat16"),
+    "fp8": rules.on_off_rule(Unsupported(rules.FLOAT8, to_do=True)),
+    **same_rule(_convert_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
+    **same_rule(rules.OFFLOAD_PARAMS, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
+    "torch_compile": _convert_compile,
+    "eval_steps": hf_trainer.eval_steps_rule(
         "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
     ),
-    "early_stopping_patience": hf_trainer.early_stop("val_set_size"),
+    "early_stopping_patience": hf_trainer.early_stop_rule("val_set_size"),
     "noisy_embedding_alpha": hf_trainer.NEFTUNE,
-    "profiler_steps": _profile,
+    "profiler_steps": _convert_profile,
     "dataset_prepared_path": "data.cache",
     "shuffle_merged_datasets": hf_trainer.only_value("true", rules.SHUFFLED),
-    **each(_trackers, "use_wandb wandb_project use_mlflow use_trackio"),
+    **same_rule(_convert_trackers, "use_wandb wandb_project use_mlflow use_trackio"),
     "wandb_name": "run.name",
     "use_tensorboard": "run.tensorboard",
-    "plugins": _plugins,
+    "plugins": _convert_plugins,
     # Of training on preferences, which is trl's.
-    "rl": _rl,
-    **{key: _beta(key) for key in _BETAS},
-    **preferences.only_preferences(_WITH_PREFERENCES),
+    "rl": _convert_rl,
+    **{key: _beta_rule(key) for key in _BETAS},
+    **preferences.for_preferences_only(_WITH_PREFERENCES),
     "kto_desirable_weight": "tune.desirable_weight",
     "kto_undesirable_weight": "tune.undesirable_weight",
     # false is an argument too: of Qwen3's enable_thinking it is not what a template does without.
@@ -450,35 +450,39 @@ _MEDIA_KEYS = "processor_type is_multimodal image_size image_resize_algorithm fr
 
 AXOLOTL = Tool(
     "axolotl",
-    rules.join_tables(hf_trainer.TRAINER, DATA, rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
-    _defaults,
-    _method,
-    _objective,
+    rules.join_tables(
+        hf_trainer.TRAINER, DATA, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+    ),
+    _default_settings,
+    _read_method,
+    _read_objective,
     (
-        Refusal("plugins", preferences.matches(r"\.kd\.|KDPlugin"), *preferences.DISTILLATION),
+        Refusal(
+            "plugins", preferences.matches_pattern(r"\.kd\.|KDPlugin"), *preferences.DISTILLATION
+        ),
         Refusal(
             "plugins",
-            preferences.matches("(?i)diffusion"),
+            preferences.matches_pattern("(?i)diffusion"),
             "that is training by diffusion",
             "Stay with {tool} for it",
         ),
-        Refusal("plugins", preferences.matches("(?i)nemo_?gym"), *preferences.REWARDS),
+        Refusal("plugins", preferences.matches_pattern("(?i)nemo_?gym"), *preferences.REWARDS),
         preferences.refuse_loss("dpo_loss_type"),
         Refusal("reward_model process_reward_model", preferences.is_on, *preferences.REWARDS),
-        Refusal("rl", preferences.without_objective(preferences.is_on), *preferences.REWARDS),
+        Refusal("rl", preferences.unless_preferences(preferences.is_on), *preferences.REWARDS),
         Refusal(
-            _CHOSEN_KEYS, preferences.without_objective(preferences.is_there), *preferences.NO_LOSS
+            _CHOSEN_KEYS, preferences.unless_preferences(preferences.always), *preferences.NO_LOSS
         ),
         Refusal("kd_trainer kd_ce_alpha kd_alpha", preferences.is_on, *preferences.DISTILLATION),
         Refusal(
             "datasets.logprobs_field test_datasets.logprobs_field",
-            preferences.is_there,
+            preferences.always,
             *preferences.DISTILLATION,
         ),
         Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.IMAGES),
         Refusal(
             "model_type",
-            preferences.matches("Classification"),
+            preferences.matches_pattern("Classification"),
             "that trains a classifier",
             "Stay with {tool} for it",
         ),

@@ -15,7 +15,7 @@ from hpc_tune.convert.rules import (
     Outcome,
     Rule,
     Unsupported,
-    each,
+    same_rule,
 )
 
 _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
@@ -77,10 +77,10 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
         names = [name if name.startswith("/") else f"{path.rstrip('/')}/{name}" for name in names]
     elif path not in (*_LOADERS, *names):
         return []  # files of a repository of the hub
-    return names if all(rules.usable_file(name) for name in names) else []
+    return names if all(rules.is_usable_file(name) for name in names) else []
 
 
-def _path(part: str, ours: str) -> Rule:
+def _path_rule(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
             return _ENDING
@@ -97,7 +97,7 @@ def _path(part: str, ours: str) -> Rule:
     return rule
 
 
-def _type(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if theirs.has_preferences:
         kind = name.partition(".")[0]
@@ -123,7 +123,7 @@ def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _column(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
     columns = _all_columns(theirs)
     if not isinstance(value, str):
         return Unsupported(rules.NO_COLUMN, to_do=True)
@@ -134,7 +134,7 @@ def _column(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("data.columns reads it as something else for another dataset", to_do=True)
 
 
-def _format(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).strip() in _BARE_FIELDS:
         return Ignored("prompt and answers stand in their columns")
     return Unsupported(
@@ -164,7 +164,7 @@ def _find_renamed(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple
             yield name, field
 
 
-def _split(part: str, ours: str) -> Rule:
+def _split_rule(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
         is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
@@ -173,13 +173,13 @@ def _split(part: str, ours: str) -> Rule:
     return rule
 
 
-def _shards(part: str, ours: str) -> Rule:
+def _shards_rule(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         item = next((one for one in theirs.items(part) if "shards" in one), {})
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
             return Unsupported("cut the data beforehand", to_do=True)
-        return rules.advise_cut(f"{index}::{shards}", ours, _only_file(part, theirs))
+        return rules.advise_on_slice(f"{index}::{shards}", ours, _only_file(part, theirs))
 
     return rule
 
@@ -189,7 +189,7 @@ def _only_file(part: str, theirs: ForeignConfig) -> str | None:
     return files[0] if len(files) == 1 else None
 
 
-def _template(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
         return Ignored("data.chat_template says it")
@@ -198,18 +198,18 @@ def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     return rules.explain_chat_template(name)
 
 
-def _jinja(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_jinja(value: Any, theirs: ForeignConfig) -> Outcome:
     if "{" in str(value) or "\n" in str(value):
         return Unsupported("write it into a file and set data.chat_template to that", to_do=True)
     return Mapped({"data.chat_template": value})
 
 
-def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "longer rows are cut and counted; there they are dropped"
-    return preferences.map_seq_len(theirs.whole("sequence_len"), theirs, remark)
+    return preferences.convert_seq_len(theirs.integer("sequence_len"), theirs, remark)
 
 
-def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_too_long(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
     instead = "what is longer than data.seq_len loses its end, and is counted"
@@ -218,27 +218,30 @@ def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported(f"{instead}; none is dropped: drop it beforehand", to_do=True)
 
 
-_CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
+_CHAT_TEMPLATE: dict[str, Rule] = {
+    "chat_template": _convert_template,
+    "chat_template_jinja": _convert_jinja,
+}
 _MAPPED: dict[str, Rule] = {
     **_CHAT_TEMPLATE,
-    "conversation": _template,
-    "type": _type,
-    **each(_column, " ".join(_FIELD_KEYS)),
-    **preferences.only_preferences(
+    "conversation": _convert_template,
+    "type": _convert_type,
+    **same_rule(_convert_column, " ".join(_FIELD_KEYS)),
+    **preferences.for_preferences_only(
         {
-            **each(_column, " ".join(_PREFERENCE_KEYS)),
-            **each(
-                _format,
+            **same_rule(_convert_column, " ".join(_PREFERENCE_KEYS)),
+            **same_rule(
+                _convert_format,
                 "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
             ),
         }
     ),
-    "roles_to_train": preferences.if_preferences(
+    "roles_to_train": preferences.with_preferences_or(
         preferences.ONLY_ANSWERS,
-        rules.one_of(
+        rules.known_values_rule(
             (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
             _LEARNED,
-            rules.one_of(
+            rules.known_values_rule(
                 ([],),
                 Ignored("marks in the data say which answers are learned"),
                 Unsupported(
@@ -247,27 +250,27 @@ _MAPPED: dict[str, Rule] = {
             ),
         ),
     ),
-    **each(
-        preferences.if_preferences(
+    **same_rule(
+        preferences.with_preferences_or(
             preferences.ONLY_ANSWERS,
-            rules.one_of(("turn",), _LEARNED, Unsupported(_LEARNED.why, to_do=True)),
+            rules.known_values_rule(("turn",), _LEARNED, Unsupported(_LEARNED.why, to_do=True)),
         ),
         "train_on_eos train_on_eot",
     ),
-    **each(
-        rules.one_of(
+    **same_rule(
+        rules.known_values_rule(
             ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"),
             Ignored("role and content, and ShareGPT's from and value, are known"),
             Unsupported("name it role or content in the data", to_do=True),
         ),
         "message_property_mappings.* message_field_role message_field_content",
     ),
-    "message_field_training": rules.one_of(
+    "message_field_training": rules.known_values_rule(
         ("train", "training", "weight", "loss", "loss_mask"),
         Ignored("answers that their data mark with it are learned or not"),
         Unsupported("call the mark train in the data", to_do=True),
     ),
-    **each(
+    **same_rule(
         Unsupported(
             "there are no random tokens; builtin:pydocs is there to try things out", to_do=True
         ),
@@ -294,31 +297,31 @@ _TO_DO = {
     "template_thinking_key",
     "change the records beforehand": "input_transform",
 }
-_OF_A_DATASET = rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
+_OF_A_DATASET = rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
 
 
-def _rules_of_a_part(part: str, ours: str) -> dict[str, Rule]:
+def _part_rules(part: str, ours: str) -> dict[str, Rule]:
     """Return the rules for all keys of datasets, or of those for evaluation or pretraining."""
     rows: dict[str, Rule] = {
         part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
-        **each(_path(part, ours), f"{part}.path {part}.data_files"),
-        f"{part}.split": _split(part, ours),
-        f"{part}.skip": rules.records(ours, "{}:"),
-        **each(_shards(part, ours), f"{part}.shards {part}.shards_idx"),
+        **same_rule(_path_rule(part, ours), f"{part}.path {part}.data_files"),
+        f"{part}.split": _split_rule(part, ours),
+        f"{part}.skip": rules.record_count_rule(ours, "{}:"),
+        **same_rule(_shards_rule(part, ours), f"{part}.shards {part}.shards_idx"),
     }
     return rules.join_tables(rows, {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()})
 
 
 DATA: dict[str, Rule] = {
-    **_rules_of_a_part("datasets", "data.path"),
-    **_rules_of_a_part("test_datasets", "data.eval_path"),
-    **_rules_of_a_part("pretraining_dataset", "data.path"),
+    **_part_rules("datasets", "data.path"),
+    **_part_rules("test_datasets", "data.eval_path"),
+    **_part_rules("pretraining_dataset", "data.path"),
     **_CHAT_TEMPLATE,
-    "sequence_len": _seq_len,
-    "excess_length_strategy": _too_long,
+    "sequence_len": _convert_seq_len,
+    "excess_length_strategy": _convert_too_long,
     "sample_packing": rules.PACKING,
-    "train_on_inputs": preferences.if_preferences(
+    "train_on_inputs": preferences.with_preferences_or(
         preferences.ONLY_ANSWERS,
-        rules.switch(Mapped({"data.loss_on": "all"}), Mapped({"data.loss_on": "answers"})),
+        rules.on_off_rule(Mapped({"data.loss_on": "all"}), Mapped({"data.loss_on": "answers"})),
     ),
 }

@@ -177,7 +177,7 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     Raises:
         ConfigError: if it cannot be converted or written.
     """
-    converted = convert(read_yaml(file), 1 if ranks is None else ranks)
+    converted = convert_config(read_yaml(file), 1 if ranks is None else ranks)
     notes = list(converted.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
@@ -191,7 +191,7 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     return lines, text
 
 
-def convert(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
+def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
     """Return what comes of ``theirs``, which was made for ``ranks`` ranks.
 
     Raises:

@@ -17,7 +17,7 @@ from hpc_tune.convert.rules import (
     Outcome,
     Rule,
     Unsupported,
-    each,
+    same_rule,
 )
 from hpc_tune.files import read_json_object
 
@@ -63,7 +63,7 @@ def only_value(value: str, why: str) -> Rule:
     return rule
 
 
-def _first_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_init_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return Unsupported("merge it into the model first, and name that in model.path", to_do=True)
     if isinstance(value, str) and "," not in value and rules.is_local_path(value):
@@ -72,12 +72,12 @@ def _first_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
 
 
-def first_adapter(reference: str = "") -> Rule:
+def init_adapter_rule(reference: str = "") -> Rule:
     """Rule for the adapter to begin with; ``reference`` is the key of the reference's."""
-    return preferences.reference_adapter(_first_adapter, reference)
+    return preferences.reference_adapter_rule(_convert_init_adapter, reference)
 
 
-def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_val_size(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the share of the data that is held out."""
     if value == 0:
         return Ignored("no data is held out")
@@ -86,7 +86,7 @@ def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("data.eval_fraction is a share of the documents: set it", to_do=True)
 
 
-def eval_steps(
+def eval_steps_rule(
     share: str, has_files: Callable[[ForeignConfig], bool] = lambda theirs: False
 ) -> Rule:
     """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
@@ -101,7 +101,7 @@ def eval_steps(
     return rule
 
 
-def early_stop(share: str) -> Rule:
+def early_stop_rule(share: str) -> Rule:
     """Rule for the evaluations after which a run that gets no better ends."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -122,20 +122,20 @@ def has_max_steps(theirs: ForeignConfig) -> bool:
     return theirs.number("max_steps") > 0
 
 
-def _max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     if has_max_steps(theirs):
         return Mapped({"train.max_steps": value})
     return Ignored("unset in their config: train.epochs decides")
 
 
-def epochs(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for epochs, over which max_steps wins."""
     if has_max_steps(theirs):
         return Ignored("train.max_steps decides, as max_steps does there")
     return Mapped({"train.epochs": value})
 
 
-def _warmup(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     try:
         share = float(str(value))
     except ValueError:
@@ -145,22 +145,22 @@ def _warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     if share >= 1 or not share:
         return Mapped({"optim.warmup_steps": int(share)})
     if has_max_steps(theirs):
-        return Mapped({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
+        return Mapped({"optim.warmup_steps": math.ceil(share * theirs.integer("max_steps"))})
     return Mapped({"optim.warmup_ratio": share})
 
 
-def _warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a number of steps, of which 0 let a share of all steps decide."""
     if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
         return Ignored("0 of them: warmup_ratio decides, as it does there")
-    return _warmup(value, theirs)
+    return _convert_warmup(value, theirs)
 
 
-def _warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a share of all steps, over which a number of them wins."""
     if theirs.number("warmup_steps") > 0:
         return Ignored("warmup_steps decides, as it does there")
-    return _warmup(value, theirs)
+    return _convert_warmup(value, theirs)
 
 
 def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
@@ -171,7 +171,7 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
             return _convert_wsd(theirs)
         case "cosine_with_restarts":
             if theirs.number(f"{_KWARGS}.num_cycles") > 1:
-                cycles = theirs.whole(f"{_KWARGS}.num_cycles")
+                cycles = theirs.integer(f"{_KWARGS}.num_cycles")
                 more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
                 return Mapped({"optim.schedule": str(name), **more}, _END_REMARK)
             ours = "cosine"
@@ -181,9 +181,9 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
         return Mapped({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
         return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
-    return fall_to_zero(
+    return map_decay_to_zero(
         ours,
-        theirs.whole("max_steps") if has_max_steps(theirs) else None,
+        theirs.integer("max_steps") if has_max_steps(theirs) else None,
         _known_warmup_steps(theirs),
     )
 
@@ -194,7 +194,7 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
     ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
     missing = []
     if has_max_steps(theirs) and theirs.get(f"{_KWARGS}.num_decay_steps"):
-        share = theirs.whole(f"{_KWARGS}.num_decay_steps") / theirs.whole("max_steps")
+        share = theirs.integer(f"{_KWARGS}.num_decay_steps") / theirs.integer("max_steps")
         ours["optim.decay_ratio"] = float(f"{share:.4g}")
     else:
         missing.append("set optim.decay_ratio, the share of all steps that fall")
@@ -204,14 +204,14 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
     return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
-def _schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
     if name in _TAKES_ARGUMENTS:
         return Ignored("optim.schedule, optim.restarts and optim.decay_ratio say it")
     return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
-def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
+def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
     """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
 
     Here ``optim.min_lr_ratio`` is the rate of the last step.
@@ -225,11 +225,11 @@ def fall_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
 
 
 def _known_warmup_steps(theirs: ForeignConfig) -> int:
-    taken = _warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
+    taken = _convert_warmup(theirs.get("warmup_steps") or theirs.get("warmup_ratio", 0), theirs)
     return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
 
 
-def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the optimizer, which is AdamW."""
     if str(value) in _PLAIN_ADAMW:
         return Ignored("AdamW is the only optimizer")
@@ -256,7 +256,7 @@ def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Ou
     return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
 
 
-def _deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value).lower()
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
@@ -264,7 +264,7 @@ def _deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     return Ignored(rules.LAYOUT + asked)
 
 
-def _save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     match value:
         case "best":
             return Mapped({"checkpoint.keep_best": True})
@@ -275,7 +275,7 @@ def _save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
-def _save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of the steps between checkpoints; below 1 it is a share of the run."""
     if isinstance(value, float) and value < 1:
         return Unsupported(
@@ -284,7 +284,7 @@ def _save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"checkpoint.every_steps": value})
 
 
-def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
     if not value:
         return IS_OFF
@@ -307,7 +307,7 @@ def split_names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def patterns(theirs_key: str, ours: str) -> dict[str, Rule]:
+def pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
     """Rules for peft's ranks or scales of some layers, by a pattern each."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -321,12 +321,12 @@ def patterns(theirs_key: str, ours: str) -> dict[str, Rule]:
 
 
 _NEFTUNE_REMARK = "by the tokens of a document; there by those of a row, with padding"
-NEFTUNE = preferences.if_preferences(
+NEFTUNE = preferences.with_preferences_or(
     preferences.NO_NOISE,
     rules.unless_off(lambda value, theirs: Mapped({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)),
 )
 # Keys that axolotl and LLaMA-Factory have in common.
-TRAINER = rules.table(
+TRAINER = rules.rule_table(
     {
         "learning_rate": "optim.lr",
         "weight_decay": "optim.weight_decay",
@@ -334,23 +334,23 @@ TRAINER = rules.table(
         "adam_beta2": "optim.beta2",
         "adam_epsilon": "optim.eps",
         "max_grad_norm": "optim.clip_norm",
-        "max_steps": _max_steps,
-        "warmup_steps": _warmup_steps,
-        "warmup_ratio": _warmup_ratio,
+        "max_steps": _convert_max_steps,
+        "warmup_steps": _convert_warmup_steps,
+        "warmup_ratio": _convert_warmup_ratio,
         "tf32": "train.tf32",
         "seed": "train.seed",
         "output_dir": "run.dir",
-        "save_steps": _save_steps,
-        "save_strategy": _save_strategy,
+        "save_steps": _convert_save_steps,
+        "save_strategy": _convert_save_strategy,
         "save_total_limit": "checkpoint.keep",
         "lora_alpha": "tune.alpha",
         "loraplus_lr_ratio": "optim.lora_b_ratio",
         "simpo_gamma": "tune.gamma",
         "neftune_noise_alpha": NEFTUNE,
         "reward_model": preferences.OF_REWARDS,
-        **each(_deepspeed, "deepspeed deepspeed.*"),
-        **each(
-            _schedule_argument,
+        **same_rule(_convert_deepspeed, "deepspeed deepspeed.*"),
+        **same_rule(
+            _convert_schedule_argument,
             "lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.num_decay_steps "
             "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.warmup_type "
             "lr_scheduler_kwargs.decay_type",

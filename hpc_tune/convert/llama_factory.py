@@ -14,7 +14,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    each,
+    same_rule,
 )
 
 # Its ipo, simpo and orpo are losses of stage dpo, of means over an answer's tokens as here, and
@@ -22,13 +22,13 @@ from hpc_tune.convert.rules import (
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
-def _objective(theirs: ForeignConfig) -> str | None:
+def _read_objective(theirs: ForeignConfig) -> str | None:
     if theirs.get("stage") == "dpo":
         return _LOSSES.get(str(theirs.get("pref_loss", "sigmoid")))
     return "kto" if theirs.get("stage") == "kto" else SFT
 
 
-def _method(theirs: ForeignConfig) -> str:
+def _read_method(theirs: ForeignConfig) -> str:
     return rules.choose_method(
         is_full=theirs.get("finetuning_type") == "full",
         is_4_bit=str(theirs.get("quantization_bit")) == "4",
@@ -36,7 +36,7 @@ def _method(theirs: ForeignConfig) -> str:
     )
 
 
-def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
+def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
     defaults = {
         "finetuning_type": "lora",
         "per_device_train_batch_size": 8,
@@ -51,22 +51,22 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     if theirs.get("warmup_ratio") is None and theirs.get("warmup_steps") is None:
         defaults["warmup_steps"] = 0
     if theirs.get("finetuning_type") != "full":
-        rank = theirs.whole("lora_rank") if theirs.get("lora_rank") else 8
+        rank = theirs.integer("lora_rank") if theirs.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
     if theirs.has_preferences:
         defaults["pref_beta"] = 0.1
     return defaults | ({"simpo_gamma": 0.5} if theirs.objective == "simpo" else {})
 
 
-def _stage(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_stage(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        return preferences.take_objective(theirs)
+        return preferences.map_objective(theirs)
     if value == "pt":
         return Ignored("records with text are learned as a whole")
     return Ignored("tune.objective=sft is the default")
 
 
-def _reference(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_reference(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("model_name_or_path"):
         return preferences.SAME_REFERENCE
     return Unsupported(
@@ -74,19 +74,19 @@ def _reference(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("adapter_name_or_path"):
         return Ignored("the adapter of tune.init_from is the reference's, too")
     return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
 
 
-def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_bits(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "qlora":
-        return rules.take_method(value, theirs)
+        return rules.map_method(value, theirs)
     return Unsupported(rules.ONLY_4_BITS, to_do=True)
 
 
-def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if not hf_trainer.are_names(value):
@@ -97,13 +97,13 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     return hf_trainer.convert_targets(names, "model_name_or_path", theirs)
 
 
-def _template(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_template(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.get("stage") == "pt":
         return Ignored("records with text have no template")
     return rules.explain_chat_template(value)
 
 
-def _dataset(ours: str) -> Rule:
+def _dataset_rule(ours: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         names = hf_trainer.split_names(value)
         folder = theirs.get("dataset_dir", "data")
@@ -118,11 +118,11 @@ def _dataset(ours: str) -> Rule:
     return rule
 
 
-def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
 
 
-def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_packing(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         remark = f"training on preferences does not pack there; {rules.NOT_PACKED}"
         return Mapped({"data.packing": False}, remark)
@@ -131,16 +131,18 @@ def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "what is longer loses its end; prompts lose too there"
-    return preferences.map_seq_len(theirs.whole("cutoff_len"), theirs, remark)
+    return preferences.convert_seq_len(theirs.integer("cutoff_len"), theirs, remark)
 
 
-def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
-    return rules.global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
+def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
+    return rules.map_global_batch(
+        theirs, "per_device_train_batch_size", "gradient_accumulation_steps"
+    )
 
 
-def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
     lowest, peak = theirs.number("lr_scheduler_kwargs.min_lr"), theirs.number("learning_rate")
     if lowest >= 0 and peak > 0:
@@ -148,7 +150,7 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     return hf_trainer.convert_schedule(value, ratio, theirs)
 
 
-def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     is_pure = theirs.is_on("pure_bf16")
     if not is_pure and not theirs.is_on("bf16"):
         return Ignored("model.dtype=auto takes what the device has")
@@ -157,12 +159,12 @@ def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, rules.PURE_BF16)
 
 
-def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     is_off = theirs.is_on("disable_gradient_checkpointing")
     return Mapped({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
 
 
-def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_report_to(value: Any, theirs: ForeignConfig) -> Outcome:
     names = hf_trainer.split_names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
@@ -174,7 +176,7 @@ def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
 _BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
 
 
-def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of reasoning, which false takes out of their data."""
     if str(value).lower() != "false":
         return Unsupported(_BY_TEMPLATE, to_do=True)
@@ -187,60 +189,60 @@ def _thinking(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 _MAPPED: dict[str, Rule] = {
-    "model_name_or_path": rules.model_path,
-    "adapter_name_or_path": hf_trainer.first_adapter(reference="ref_model_adapters"),
-    "quantization_bit": _bits,
+    "model_name_or_path": rules.convert_model_path,
+    "adapter_name_or_path": hf_trainer.init_adapter_rule(reference="ref_model_adapters"),
+    "quantization_bit": _convert_bits,
     "quantization_method": hf_trainer.only_value("bnb", hf_trainer.NF4),
     "quantization_type": hf_trainer.only_value("nf4", hf_trainer.NF4),
-    "template": _template,
-    "finetuning_type": rules.one_of(
-        ("lora", "full"), rules.take_method, Unsupported(rules.ALL_METHODS, to_do=True)
+    "template": _convert_template,
+    "finetuning_type": rules.known_values_rule(
+        ("lora", "full"), rules.map_method, Unsupported(rules.ALL_METHODS, to_do=True)
     ),
     "use_dora": rules.DORA,
-    "use_rslora": rules.switch("tune.rslora"),
+    "use_rslora": rules.on_off_rule("tune.rslora"),
     "lora_rank": "tune.rank",
-    "additional_target": hf_trainer.modules_to_save,
-    "lora_dropout": preferences.if_preferences(preferences.NO_DROPOUT_THERE, "tune.dropout"),
-    "lora_target": _targets,
-    "dataset": _dataset("data.path"),
-    "eval_dataset": _dataset("data.eval_path"),
-    "val_size": hf_trainer.val_size,
-    "eval_steps": hf_trainer.eval_steps("val_size"),
-    "cutoff_len": _seq_len,
-    "max_samples": rules.records("data.path", ":{}"),
-    **each(_packing, "packing neat_packing"),
-    "train_on_prompt": preferences.if_preferences(preferences.ONLY_ANSWERS, _loss_on),
-    "enable_thinking": _thinking,
-    **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
-    "lr_scheduler_type": _schedule,
-    "optim": hf_trainer.optimizer,
-    "num_train_epochs": hf_trainer.epochs,
-    **each(_bf16, "bf16 pure_bf16"),
-    "disable_gradient_checkpointing": _recompute,
+    "additional_target": hf_trainer.convert_modules_to_save,
+    "lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT_THERE, "tune.dropout"),
+    "lora_target": _convert_targets,
+    "dataset": _dataset_rule("data.path"),
+    "eval_dataset": _dataset_rule("data.eval_path"),
+    "val_size": hf_trainer.convert_val_size,
+    "eval_steps": hf_trainer.eval_steps_rule("val_size"),
+    "cutoff_len": _convert_seq_len,
+    "max_samples": rules.record_count_rule("data.path", ":{}"),
+    **same_rule(_convert_packing, "packing neat_packing"),
+    "train_on_prompt": preferences.with_preferences_or(preferences.ONLY_ANSWERS, _convert_loss_on),
+    "enable_thinking": _convert_thinking,
+    **same_rule(_convert_batch, "per_device_train_batch_size gradient_accumulation_steps"),
+    "lr_scheduler_type": _convert_schedule,
+    "optim": hf_trainer.convert_optimizer,
+    "num_train_epochs": hf_trainer.convert_epochs,
+    **same_rule(_convert_bf16, "bf16 pure_bf16"),
+    "disable_gradient_checkpointing": _convert_recompute,
     "torch_compile": "train.compile",
-    "early_stopping_steps": hf_trainer.early_stop("val_size"),
-    "report_to": _report_to,
+    "early_stopping_steps": hf_trainer.early_stop_rule("val_size"),
+    "report_to": _convert_report_to,
     "run_name": "run.name",
     "full_determinism": "train.deterministic",
-    "use_cpu": rules.switch(Mapped({"run.device": "cpu"})),
+    "use_cpu": rules.on_off_rule(Mapped({"run.device": "cpu"})),
     # Of training on preferences.
-    "stage": _stage,
+    "stage": _convert_stage,
     "pref_beta": "tune.beta",
     "kto_chosen_weight": "tune.desirable_weight",
     "kto_rejected_weight": "tune.undesirable_weight",
-    **preferences.only_preferences(
+    **preferences.for_preferences_only(
         {
             "pref_loss": preferences.OBJECTIVE_SAYS_IT,
-            "pref_ftx": preferences.sft_weight(),
+            "pref_ftx": preferences.sft_weight_rule(),
             "dpo_label_smoothing": preferences.SMOOTHING,
-            "ld_alpha": rules.lack(
+            "ld_alpha": rules.lacking_feature(
                 "tokens after the shorter answer's length count in full", to_do=True
             ),
-            "ref_model": _reference,
-            "ref_model_adapters": _reference_adapter,
+            "ref_model": _convert_reference,
+            "ref_model_adapters": _convert_reference_adapter,
         }
     ),
-    **each(
+    **same_rule(
         preferences.OF_REWARDS,
         "pref_bco_weight reward_model_adapters reward_model_type ppo_epochs ppo_buffer_size "
         "ppo_score_norm ppo_target ppo_whiten_rewards ref_model_quantization_bit "
@@ -363,15 +365,15 @@ def _is_bco(value: Any, theirs: ForeignConfig) -> bool:
 
 LLAMA_FACTORY = Tool(
     "LLaMA-Factory",
-    rules.join_tables(hf_trainer.TRAINER, rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
-    _defaults,
-    _method,
-    _objective,
+    rules.join_tables(hf_trainer.TRAINER, rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)),
+    _default_settings,
+    _read_method,
+    _read_objective,
     (
         Refusal("stage", _is_other_stage, *preferences.REWARDS),
         preferences.refuse_loss("pref_loss"),
         Refusal("pref_bco_weight", _is_bco, *preferences.OTHER_LOSS),
-        Refusal("template", preferences.matches(_MEDIA_TEMPLATE), *preferences.IMAGES),
+        Refusal("template", preferences.matches_pattern(_MEDIA_TEMPLATE), *preferences.IMAGES),
         Refusal(_MEDIA_KEYS, preferences.is_on, *preferences.IMAGES),
     ),
 )

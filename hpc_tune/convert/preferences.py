@@ -34,13 +34,13 @@ OTHER_REFERENCE = "the model as it was at the start is the reference, no other: 
 OF_REWARDS = Ignored("training on rewards or another loss alone uses it")
 
 
-def take_objective(theirs: ForeignConfig) -> Mapped:
+def map_objective(theirs: ForeignConfig) -> Mapped:
     """Return the objective as a setting."""
     remark = "KL is taken over the whole step; there over a micro-batch of a rank"
     return Mapped({"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else "")
 
 
-def if_preferences(outcome: Outcome, rule: Rule) -> Rule:
+def with_preferences_or(outcome: Outcome, rule: Rule) -> Rule:
     """Give ``outcome`` with preferences, where something is on; else what ``rule`` gives."""
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -50,7 +50,7 @@ def if_preferences(outcome: Outcome, rule: Rule) -> Rule:
     return whole
 
 
-def only_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
+def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
     """Return rows of keys that training on preferences alone uses."""
 
     def with_preferences(rule: Rule) -> Rule:
@@ -61,7 +61,7 @@ def only_preferences(rows: dict[str, Rule]) -> dict[str, Rule]:
     return {key: with_preferences(rule) for key, rule in rows.items()}
 
 
-def sft_weight(remark: str = "") -> Rule:
+def sft_weight_rule(remark: str = "") -> Rule:
     """Rule for the weight of the chosen answers' own loss."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -73,7 +73,7 @@ def sft_weight(remark: str = "") -> Rule:
     return unless_off(rule)
 
 
-def _smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     if not uses_setting(theirs, "tune.label_smoothing"):
         return Ignored(f"{theirs.objective} does not use it")
     return Unsupported(
@@ -84,10 +84,10 @@ def _smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-SMOOTHING = unless_off(_smoothing)  # which is not ours
+SMOOTHING = unless_off(_convert_smoothing)  # which is not ours
 
 
-def map_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
+def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
     """Return the length of rows, which of pairs hold both answers; ``remark``: of other rows."""
     match tune_of(theirs).form:
         case "pairs":
@@ -99,7 +99,7 @@ def map_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
     return Mapped({"data.seq_len": length}, remark)
 
 
-def reference_adapter(rule: Rule, key: str = "") -> Rule:
+def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
     """Rule for the adapter to begin with; ``key`` names that of the reference, if it can be told.
 
     Their reference is the model without the adapter otherwise.
@@ -157,18 +157,18 @@ def is_on(value: Any, theirs: ForeignConfig) -> bool:
     return value not in OFF
 
 
-def is_there(value: Any, theirs: ForeignConfig) -> bool:
+def always(value: Any, theirs: ForeignConfig) -> bool:
     """Hold for each value."""
     return True
 
 
-def matches(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
+def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
     """Return what tells whether a value has a pattern in it."""
     compiled = re.compile(pattern)
     return lambda value, theirs: compiled.search(str(value)) is not None
 
 
-def without_objective(
+def unless_preferences(
     is_meant: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
     """Let ``is_meant`` hold alone for configs that are for no objective on preferences."""

@@ -87,7 +87,7 @@ class ForeignConfig:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number else math.nan
 
-    def whole(self, key: str) -> int:
+    def integer(self, key: str) -> int:
         """Return a whole number.
 
         Raises:
@@ -145,7 +145,7 @@ class Refusal:
         found = [
             key
             for key, value in theirs.values.items()
-            if _without_numbers(key) in self.keys.split() and self.is_meant(value, theirs)
+            if _drop_list_numbers(key) in self.keys.split() and self.is_meant(value, theirs)
         ]
         if not found:
             return None
@@ -191,7 +191,7 @@ class Tool:
 
     def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
         """Return what becomes of a key; None: it is not known."""
-        name = _without_numbers(key)
+        name = _drop_list_numbers(key)
         parts = name.split(".")
         above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
         rule = next((self.rules[one] for one in (name, *above) if one in self.rules), None)
@@ -204,11 +204,11 @@ class Tool:
 def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a value by a rule."""
     if isinstance(rule, str):
-        return _take_over(rule, value, theirs)
+        return _copy_value(rule, value, theirs)
     return rule(value, theirs) if callable(rule) else rule
 
 
-def _take_over(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
+def _copy_value(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
     """Take a value over as it is, where the method and the objective use the setting."""
     if ours in _OF_ADAPTERS and theirs.method == "full":
         return NO_ADAPTERS
@@ -230,7 +230,7 @@ def tune_of(theirs: ForeignConfig) -> TuneConfig:
     return TuneConfig.model_validate({"objective": theirs.objective})
 
 
-def _without_numbers(key: str) -> str:
+def _drop_list_numbers(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
@@ -243,7 +243,7 @@ def format_their_value(value: Any) -> str:
 # -- Tables, and what makes a row of a row.
 
 
-def table(
+def rule_table(
     rows: dict[str, Rule],
     ignored: dict[str, str] | None = None,
     lacking: dict[str, str] | None = None,
@@ -254,9 +254,14 @@ def table(
     ``ignored``: what hpc_tune decides itself. ``lacking``: what it lacks, unless a config switches
     it off. ``to_do``: what it lacks, and the user must see to.
     """
-    added = [each(Ignored(why), keys) for why, keys in (ignored or {}).items()]
-    added += [each(lack(instead), keys) for instead, keys in (lacking or {}).items()]
-    added += [each(lack(instead, to_do=True), keys) for instead, keys in (to_do or {}).items()]
+    added = [same_rule(Ignored(why), keys) for why, keys in (ignored or {}).items()]
+    added += [
+        same_rule(lacking_feature(instead), keys) for instead, keys in (lacking or {}).items()
+    ]
+    added += [
+        same_rule(lacking_feature(instead, to_do=True), keys)
+        for instead, keys in (to_do or {}).items()
+    ]
     return join_tables(rows, *added)
 
 
@@ -269,12 +274,12 @@ def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
     return joined
 
 
-def each(rule: Rule, keys: str) -> dict[str, Rule]:
+def same_rule(rule: Rule, keys: str) -> dict[str, Rule]:
     """Give one rule to several keys, with spaces between them."""
     return join_tables(*({key: rule} for key in keys.split()))
 
 
-def lack(instead: str, to_do: bool = False) -> Rule:
+def lacking_feature(instead: str, to_do: bool = False) -> Rule:
     """Rule for what hpc_tune lacks: left, unless their config switches it off."""
     return unless_off(Unsupported(instead, to_do))
 
@@ -284,7 +289,7 @@ def unless_off(rule: Rule) -> Rule:
     return lambda value, theirs: IS_OFF if value in OFF else apply_rule(rule, value, theirs)
 
 
-def switch(on: Rule, off: Rule = IS_OFF) -> Rule:
+def on_off_rule(on: Rule, off: Rule = IS_OFF) -> Rule:
     """Rule for a key that is true or not."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -294,7 +299,7 @@ def switch(on: Rule, off: Rule = IS_OFF) -> Rule:
     return rule
 
 
-def one_of(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule:
+def known_values_rule(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule:
     """Rule for a key of which hpc_tune knows some values."""
     return lambda value, theirs: apply_rule(known if value in values else other, value, theirs)
 
@@ -307,12 +312,12 @@ def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
     return "full" if is_full else "qlora" if is_4_bit else "dora" if is_dora else "lora"
 
 
-def take_method(value: Any, theirs: ForeignConfig) -> Outcome:
+def map_method(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a key that says, maybe with others, which weights are trained."""
     return Mapped({"tune.method": theirs.method})
 
 
-def _dora(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_dora(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     if theirs.method == "qlora":
@@ -320,19 +325,21 @@ def _dora(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"tune.method": "dora"})
 
 
-DORA = switch(_dora, METHOD_SAYS_IT)
-OFFLOAD_PARAMS = switch(
+DORA = on_off_rule(_convert_dora, METHOD_SAYS_IT)
+OFFLOAD_PARAMS = on_off_rule(
     Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along"),
     Ignored("plan says whether the weights need it: parallel.offload_params"),
 )
 NOT_PACKED = "true is faster; a row then holds several documents, so make the batch smaller"
-PACKING = switch(
+PACKING = on_off_rule(
     Mapped({"data.packing": True}, "documents in a row do not see each other"),
     Mapped({"data.packing": False}, NOT_PACKED),
 )
 
 
-def global_batch(theirs: ForeignConfig, rows: str, accumulation: str, *shared_by: str) -> Mapped:
+def map_global_batch(
+    theirs: ForeignConfig, rows: str, accumulation: str, *shared_by: str
+) -> Mapped:
     """Return the global batch of rows per rank, accumulation and data-parallel ranks.
 
     ``shared_by`` names numbers of ranks that share a row; a key that is not there counts as 1.
@@ -340,20 +347,20 @@ def global_batch(theirs: ForeignConfig, rows: str, accumulation: str, *shared_by
     Raises:
         ConfigError: if the ranks are no multiple of those that share a row.
     """
-    ranks_per_row = math.prod(theirs.whole(key) for key in shared_by if theirs.get(key))
+    ranks_per_row = math.prod(theirs.integer(key) for key in shared_by if theirs.get(key))
     if theirs.ranks % ranks_per_row:
         raise ConfigError(
             f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
             f"multiple of {ranks_per_row}"
         )
-    per_rank = theirs.whole(rows)
-    accumulated = theirs.whole(accumulation) if accumulation else 1
+    per_rank = theirs.integer(rows)
+    accumulated = theirs.integer(accumulation) if accumulation else 1
     factors = per_rank, accumulated, theirs.ranks // ranks_per_row
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
     return Mapped({"batch.global_size": math.prod(factors)}, remark)
 
 
-def usable_file(value: Any) -> bool:
+def is_usable_file(value: Any) -> bool:
     """Return whether a value names a file, a pattern or a folder of a kind that hpc_tune reads."""
     if not isinstance(value, str) or "://" in value:
         return False
@@ -369,7 +376,7 @@ def is_local_path(name: str) -> bool:
 
 def is_data_path(name: str) -> bool:
     """Return whether a name is a path to data that hpc_tune reads, rather than one of a hub."""
-    if not usable_file(name):
+    if not is_usable_file(name):
         return False
     return bool(PurePosixPath(name).suffix) or ("/" in name and is_local_path(name))
 
@@ -383,7 +390,7 @@ def explain_hub_data(name: Any, ours: str) -> Unsupported:
     )
 
 
-def model_path(value: Any, theirs: ForeignConfig) -> Outcome:
+def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a model that is a directory or a name of the hub."""
     if is_local_path(str(value)):
         return Mapped({"model.path": value}, "a Hugging Face directory")
@@ -420,7 +427,7 @@ _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
 _MIN_TRAINED = 50  # percent; of which less is trained on is a part, and not data with a rest
 
 
-def advise_cut(part: str, ours: str, file: Any = None) -> Unsupported:
+def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:
     """Return how to write a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
@@ -437,14 +444,14 @@ def advise_cut(part: str, ours: str, file: Any = None) -> Unsupported:
     )
 
 
-def records(ours: str, part: str) -> Rule:
+def record_count_rule(ours: str, part: str) -> Rule:
     """Rule for a number of records of each file; ``part``: the slice of them, with {} for it."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
             return Unsupported("it is no number of records", to_do=True)
         cut = part.format(value)
-        return IS_OFF if cut == "0:" else advise_cut(cut, ours)
+        return IS_OFF if cut == "0:" else advise_on_slice(cut, ours)
 
     return rule
 
@@ -465,12 +472,12 @@ def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outc
     if is_whole_data and not start and percent and _MIN_TRAINED <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its position"
         return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
-    return advise_cut(
+    return advise_on_slice(
         f"{_slice_bound(*found.group(1, 2))}:{_slice_bound(*found.group(3, 4))}", ours, file
     )
 
 
-def complement(value: Any) -> str | None:
+def complement_split(value: Any) -> str | None:
     """Return the part that is all but ``value``: train[:95%] for train[95%:]."""
     found = re.fullmatch(r"train\[(\d+%):\]", str(value).replace(" ", ""))
     return f"train[:{found[1]}]" if found else None

@@ -7,7 +7,7 @@ from hpc_tune.convert.hf_trainer import (
     ONE_SCHEDULE,
     convert_adamw_8bit,
     convert_targets,
-    fall_to_zero,
+    map_decay_to_zero,
     only_value,
 )
 from hpc_tune.convert.rules import (
@@ -21,7 +21,7 @@ from hpc_tune.convert.rules import (
     Rule,
     Tool,
     Unsupported,
-    each,
+    same_rule,
 )
 
 # -- The rules for the datasets of torchtune's configs: which file, which columns, what is learned.
@@ -58,11 +58,11 @@ def _usable_path(part: str, theirs: ForeignConfig) -> Any:
     if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
         return None
     if files is not None:
-        return files if rules.usable_file(files) else None
+        return files if rules.is_usable_file(files) else None
     return source if rules.is_data_path(source) else None
 
 
-def _eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
     if _usable_path("dataset_val", theirs) or _holds_out(theirs):
         return Mapped({"train.eval_every_steps": value})
     return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
@@ -70,7 +70,9 @@ def _eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _holds_out(theirs: ForeignConfig) -> bool:
     """Return whether a share of the data's one file is held out."""
-    return isinstance(_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped)
+    return isinstance(
+        _convert_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped
+    )
 
 
 def _is_rest_of_file(theirs: ForeignConfig) -> bool:
@@ -79,7 +81,7 @@ def _is_rest_of_file(theirs: ForeignConfig) -> bool:
     if not held_out:
         return True
     given = str(theirs.get("dataset.split", "train")).replace(" ", "")
-    is_rest = rules.complement(theirs.get("dataset_val.split")) == given
+    is_rest = rules.complement_split(theirs.get("dataset_val.split")) == given
     same = ("source", "data_files")
     return is_rest and all(
         theirs.get(f"dataset_val.{key}", theirs.get(f"dataset.{key}"))
@@ -88,23 +90,23 @@ def _is_rest_of_file(theirs: ForeignConfig) -> bool:
     )
 
 
-def _split(part: str) -> Rule:
+def _split_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if part == "dataset_val" and rules.complement(value) and _holds_out(theirs):
+        if part == "dataset_val" and rules.complement_split(value) and _holds_out(theirs):
             return _HELD_OUT
-        return _part(part, value, theirs)
+        return _convert_part(part, value, theirs)
 
     return rule
 
 
-def _part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
     is_whole = part == "dataset" and _is_rest_of_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
     known = file if isinstance(file, str) and rules.is_data_path(file) else None
     return rules.convert_split(value, _PARTS[part], known, is_whole)
 
 
-def _component(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_component(value: Any, theirs: ForeignConfig) -> Outcome:
     name = _last_name(value)
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         instead = (
@@ -128,7 +130,7 @@ def _component(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"data.columns": named}) if named else _BY_KEYS
 
 
-def _source(part: str) -> Rule:
+def _source_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.get(f"{part}.data_files"):
             return Ignored("the ending of the file says its kind")
@@ -140,7 +142,7 @@ def _source(part: str) -> Rule:
     return rule
 
 
-def _files(part: str) -> Rule:
+def _files_rule(part: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
@@ -153,7 +155,7 @@ def _files(part: str) -> Rule:
     return rule
 
 
-def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
         return preferences.ONLY_ANSWERS
     choices = {"true": "all", "false": "answers"}
@@ -164,7 +166,7 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported("data.loss_on is answers or all: answers is used", to_do=True)
 
 
-def _column(*names: str) -> Rule:
+def _column_rule(*names: str) -> Rule:
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in names:
             return _BY_KEYS
@@ -175,7 +177,7 @@ def _column(*names: str) -> Rule:
     return rule
 
 
-def _column_map(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_column_map(value: Any, theirs: ForeignConfig) -> Outcome:
     if _last_name(theirs.get("dataset._component_")) in _FIELDS:
         return Ignored("data.columns says it")
     return Unsupported(
@@ -198,12 +200,12 @@ _LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.g
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
-def _objective(theirs: ForeignConfig) -> str | None:
+def _read_objective(theirs: ForeignConfig) -> str | None:
     name = _last_name(theirs.get("loss._component_"))
     return None if name in _OTHER_LOSSES else _LOSSES.get(name, SFT)
 
 
-def _method(theirs: ForeignConfig) -> str:
+def _read_method(theirs: ForeignConfig) -> str:
     builder = _last_name(theirs.get("model._component_"))
     is_4_bit = builder.startswith("qlora") or theirs.is_on("model.quantize_base")
     is_dora = theirs.is_on("model.use_dora")
@@ -211,12 +213,12 @@ def _method(theirs: ForeignConfig) -> str:
     return rules.choose_method(not (is_4_bit or is_dora or is_lora), is_4_bit, is_dora)
 
 
-def _method_rule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_method(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "the shape itself is read from config.json of model.path"
     return Mapped({"tune.method": theirs.method}, remark)
 
 
-def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.method == "full":
         return NO_ADAPTERS
     given = theirs.get("model.lora_attn_modules")
@@ -254,11 +256,11 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
     return Mapped({"tune.targets": ours}, remark, to_do=True)
 
 
-def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
-    limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
+    limits = [theirs.integer(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return preferences.map_seq_len(min(limits), theirs)
+        return preferences.convert_seq_len(min(limits), theirs)
     return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
@@ -266,7 +268,7 @@ def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _model_path(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     if "Meta" in _last_name(theirs.get("checkpointer._component_")):
         return Unsupported(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
@@ -276,26 +278,26 @@ def _model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
 
 
-def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
     shared_by = "tensor_parallel_dim", "context_parallel_dim"
-    return rules.global_batch(theirs, "batch_size", "gradient_accumulation_steps", *shared_by)
+    return rules.map_global_batch(theirs, "batch_size", "gradient_accumulation_steps", *shared_by)
 
 
-def _steps(theirs: ForeignConfig) -> int | None:
+def _steps_per_epoch(theirs: ForeignConfig) -> int | None:
     """Return the steps of all epochs together, if the config says how many an epoch has."""
     if theirs.get("max_steps_per_epoch") is None:
         return None
-    return theirs.whole("epochs") * theirs.whole("max_steps_per_epoch")
+    return theirs.integer("epochs") * theirs.integer("max_steps_per_epoch")
 
 
-def _length(value: Any, theirs: ForeignConfig) -> Outcome:
-    steps = _steps(theirs)
+def _convert_length(value: Any, theirs: ForeignConfig) -> Outcome:
+    steps = _steps_per_epoch(theirs)
     if steps is None:
         return Mapped({"train.epochs": value})
     return Mapped({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
 
 
-def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
         return Ignored("AdamW is the only optimizer")
     if "AdamW8bit" in str(value):
@@ -308,24 +310,26 @@ def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported(rules.ONLY_ADAMW, to_do=True)
 
 
-def _betas(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_betas(value: Any, theirs: ForeignConfig) -> Outcome:
     if isinstance(value, list) and len(value) == 2:
         return Mapped({"optim.beta1": value[0], "optim.beta2": value[1]})
     return Unsupported("set optim.beta1 and optim.beta2", to_do=True)
 
 
-def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
         return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if _last_name(value) == "get_cosine_schedule_with_warmup":
         key = "lr_scheduler.num_warmup_steps"
-        return fall_to_zero("cosine", _steps(theirs), theirs.whole(key) if theirs.get(key) else 0)
+        return map_decay_to_zero(
+            "cosine", _steps_per_epoch(theirs), theirs.integer(key) if theirs.get(key) else 0
+        )
     return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
-def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_loss(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        return preferences.take_objective(theirs)
+        return preferences.map_objective(theirs)
     if any(word in str(value) for word in _LOSS_NAMES):
         return Ignored("cross entropy, whose logits are never held whole")
     return Unsupported(
@@ -334,11 +338,11 @@ def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _clip(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_clip(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
 
 
-def _dtype(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
         return Unsupported(rules.DTYPES)
     if theirs.method == "full" and value == "bf16":
@@ -346,19 +350,19 @@ def _dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"model.dtype": value})
 
 
-def _device(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_device(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = str(value).partition(":")[0]
     if kind in ("cuda", "cpu"):
         return Mapped({"run.device": kind})
     return Unsupported("run.device is cuda or cpu")
 
 
-def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = "full" if theirs.is_on("enable_activation_checkpointing") else theirs.get("ac_mode")
     return Mapped({"parallel.recompute": kind or "none"})
 
 
-def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
     if "TensorBoard" in str(value):
         return Mapped({"run.tensorboard": True})
     if "WandB" in str(value):
@@ -370,7 +374,7 @@ def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
+def _convert_reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
     if not rules.tune_of(theirs).has_reference:
         return Ignored("no reference is used")
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
@@ -379,7 +383,7 @@ def _reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported(preferences.OTHER_REFERENCE + "begin with that one", to_do=True)
 
 
-def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
+def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = _LOSS_DEFAULTS.get(str(theirs.objective), {}) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,
@@ -403,58 +407,61 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
 
 
 _MAPPED: dict[str, Rule] = {
-    **each(_method_rule, "model._component_ model.quantize_base"),
+    **same_rule(_convert_method, "model._component_ model.quantize_base"),
     "model.use_dora": rules.DORA,
     "model.lora_rank": "tune.rank",
     "model.lora_alpha": "tune.alpha",
-    "model.lora_dropout": preferences.if_preferences(preferences.NO_DROPOUT, "tune.dropout"),
-    **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
-    **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
-    "checkpointer.checkpoint_dir": _model_path,
+    "model.lora_dropout": preferences.with_preferences_or(preferences.NO_DROPOUT, "tune.dropout"),
+    **same_rule(
+        _convert_targets,
+        "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output",
+    ),
+    **same_rule(_convert_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
+    "checkpointer.checkpoint_dir": _convert_model_path,
     "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
-    "dataset._component_": _component,
-    "dataset.source": _source("dataset"),
-    "dataset.data_files": _files("dataset"),
-    "dataset_val.source": _source("dataset_val"),
-    "dataset_val.data_files": _files("dataset_val"),
-    "dataset.split": _split("dataset"),
-    "dataset_val.split": _split("dataset_val"),
+    "dataset._component_": _convert_component,
+    "dataset.source": _source_rule("dataset"),
+    "dataset.data_files": _files_rule("dataset"),
+    "dataset_val.source": _source_rule("dataset_val"),
+    "dataset_val.data_files": _files_rule("dataset_val"),
+    "dataset.split": _split_rule("dataset"),
+    "dataset_val.split": _split_rule("dataset_val"),
     "dataset.packed": rules.PACKING,
-    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
-    "dataset.conversation_column": _column("messages", "conversations"),
-    "dataset.column": _column("text"),
-    "dataset.column_map.*": _column_map,
-    "run_val_every_n_steps": _eval_every,
-    **each(_batch, "batch_size gradient_accumulation_steps"),
-    **each(_length, "epochs max_steps_per_epoch"),
-    "optimizer._component_": _optimizer,
+    **same_rule(_convert_loss_on, "dataset.train_on_input dataset.masking_strategy"),
+    "dataset.conversation_column": _column_rule("messages", "conversations"),
+    "dataset.column": _column_rule("text"),
+    "dataset.column_map.*": _convert_column_map,
+    "run_val_every_n_steps": _convert_eval_every,
+    **same_rule(_convert_batch, "batch_size gradient_accumulation_steps"),
+    **same_rule(_convert_length, "epochs max_steps_per_epoch"),
+    "optimizer._component_": _convert_optimizer,
     "optimizer.lr": "optim.lr",
     "optimizer.weight_decay": "optim.weight_decay",
-    "optimizer.betas": _betas,
+    "optimizer.betas": _convert_betas,
     "optimizer.eps": "optim.eps",
-    "lr_scheduler._component_": _schedule,
+    "lr_scheduler._component_": _convert_schedule,
     "lr_scheduler.num_warmup_steps": "optim.warmup_steps",
     "lr_scheduler.num_cycles": only_value("0.5", "the schedule is half a cosine"),
-    "loss._component_": _loss,
+    "loss._component_": _convert_loss,
     "loss.beta": "tune.beta",
     "loss.gamma": "tune.gamma",
-    **preferences.only_preferences({"loss.label_smoothing": preferences.SMOOTHING}),
-    **each(_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
-    "clip_grad_norm": _clip,
-    **each("train.compile", "compile compile.model"),
-    "dtype": _dtype,
-    "device": _device,
+    **preferences.for_preferences_only({"loss.label_smoothing": preferences.SMOOTHING}),
+    **same_rule(_convert_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
+    "clip_grad_norm": _convert_clip,
+    **same_rule("train.compile", "compile compile.model"),
+    "dtype": _convert_dtype,
+    "device": _convert_device,
     "seed": "train.seed",
-    "shuffle": rules.switch(
+    "shuffle": rules.on_off_rule(
         Ignored("the order follows from seed, epoch and position, on any number of ranks"),
         Unsupported(rules.SHUFFLED, to_do=True),
     ),
-    **each(_recompute, "enable_activation_checkpointing ac_mode"),
-    **each(rules.OFFLOAD_PARAMS, "fsdp_cpu_offload fsdp.cpu_offload"),
-    "metric_logger._component_": _logger,
+    **same_rule(_convert_recompute, "enable_activation_checkpointing ac_mode"),
+    **same_rule(rules.OFFLOAD_PARAMS, "fsdp_cpu_offload fsdp.cpu_offload"),
+    "metric_logger._component_": _convert_logger,
     "output_dir": "run.dir",
     "save_every_n_steps": "checkpoint.every_steps",
-    "resume_from_checkpoint": rules.switch(
+    "resume_from_checkpoint": rules.on_off_rule(
         Unsupported(rules.OTHER_STATE, to_do=True),
         Ignored("checkpoint.resume=auto: rerun the same command"),
     ),
@@ -506,29 +513,35 @@ _TO_DO = {
     rules.FLOAT8: "enable_fp8_training fp8_recipe_name",
     rules.NO_NEW_TOKENS: "resize_token_embeddings",
 }
-_MEDIA_BUILDER = preferences.matches(r"vision|multimodal|\.clip\.|\.flux\.")
-_OTHER_TRAINING = preferences.without_objective(preferences.matches("rlhf|KTO|ORPO|PPO|GRPO"))
-_PAIRS_ALONE = preferences.without_objective(
-    preferences.matches("preference|hh_rlhf|stack_exchange_paired|rlhf")
+_MEDIA_BUILDER = preferences.matches_pattern(r"vision|multimodal|\.clip\.|\.flux\.")
+_OTHER_TRAINING = preferences.unless_preferences(
+    preferences.matches_pattern("rlhf|KTO|ORPO|PPO|GRPO")
+)
+_PAIRS_ALONE = preferences.unless_preferences(
+    preferences.matches_pattern("preference|hh_rlhf|stack_exchange_paired|rlhf")
 )
 _TEACHER = "teacher_model._component_ kd_loss._component_ kd_ratio"
-_MEDIA_DATA = preferences.matches("multimodal|the_cauldron|vqa|llava_instruct")
+_MEDIA_DATA = preferences.matches_pattern("multimodal|the_cauldron|vqa|llava_instruct")
 TORCHTUNE = Tool(
     "torchtune",
-    rules.table(_MAPPED, _IGNORED, _LACKING, _TO_DO),
-    _defaults,
-    _method,
-    _objective,
+    rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO),
+    _default_settings,
+    _read_method,
+    _read_objective,
     (
-        Refusal(_TEACHER, preferences.is_there, *preferences.DISTILLATION),
+        Refusal(_TEACHER, preferences.always, *preferences.DISTILLATION),
         preferences.refuse_loss("loss._component_"),
-        Refusal("policy_model._component_", preferences.is_there, *preferences.REWARDS),
+        Refusal("policy_model._component_", preferences.always, *preferences.REWARDS),
         Refusal("loss._component_", _OTHER_TRAINING, *preferences.REWARDS),
         Refusal("dataset._component_", _PAIRS_ALONE, *preferences.NO_LOSS),
-        Refusal("loss._component_", preferences.matches("KL|KD"), *preferences.DISTILLATION),
+        Refusal(
+            "loss._component_", preferences.matches_pattern("KL|KD"), *preferences.DISTILLATION
+        ),
         Refusal("dataset._component_", _MEDIA_DATA, *preferences.IMAGES),
         Refusal("model._component_", _MEDIA_BUILDER, *preferences.IMAGES),
-        Refusal("model._component_", preferences.matches("classifier"), *preferences.REWARDS),
+        Refusal(
+            "model._component_", preferences.matches_pattern("classifier"), *preferences.REWARDS
+        ),
         Refusal("tokenizer._component_", _MEDIA_BUILDER, *preferences.IMAGES),
     ),
 )

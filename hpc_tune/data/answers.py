@@ -52,7 +52,7 @@ class RenderedChat:
     special: re.Pattern[str]
     _beginnings: dict[tuple[int, bool], str | None] = field(default_factory=dict)
 
-    def first(self, count: int, generation: bool = False) -> str | None:
+    def render_first(self, count: int, generation: bool = False) -> str | None:
         """Return the text of the first ``count`` messages, rendered once; None if refused."""
         if count == len(self.messages) and not generation:
             return self.full
@@ -66,7 +66,7 @@ class RenderedChat:
 
         Templates render no empty list.
         """
-        return self.first(number, generation=True) if number else None
+        return self.render_first(number, generation=True) if number else None
 
     def prompt_end(self, number: int, text: str) -> int | None:
         """Return where the prompt of message ``number`` ends if ``text`` begins with it."""
@@ -90,14 +90,17 @@ class RenderedChat:
         return len(os.path.commonprefix([self.full, before])) if found else len(self.full)
 
     @cached_property
-    def opening(self) -> str:
+    def generation_prompt(self) -> str:
         """The generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
         That is what it adds to a turn of another role: a last answer may end by a token of its own.
         """
         others = [n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"]
         if others:
-            plain, prompted = self.first(others[-1]), self.first(others[-1], generation=True)
+            plain, prompted = (
+                self.render_first(others[-1]),
+                self.render_first(others[-1], generation=True),
+            )
         else:
             plain, prompted = self.render([QUESTION]), self.render([QUESTION], generation=True)
         plain, prompted = plain or "", prompted or plain or ""
@@ -192,11 +195,11 @@ def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
         for char in text:
             node = node.setdefault(char, {})
         node[""] = {}
-    return re.compile(_alternatives(tree) or r"(?!)")
+    return re.compile(_join_alternatives(tree) or r"(?!)")
 
 
-def _alternatives(node: dict[str, Any]) -> str:
-    ways = [re.escape(char) + _alternatives(below) for char, below in node.items() if char]
+def _join_alternatives(node: dict[str, Any]) -> str:
+    ways = [re.escape(char) + _join_alternatives(below) for char, below in node.items() if char]
     if not ways:
         return ""
     either = ways[0] if len(ways) == 1 and "" not in node else f"(?:{'|'.join(ways)})"
@@ -321,7 +324,7 @@ class AnswerFinder:
     # -- By beginnings.
 
     def _find_by_beginnings(self, chat: RenderedChat, number: int) -> Span | None:
-        before, after = chat.prompt(number), chat.first(number + 1)
+        before, after = chat.prompt(number), chat.render_first(number + 1)
         if before is None or after is None or not chat.full.startswith(after):
             return None
         if not after.startswith(before) or after == before:
@@ -345,7 +348,7 @@ class AnswerFinder:
             return None
         start = chat.prompt_end(number, full) or self._start_after_prompt(chat, number)
         limit = chat.next_content_start(number)
-        alone = (chat.first(number + 1) or "").rstrip()
+        alone = (chat.render_first(number + 1) or "").rstrip()
         if start is None or not alone.endswith(self._tokens):
             return None
         end = max((token for token in self._tokens if alone.endswith(token)), key=len)
@@ -380,7 +383,7 @@ class AnswerFinder:
         before, _, after = whole.partition(PROBE)
         start = (
             chat.prompt_end(number, before)
-            or self._start_after_opening(before, chat.opening, is_first=number == 0)
+            or self._start_after_opening(before, chat.generation_prompt, is_first=number == 0)
             or self._start_after_prompt(chat, number)
             or len(before)
         )
@@ -421,7 +424,7 @@ class AnswerFinder:
         only those that the same role follows.
         """
         first = self._next_special.match(after)
-        if first is None or chat.opening.lstrip().startswith(first[1]):
+        if first is None or chat.generation_prompt.lstrip().startswith(first[1]):
             return 0
         roles = [*(message["role"] for message in chat.messages), None]
         follower = roles[number + 1]
@@ -450,7 +453,7 @@ class AnswerFinder:
         """
         if number == 0:
             return None
-        probed, full, opening = chat.with_probe(number - 1), chat.full, chat.opening
+        probed, full, opening = chat.with_probe(number - 1), chat.full, chat.generation_prompt
         before = probed[:number]
         texts = [chat.render(probed), chat.render(before), chat.render(before, generation=True)]
         if any(text is None or text.count(PROBE) != 1 for text in texts):

@@ -130,7 +130,7 @@ class Renderer:
         numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
         if not numbers:
             return f"no answer of the assistant{roles}"
-        parts = self._learned_parts(example, numbers, full)
+        parts = self._find_learned_parts(example, numbers, full)
         if self._loss_on == "all":
             return self._learn_all_but(example, numbers, parts, full)
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
@@ -224,13 +224,13 @@ class Renderer:
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
         if not is_marked:
-            rendered = self._rendered(chat, full)
+            rendered = self._make_rendered_chat(chat, full)
             ended = self._answers.extend_to_next_opening(rendered, number, span)
         self._counters.unended_answers += ended is None
         self._counters.ended_by_next += ended is not None
         return ended or (full, span)
 
-    def _rendered(self, chat: Chat, full: str) -> RenderedChat:
+    def _make_rendered_chat(self, chat: Chat, full: str) -> RenderedChat:
         return RenderedChat(self._make_render(chat), chat.messages, full, self._answers.special)
 
     def _make_render(self, chat: Chat) -> Render:
@@ -259,7 +259,7 @@ class Renderer:
                 return as_text, full
             raise
 
-    def _learned_parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
+    def _find_learned_parts(self, chat: Chat, numbers: list[int], full: str) -> list[Parts]:
         _, template = self._templates.choose(chat.tools is not None)
         blocks = None
         if template is not None:
@@ -268,7 +268,7 @@ class Renderer:
             )
         if blocks is not None and len(blocks) == len(numbers):
             return [(block,) for block in blocks]
-        rendered = self._rendered(chat, full)
+        rendered = self._make_rendered_chat(chat, full)
         spans = self._answers.find(rendered, numbers)
         if blocks is not None:
             return [*group_by_answer(blocks, spans)]

@@ -28,7 +28,7 @@ import numpy as np
 
 from hpc_tune.config.data import is_prepared
 from hpc_tune.data import raw_files
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.files import (
     KNOWN_KINDS,
@@ -42,7 +42,7 @@ from hpc_tune.data.files import (
     join_paths,
     megatron_index,
 )
-from hpc_tune.data.reading import DEFAULT_READING, Reading, Row, read_example
+from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, Row, read_example
 from hpc_tune.data.records import Completion, Tokens
 from hpc_tune.errors import DataError
 
@@ -90,7 +90,7 @@ class MegatronIndex:
         at = _HEADER.size + 12 * self.num_sequences + 8 * start
         return self._read("<i8", at, stop - start)
 
-    def begins(self, start: int, stop: int) -> np.ndarray:
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return where the documents from ``start`` to ``stop`` begin, and the last of them ends.
 
         In bytes, shape [stop - start + 1].
@@ -183,7 +183,7 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
         DataError: if one of the files was cut off since they were looked at.
     """
     index = open_megatron_index(data)
-    begins, size = index.begins(start, stop), index.dtype.itemsize
+    begins, size = index.document_starts(start, stop), index.dtype.itemsize
     for number, (begin, end) in enumerate(zip(begins, begins[1:], strict=False), start + 1):
         count = int(end - begin) // size
         tokens = np.fromfile(data, index.dtype, count=count, offset=int(begin))
@@ -261,14 +261,14 @@ def _module_files(name: str) -> list[tuple[str, Path]]:
 
 
 def _module_pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    answer = _answer(tree)
+    answer = _docstring_answer(tree)
     if answer:
         yield f"What is the Python module {module} for?", answer
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _function_pair(module, node)
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            answer = _answer(node)
+            answer = _docstring_answer(node)
             if answer:
                 yield f"What is the Python class {module}.{node.name}?", answer
             for member in node.body:
@@ -279,13 +279,15 @@ def _module_pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 def _function_pair(
     owner: str, node: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[tuple[str, str]]:
-    answer = _answer(node)
+    answer = _docstring_answer(node)
     if answer and not node.name.startswith("_"):
         signature = f"{node.name}({ast.unparse(node.args)})"
         yield f"What does {owner}.{node.name} do? Its signature is {signature}", answer
 
 
-def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _docstring_answer(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> str:
     """Return the docstring's first paragraphs up to the limit, "" if nothing is fit to learn."""
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
     kept = ""
@@ -335,14 +337,14 @@ def list_chunks(paths: Paths) -> list[Chunk]:
 
 
 def read_chunk(
-    chunk: Chunk, reading: Reading = DEFAULT_READING, findings: Findings | None = None
+    chunk: Chunk, reading: ReadOptions = DEFAULT_READING, findings: ReadFindings | None = None
 ) -> Iterator[Row]:
     """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:
         DataError: naming file and line (or row), what was found and what is expected.
     """
-    findings = Findings() if findings is None else findings
+    findings = ReadFindings() if findings is None else findings
     is_first = True
     for position, row in _read_rows(chunk, reading, findings):
         try:
@@ -358,7 +360,7 @@ def read_chunk(
             yield example
 
 
-def _advise_on_bad_row(problem: str, reading: Reading, is_first: bool) -> str:
+def _advise_on_bad_row(problem: str, reading: ReadOptions, is_first: bool) -> str:
     """Return that a bad row of preferences among good ones may be skipped."""
     if reading.form == "answers" or is_first or "data.bad_rows" in problem:
         return ""
@@ -446,7 +448,9 @@ def _cut_file(file: Path) -> list[Chunk]:
     return [Chunk(kind, str(file), at, min(at + step, size)) for at in range(0, size, step)]
 
 
-def _read_rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[int, Any]]:
+def _read_rows(
+    chunk: Chunk, reading: ReadOptions, findings: ReadFindings
+) -> Iterator[tuple[int, Any]]:
     """Yield (position, row), a WrongRecord in place of a row that alone is wrong."""
     file = Path(chunk.path)
     match chunk.kind:

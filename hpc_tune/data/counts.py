@@ -1,4 +1,4 @@
-"""What became of raw data, counted: of its rows (``Findings``), of its examples (``Counters``)."""
+"""What became of raw data, counted: its rows (``ReadFindings``), its examples (``Counters``)."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -136,7 +136,7 @@ def _count(counts: dict[str, int], key: str, others: str) -> None:
 
 
 @dataclass
-class Findings:
+class ReadFindings:
     """What was met when rows were read."""
 
     num_bad: int = 0
@@ -158,20 +158,20 @@ class Findings:
         if self.has_room:
             self.first_bad.append(why)
 
-    def note(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+    def note_columns(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Add names of columns that were read, or were not."""
         self.used += [name for name in used if name not in self.used]
         fresh = [name for name in unread if name not in self.unread]
         self.unread += fresh[: max(_MAX_NAMES - len(self.unread), 0)]
 
-    def add(self, other: "Findings") -> None:
+    def add(self, other: "ReadFindings") -> None:
         """Add the findings of a later chunk."""
         self.num_bad += other.num_bad
         self.num_elsewhere += other.num_elsewhere
         self.num_marked += other.num_marked
         self.first_bad = [*self.first_bad, *other.first_bad][:_MAX_SHOWN]
         self.read_as |= other.read_as
-        self.note(other.used, other.unread)
+        self.note_columns(other.used, other.unread)
 
     def lines(self) -> list[str]:
         """Return what a person should know."""

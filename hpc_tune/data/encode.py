@@ -125,7 +125,9 @@ class Encoder:
                     "tokenizer made the data"
                 )
         learned = RenderedText("", None, split=True)
-        yield from self._make_block(self._pieces(learned, example.numbers.astype(self._dtype)))
+        yield from self._make_block(
+            self._split_plain_text(learned, example.numbers.astype(self._dtype))
+        )
 
     def _render_all(self, examples: Iterable[Example | Tokens]) -> Iterator[RenderedText | Tokens]:
         for example in examples:
@@ -159,7 +161,7 @@ class Encoder:
                 continue
             yield from self._encode_short_texts(short)
             short = []
-            yield from self._make_block(self._pieces(item, self._encode_long_text(item)))
+            yield from self._make_block(self._split_plain_text(item, self._encode_long_text(item)))
         yield from self._encode_short_texts(short)
 
     def _as_text(self, item: RenderedText) -> bool:
@@ -184,13 +186,17 @@ class Encoder:
     def _encode_short_texts(self, rendered: list[RenderedText]) -> Iterator[Block]:
         if not rendered:
             return
-        rendered = [self._head(item) for item in rendered]
+        rendered = [self._cut_long_chat(item) for item in rendered]
         documents: list[Side] = []
         for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
-            documents += self._pieces(item, tokens) if item.split else self._cut(item, tokens, mask)
+            documents += (
+                self._split_plain_text(item, tokens)
+                if item.split
+                else self._cut_at_seq_len(item, tokens, mask)
+            )
         yield from self._make_block(documents)
 
-    def _head(self, item: RenderedText) -> RenderedText:
+    def _cut_long_chat(self, item: RenderedText) -> RenderedText:
         """Return as much of a long chat as its first ``seq_len`` tokens come from.
 
         The rest is cut off in any case, and its tokens would take 400 bytes of memory each.
@@ -275,7 +281,7 @@ class Encoder:
         mask[:1] = 0
         return whole, mask
 
-    def _pieces(self, item: RenderedText, tokens: np.ndarray) -> list[Side]:
+    def _split_plain_text(self, item: RenderedText, tokens: np.ndarray) -> list[Side]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
@@ -290,7 +296,9 @@ class Encoder:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
 
-    def _cut(self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray) -> list[Side]:
+    def _cut_at_seq_len(
+        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray
+    ) -> list[Side]:
         """Cut an example at ``seq_len``; drop it if nothing in it is learned."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
@@ -355,7 +363,7 @@ _TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
 
 
 @dataclass(frozen=True)
-class _Item:
+class _RenderedSides:
     """The sides of a document as text; ``label`` of labelled answers, whose second may lack."""
 
     sides: tuple[RenderedText, ...]
@@ -389,24 +397,24 @@ class PreferenceEncoder:
         Raises:
             DataError: for messages where the tokenizer has no chat template.
         """
-        held: list[_Item] = []
+        held: list[_RenderedSides] = []
         num_chars = 0
         for row, following in _pair_with_next(rows):
             for item in self._render_row(row, following):
                 held.append(item)
                 num_chars += sum(len(side.text) for side in item.sides)
             if num_chars >= BATCH_CHARS:
-                yield from self._blocks(held)
+                yield from self._make_blocks(held)
                 held, num_chars = [], 0
-        yield from self._blocks(held)
+        yield from self._make_blocks(held)
 
-    def _render_row(self, row: Row, following: Row | None) -> Iterator[_Item]:
+    def _render_row(self, row: Row, following: Row | None) -> Iterator[_RenderedSides]:
         """Render a row; ``following`` gives the mismatched answers of a labelled one."""
         if isinstance(row, PreferencePair):
             self.counters.examples += 1
             chosen = self._render(row.chosen)
             if chosen and (rejected := self._render(row.rejected)):
-                yield _Item((chosen, rejected))
+                yield _RenderedSides((chosen, rejected))
             return
         assert isinstance(row, LabelledAnswers), "rows of preferences are pairs or labelled answers"
         self.counters.unpaired += len(row.answers) > 1
@@ -420,7 +428,7 @@ class PreferenceEncoder:
                 other = others[min(number, len(others) - 1)]
                 rendered = self._others.render(swap_answer(answer, other))
                 sides += [] if isinstance(rendered, str) else [rendered]
-            yield _Item(tuple(sides), label)
+            yield _RenderedSides(tuple(sides), label)
 
     def _render(self, answer: Chat | Completion) -> RenderedText | None:
         """Render a side; None, and counted, if it cannot be used."""
@@ -431,14 +439,14 @@ class PreferenceEncoder:
         self.counters.drop(rendered)
         return None
 
-    def _blocks(self, items: list[_Item]) -> Iterator[Block]:
+    def _make_blocks(self, items: list[_RenderedSides]) -> Iterator[Block]:
         """Yield the documents of some items as one block."""
         texts = [side for item in items for side in item.sides]
         sides = iter(self._own.tokenize(texts) if texts else [])
         documents, made_of = [], []
         for item in items:
             own = [next(sides) for _ in item.sides]
-            made = self._pair(own) if item.label is None else self._labelled(own)
+            made = self._fit_pair(own) if item.label is None else self._fit_labelled(own)
             if made:
                 documents.append(made)
                 made_of.append(item.label)
@@ -460,34 +468,34 @@ class PreferenceEncoder:
             labels,
         )
 
-    def _pair(self, sides: list[Side]) -> list[Side]:
+    def _fit_pair(self, sides: list[Side]) -> list[Side]:
         """Return the sides of a pair as they fit; nothing, and counted, if they do not."""
         why = _why_unfit(sides)
-        fitting = None if why else self._fit(sides)
+        fitting = None if why else self._fit_sides(sides)
         if fitting is None:
             self.counters.drop(why or _TOO_LONG)
             return []
         self.counters.cut_prompts += _is_cut(fitting, sides)
         return fitting
 
-    def _labelled(self, sides: list[Side]) -> list[Side]:
+    def _fit_labelled(self, sides: list[Side]) -> list[Side]:
         """Return the sides of a labelled answer as they fit, its own one if the other does not."""
         own, other = sides[:1], sides[1:]
         why = _why_unfit(own)
-        fitting = None if why else self._fit(own)
+        fitting = None if why else self._fit_sides(own)
         if fitting is None:
             self.counters.drop(why or _TOO_LONG)
             return []
         self.counters.cut_prompts += _is_cut(fitting, own)
         is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME)
-        fitting_other = self._fit(other) if is_comparable else None
+        fitting_other = self._fit_sides(other) if is_comparable else None
         if fitting_other is None:
             self.counters.unmatched += 1
             return fitting
         self.counters.cut_others += _is_cut(fitting_other, other)
         return fitting + fitting_other
 
-    def _fit(self, sides: list[Side]) -> list[Side] | None:
+    def _fit_sides(self, sides: list[Side]) -> list[Side] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
 
         A BOS in front is kept. None if no token of the prompt would be left beside it.

@@ -81,7 +81,7 @@ def append_checksum(path: Path) -> None:
     datasets = _find_datasets(path)
     with path.open("r+b") as file:
         size = file.seek(0, 2)
-        content = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
+        content = {"datasets": datasets, "sha256": _hash_outside_datasets(file, datasets, size)}
         text = json.dumps(content).encode()
         file.seek(size)
         file.write(text + _TRAILER.pack(len(text), _MAGIC))
@@ -101,7 +101,7 @@ def is_intact(file: BinaryIO) -> bool:
     try:
         content = json.loads(file.read(length))
         datasets = [(int(offset), int(num)) for offset, num in content["datasets"]]
-        return bool(content["sha256"] == _hash(file, datasets, end))
+        return bool(content["sha256"] == _hash_outside_datasets(file, datasets, end))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
 
@@ -118,10 +118,10 @@ def _find_datasets(path: Path) -> list[tuple[int, int]]:
     return sorted(ranges)
 
 
-def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
+def _hash_outside_datasets(file: BinaryIO, datasets: Ranges, end: int) -> str:
     """Return the hash of the bytes before ``end`` outside the datasets, and of their ranges."""
     hashed = hashlib.sha256(repr([*datasets, end]).encode())
-    for start, stop in _ranges_outside(datasets, end):
+    for start, stop in _ranges_outside_datasets(datasets, end):
         file.seek(start)
         while start < stop:
             piece = file.read(min(_PIECE, stop - start))
@@ -132,7 +132,7 @@ def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
     return hashed.hexdigest()
 
 
-def _ranges_outside(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
+def _ranges_outside_datasets(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
     start = 0
     for offset, num_bytes in datasets:
         if not start <= offset <= offset + num_bytes <= end:
@@ -299,7 +299,7 @@ class TokenStore:
             ) from error
         file = _OpenFile(path)
         store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
-        store._check()
+        store._require_consistent()
         return store
 
     @property
@@ -401,7 +401,7 @@ class TokenStore:
                 " embeddings first (resize_token_embeddings)"
             )
 
-    def _check(self) -> None:
+    def _require_consistent(self) -> None:
         """Check what can be checked without reading the documents."""
         values, counts = self.length_values, self.length_counts
         of_lengths = int(values @ counts)

@@ -141,10 +141,10 @@ class Prefetcher:
                 error = caught
             with self._changed:
                 if generation == self._generation and self._next == start and self._has_room():
-                    self._keep(start, built, error)
+                    self._queue_step(start, built, error)
                 self._changed.notify_all()
 
-    def _keep(
+    def _queue_step(
         self, start: int, built: tuple[list[Batch], int] | None, error: BaseException | None
     ) -> None:
         if error is not None:
@@ -202,7 +202,7 @@ class Loader:
         self._rows = 0
         self._pins_for: torch.device | None = None
         limit = self.prefetch_bytes if prefetch_bytes is None else prefetch_bytes
-        self._prefetcher = Prefetcher(self._build, limit, self._step_bytes())
+        self._prefetcher = Prefetcher(self._build_step, limit, self._step_bytes())
 
     @property
     def num_rows_per_epoch(self) -> int:
@@ -303,7 +303,7 @@ class Loader:
         token_bytes = BYTES_OF_FORM[self.stream.form] + 4 * self.stream.has_weights
         return rows * self.stream.seq_len * token_bytes
 
-    def _build(self, start: int) -> tuple[list[Batch], int] | None:
+    def _build_step(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""
         stop, micro_size = self._end_row(start), self._micro_size
         if start >= stop:

@@ -106,7 +106,7 @@ def pack_documents(histogram: dict[int, int], seq_len: int) -> list[RowPattern]:
     ]
 
 
-def one_per_row(histogram: dict[int, int]) -> list[RowPattern]:
+def pack_one_per_row(histogram: dict[int, int]) -> list[RowPattern]:
     """Give each document a row of its own."""
     return [RowPattern(((length, 1),), count) for length, count in sorted(histogram.items())]
 
@@ -136,7 +136,7 @@ class PackedSampler:
         self.patterns = (
             pack_documents(self._counts, order.seq_len)
             if order.packing
-            else one_per_row(self._counts)
+            else pack_one_per_row(self._counts)
         )
         self._firsts = _first_documents(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
@@ -271,7 +271,7 @@ class MixtureSource:
         return Fraction(str(self.weight)) * self.num_rows / self.learned_tokens
 
     @property
-    def asked(self) -> str:
+    def describe_amount(self) -> str:
         """What the settings say of it, in words."""
         return f"epochs {self.epochs}" if self.weight is None else f"weight {self.weight:g}"
 
@@ -365,7 +365,7 @@ def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[So
     return [
         SourceProgress(
             name,
-            part.asked if name in phases[-1].parts else "left out by now",
+            part.describe_amount if name in phases[-1].parts else "left out by now",
             rows[name],
             round(learned[name]),
             learned[name] / total,
@@ -390,12 +390,12 @@ def phases_from_json(values: Any) -> list[MixturePhase]:
 
 
 @dataclass(frozen=True)
-class _Node:
+class _InterleavingNode:
     """A source by its number, or two nodes that take turns; ``rate``: their rows together."""
 
     rate: int
     source: int = 0
-    halves: "tuple[_Node, _Node] | None" = None
+    halves: "tuple[_InterleavingNode, _InterleavingNode] | None" = None
 
     def count_first_half(self, num_rows: int) -> int:
         assert self.halves is not None, "a single source has no halves"
@@ -410,17 +410,18 @@ class Interleaving:
         """``rates``: how many rows each source has in comparison with the others, above 0."""
         unit = math.lcm(*(rate.denominator for rate in rates))
         heap = [
-            (int(rate * unit), at, _Node(int(rate * unit), at)) for at, rate in enumerate(rates)
+            (int(rate * unit), at, _InterleavingNode(int(rate * unit), at))
+            for at, rate in enumerate(rates)
         ]
         heapq.heapify(heap)
         numbers = itertools.count(len(heap))
         while len(heap) > 1:
             first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-            pair = _Node(first.rate + second.rate, halves=(first, second))
+            pair = _InterleavingNode(first.rate + second.rate, halves=(first, second))
             heapq.heappush(heap, (pair.rate, next(numbers), pair))
         self._root, self._num_sources = heap[0][2], len(rates)
 
-    def at(self, place: int) -> tuple[int, int]:
+    def source_at(self, place: int) -> tuple[int, int]:
         """Return the source at a place, and how many of its rows come before."""
         node = self._root
         while node.halves is not None:

@@ -232,19 +232,19 @@ def micro_batches(rows: Rows, own_rows: range, most_rows: int, micro_size: int) 
     for at in range(0, most_rows, micro_size):
         numbers = own_rows[at : at + micro_size]
         batches.append(
-            _batch(rows, numbers, own_rows.step)
+            _read_batch(rows, numbers, own_rows.step)
             if numbers
             else empty_batch(own_rows.start, rows.form)
         )
     return batches
 
 
-def _batch(rows: Rows, numbers: range, stride: int) -> Batch:
+def _read_batch(rows: Rows, numbers: range, stride: int) -> Batch:
     read = [rows.read(number) for number in numbers]
     place = rows.seq_len, numbers[0], stride
     if rows.form == "answers":
         return make_batch([[sides[0] for sides in row.sides] for row in read], *place)
-    pairs = _pairs(read)
+    pairs = _make_pairs(read)
     if rows.form == "pairs":
         laid = [[side for sides in row.sides for side in sides] for row in read]
         return replace(make_batch(laid, *place), pairs=pairs)
@@ -258,7 +258,7 @@ def _batch(rows: Rows, numbers: range, stride: int) -> Batch:
     return replace(own, pairs=replace(pairs, counts_P2=first), mismatched=others)
 
 
-def _pairs(read: Sequence[ReadRow]) -> PreferencePairs:
+def _make_pairs(read: Sequence[ReadRow]) -> PreferencePairs:
     documents = [sides for row in read for sides in row.sides]
     counts_P2 = np.zeros((len(documents), 2), dtype=np.int64)
     for number, sides in enumerate(documents):
@@ -361,16 +361,16 @@ class MixedRows:
         """Return the row of the stream with which some epochs are over."""
         return self.phase.row_at(epochs)
 
-    def place_of(self, stream_row: int) -> tuple[int, int]:
+    def source_and_row(self, stream_row: int) -> tuple[int, int]:
         """Return a row's source, by its number, and which row of its own stream it is."""
         place = stream_row - self.phase.first_row
         assert place >= 0, f"row {stream_row} is of an earlier phase"
-        source, before = self._interleaving.at(place)
+        source, before = self._interleaving.source_at(place)
         return source, self._before[source] + before
 
     def read(self, stream_row: int) -> ReadRow:
         """Return a row's documents."""
-        source, row = self.place_of(stream_row)
+        source, row = self.source_and_row(stream_row)
         return self.packed[source].read(row)
 
     def state(self) -> dict[str, Any]:

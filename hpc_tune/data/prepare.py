@@ -33,11 +33,11 @@ import numpy as np
 from hpc_tune import __version__
 from hpc_tune.data.chats import LossOn
 from hpc_tune.data.chunks import Chunk, hash_file_ends, list_chunks, read_chunk, source_identity
-from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
+from hpc_tune.data.counts import ANSWER_BEYOND, Counters, ReadFindings
 from hpc_tune.data.encode import Encoder, PreferenceEncoder, make_encoder
 from hpc_tune.data.files import Paths, as_list, join_paths
 from hpc_tune.data.hdf5_format import PAIR_VERSION, VERSION, Attributes, TokenStore
-from hpc_tune.data.reading import DEFAULT_READING, Reading, require_columns
+from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, require_columns
 from hpc_tune.data.tokenizer import (
     FastTokenizer,
     find_template_date,
@@ -65,7 +65,7 @@ class PrepareSettings:
 
     seq_len: int
     loss_on: LossOn = "answers"
-    reading: Reading = DEFAULT_READING
+    reading: ReadOptions = DEFAULT_READING
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class PreparePlan:
     attributes: Attributes
     parts: Path
 
-    def part(self, number: int) -> Path:
+    def part_file(self, number: int) -> Path:
         """Return the file for a chunk's tokens."""
         return self.parts / f"{number:08d}.part"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PreparingRanks:
     """The ranks that prepare together; by default this process alone.
 
     ``run_and_agree`` does a step on every rank and raises everywhere if it fails on one; it is also
@@ -102,7 +102,7 @@ class Ranks:
     share: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
 
-    def do(self, work: Callable[[], T]) -> T:
+    def run_step(self, work: Callable[[], T]) -> T:
         """Do a step; what a file system refuses is an error of the data, too. Collective."""
 
         def step() -> T:
@@ -114,7 +114,7 @@ class Ranks:
         return self.run_and_agree("preparing the data", step)
 
 
-SINGLE_RANK = Ranks()
+SINGLE_RANK = PreparingRanks()
 
 
 def cache_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
@@ -157,7 +157,7 @@ def plan_preparation(
 def tokenize_chunks(
     work: PreparePlan,
     tokenizer: FastTokenizer,
-    ranks: Ranks = SINGLE_RANK,
+    ranks: PreparingRanks = SINGLE_RANK,
     report: ReportProgress | None = None,
 ) -> None:
     """Write the parts of this rank's chunks; complete parts of an earlier run are kept.
@@ -173,7 +173,7 @@ def tokenize_chunks(
     of_tokenizer = tokenizer, settings.seq_len, settings.loss_on
     with _tokenizer_threads(ranks.threads):
         for done, number in enumerate(numbers, 1):
-            if not zipfile.is_zipfile(work.part(number)):
+            if not zipfile.is_zipfile(work.part_file(number)):
                 _write_part(work, number, make_encoder(settings.reading.form, *of_tokenizer))
             if report is not None:
                 report(done, len(numbers))
@@ -185,13 +185,13 @@ def join_parts(work: PreparePlan) -> Counters:
     Raises:
         DataError: if parts are missing, or no example is left.
     """
-    counters, findings, histogram = Counters(), Findings(), collections.Counter[int]()
+    counters, findings, histogram = Counters(), ReadFindings(), collections.Counter[int]()
     num_tokens = 0
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
             facts = json.loads(part[_FACTS_FILE])
         counters.add(Counters(**facts["counters"]))
-        findings.add(Findings(**facts["findings"]))
+        findings.add(ReadFindings(**facts["findings"]))
         histogram.update(dict(facts["sizes"]))
         num_tokens += facts["tokens"]
     _check_counters(work, counters, findings)
@@ -202,7 +202,7 @@ def join_parts(work: PreparePlan) -> Counters:
     return counters
 
 
-def _check_counters(work: PreparePlan, counters: Counters, findings: Findings) -> None:
+def _check_counters(work: PreparePlan, counters: Counters, findings: ReadFindings) -> None:
     """Log what was found in the data; refuse data without an example to learn from."""
     reading, source = work.settings.reading, work.attributes.source
     if counters.documents:
@@ -242,12 +242,12 @@ def _require_same_files(own: PreparePlan, work: PreparePlan) -> None:
             )
 
 
-def prepare(
+def prepare_data(
     paths: Paths,
     out: str | Path,
     tokenizer: FastTokenizer,
     settings: PrepareSettings,
-    ranks: Ranks = SINGLE_RANK,
+    ranks: PreparingRanks = SINGLE_RANK,
     report: ReportProgress | None = None,
 ) -> Counters:
     """Do all three steps; every rank calls it and gets the counters.
@@ -259,7 +259,7 @@ def prepare(
         DataError: on every rank, if the data of one cannot be used or written.
     """
     before = _file_stamp(Path(out), ranks)
-    own = ranks.do(lambda: plan_preparation(paths, out, tokenizer, settings))
+    own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
     work: PreparePlan = ranks.share(own)
 
     def tokenize_own() -> None:
@@ -268,7 +268,7 @@ def prepare(
 
     failed: HpcTuneError | None = None
     try:
-        ranks.do(tokenize_own)
+        ranks.run_step(tokenize_own)
     except HpcTuneError as error:  # on all ranks; the parts may be gone
         failed = error
     is_there: bool = ranks.share(_file_stamp(work.out, ranks) != before)
@@ -286,11 +286,11 @@ def prepare(
                 raise
         shutil.rmtree(work.parts, ignore_errors=True)
 
-    ranks.do(join)
+    ranks.run_step(join)
     return TokenStore.open(work.out).attributes.counters
 
 
-def _file_stamp(file: Path, ranks: Ranks) -> tuple[int, int] | None:
+def _file_stamp(file: Path, ranks: PreparingRanks) -> tuple[int, int] | None:
     """Return what differs between a file and one that replaces it; None where there is none.
 
     Rank 0 alone looks: where a rank on another node has looked in vain, NFS goes on telling it that
@@ -342,11 +342,11 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
 
 def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, at last facts about all."""
-    findings, histogram = Findings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
+    findings, histogram = ReadFindings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
     num_tokens = 0
     examples = read_chunk(work.chunks[number], work.settings.reading, findings)
     with (
-        replace_atomically(work.part(number)) as temporary,
+        replace_atomically(work.part_file(number)) as temporary,
         zipfile.ZipFile(temporary, "w") as part,
     ):
         for at, block in enumerate(encoder.encode(examples)):
@@ -374,7 +374,7 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
         DataError: if it is missing, or damaged as far as the block reads it.
     """
     try:
-        with np.load(work.part(number), allow_pickle=False) as part:
+        with np.load(work.part_file(number), allow_pickle=False) as part:
             yield part
     except FileNotFoundError:
         raise DataError(
@@ -386,7 +386,7 @@ def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
         raise DataError(f"{error}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{work.part(number)} is damaged ({error}); remove its folder and prepare again"
+            f"{work.part_file(number)} is damaged ({error}); remove its folder and prepare again"
         ) from error
 
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import LABEL_FIELDS, MARK_FIELDS, PREFERENCE_FIELDS, WrongRecord
 from hpc_tune.data.files import COMPRESSIONS
-from hpc_tune.data.reading import Reading, choose_columns
+from hpc_tune.data.reading import ReadOptions, choose_columns
 from hpc_tune.data.records import Text
 from hpc_tune.errors import DataError
 
@@ -158,7 +158,7 @@ class _ObjectHook:
             self.twice.append(next(name for name in names if names.count(name) > 1))
         return made
 
-    def checked(self, value: Any) -> Any:
+    def refuse_duplicate_keys(self, value: Any) -> Any:
         """Return a value, or in its place what is wrong if objects in it had a key twice."""
         if not self.twice:
             return value
@@ -169,7 +169,9 @@ class _ObjectHook:
 def _parse(line: bytes) -> Any:
     objects = _ObjectHook()
     try:
-        return objects.checked(json.loads(line.decode("utf-8"), object_pairs_hook=objects))
+        return objects.refuse_duplicate_keys(
+            json.loads(line.decode("utf-8"), object_pairs_hook=objects)
+        )
     except UnicodeDecodeError as error:
         if line.startswith(_GZIP):
             return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
@@ -221,7 +223,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                     more = text_file.read(max(READ_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + more, 0, not more
                     continue
-                yield number, objects.checked(value)
+                yield number, objects.refuse_duplicate_keys(value)
                 number += 1
         except UnicodeDecodeError as error:
             raise DataError(f"{where} {number} of the array: {error}") from error
@@ -305,7 +307,7 @@ def open_parquet(file: Path) -> Any:
         return opened
 
 
-def read_parquet(file: Path, group: int, reading: Reading, findings: Findings) -> Rows:
+def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFindings) -> Rows:
     """Yield the rows of one row group.
 
     Raises:
@@ -346,7 +348,9 @@ def _batch_bytes(batch: Any) -> int:
         return int(batch.get_total_buffer_size())
 
 
-def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Findings) -> Rows:
+def read_arrow(
+    file: Path, start: int, stop: int, reading: ReadOptions, findings: ReadFindings
+) -> Rows:
     """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
@@ -365,7 +369,7 @@ def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Fi
         yield from _read_rows(file, _slice_batches(wanted, columns), first)
 
 
-def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
+def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
     Text stays text, also where it looks like a number; an empty cell is empty text.

@@ -2,7 +2,7 @@
 
     row -> data.columns, well-known names -> to_example (records.py) -> this part of the documents
 
-What is worth reporting is counted in ``Findings``, chunk by chunk.
+What is worth reporting is counted in ``ReadFindings``, chunk by chunk.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_tune.config.data import Form
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import (
     ADVANTAGE_FIELDS,
     CHAT_FIELDS,
@@ -52,7 +52,7 @@ _QUESTION_FIELDS = ("instruction", "prompt", "question", "query")
 _ANSWER_FIELDS = ("output", "completion", "answer", "response")
 KNOWN_FIELDS = frozenset(
     itertools.chain(
-        *(form.own + form.shares for form in FORMS),
+        *(form.own_fields + form.shares for form in FORMS),
         _QUESTION_FIELDS,
         _ANSWER_FIELDS,
         PREFERENCE_FIELDS,
@@ -68,7 +68,7 @@ _READERS: dict[Form, Callable[[Any], Row]] = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How a source is read.
 
     ``columns``: (name in the data, field that it is read as). ``part``: which of the documents,
@@ -82,16 +82,16 @@ class Reading:
     form: Form = "answers"
 
     @property
-    def known(self) -> frozenset[str]:
+    def known_fields(self) -> frozenset[str]:
         """The fields that rows may have."""
         return KNOWN_FIELDS if self.form == "answers" else KNOWN_FIELDS | PAIR_FIELDS
 
 
-DEFAULT_READING = Reading()
+DEFAULT_READING = ReadOptions()
 
 
 def choose_columns(
-    file: Any, names: Sequence[str], reading: Reading, findings: Findings
+    file: Any, names: Sequence[str], reading: ReadOptions, findings: ReadFindings
 ) -> list[str]:
     """Return the columns of a table that are read.
 
@@ -101,16 +101,16 @@ def choose_columns(
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
         raise DataError(_explain_missing(str(file), missing, names))
-    chosen = [name for name in names if name in reading.known or name in columns]
+    chosen = [name for name in names if name in reading.known_fields or name in columns]
     if not chosen:
         raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED_FIELDS}")
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
         raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
-    findings.note(columns, (name for name in names if name not in chosen))
+    findings.note_columns(columns, (name for name in names if name not in chosen))
     return chosen
 
 
-def require_columns(source: str, reading: Reading, findings: Findings) -> None:
+def require_columns(source: str, reading: ReadOptions, findings: ReadFindings) -> None:
     """Check that each name in data.columns was found in some row.
 
     Raises:
@@ -127,7 +127,7 @@ def _explain_missing(where: str, missing: Sequence[str], names: Sequence[str]) -
     )
 
 
-def read_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
+def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row | None:
     """Return the example of a row; None if it is not to be learned, or in the other part.
 
     Raises:
@@ -158,15 +158,15 @@ def read_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
 
 
 def _rename_fields(
-    row: dict[str, Any], reading: Reading, findings: Findings
+    row: dict[str, Any], reading: ReadOptions, findings: ReadFindings
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row with the names of its fields as they are read, and what was renamed."""
     names = {old: new for old, new in reading.columns if old in row}
     kept = dict(row)
     if reading.columns:
         wanted = {new for _, new in reading.columns}
-        forms = [form for form in FORMS if wanted.intersection(form.own)]
-        others = {name for form in FORMS if forms and form not in forms for name in form.own}
+        forms = [form for form in FORMS if wanted.intersection(form.own_fields)]
+        others = {name for form in FORMS if forms and form not in forms for name in form.own_fields}
         groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
         is_said = reading.form == "answers" and bool(forms)  # which answers are learned
         others.update(*(g for g in groups if is_said or wanted.intersection(g)))
@@ -184,13 +184,15 @@ def _rename_fields(
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in FORMS if renamed.get(form.needs[0]) is not None), None)
-    of_form = {*form.own, *form.shares} if form else set()
+    of_form = {*form.own_fields, *form.shares} if form else set()
     of_form.discard("response")  # it is read renamed alone
     if reading.form != "answers":
         of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
     read = of_form.intersection(kept) | names.keys()
     findings.read_as |= names
-    findings.note(read, (name for name in row if name not in read and row[name] is not None))
+    findings.note_columns(
+        read, (name for name in row if name not in read and row[name] is not None)
+    )
     return renamed, names
 
 
@@ -230,7 +232,7 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
     return {old: new for old, new in (names | system).items() if old != new}
 
 
-def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
+def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
     """Return whether an example is in the part that is read.
 
     A hash of its content decides: not its position, not the form in which it is stored. Duplicates

@@ -469,7 +469,7 @@ class RecordForm:
     name: str = ""
 
     @property
-    def own(self) -> tuple[str, ...]:
+    def own_fields(self) -> tuple[str, ...]:
         """The fields that say that a row is of this form."""
         return self.needs + self.may_have
 

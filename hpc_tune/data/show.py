@@ -20,12 +20,12 @@ from hpc_tune.config.data import Form
 from hpc_tune.data.answers import longest_match_pattern
 from hpc_tune.data.chats import list_special_tokens
 from hpc_tune.data.chunks import describe_unread, is_builtin, list_chunks, read_chunk
-from hpc_tune.data.counts import Counters, Findings
+from hpc_tune.data.counts import Counters, ReadFindings
 from hpc_tune.data.encode import make_encoder
 from hpc_tune.data.files import Paths, find_files, join_paths
 from hpc_tune.data.hdf5_format import Side, TokenStore, split_sides
 from hpc_tune.data.prepare import PrepareSettings
-from hpc_tune.data.reading import Reading, Row, require_columns
+from hpc_tune.data.reading import ReadOptions, Row, require_columns
 from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
 from hpc_tune.data.writer import Block, verify_content
 from hpc_tune.errors import DataError
@@ -77,7 +77,7 @@ PLAIN_STYLE = TextStyle(("«", "»"))
 COLOUR_STYLE = TextStyle(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
 
 
-def show(
+def show_documents(
     paths: Paths,
     tokenizer: FastTokenizer,
     settings: PrepareSettings,
@@ -99,7 +99,7 @@ def show(
     encoder = make_encoder(reading.form, tokenizer, settings.seq_len, settings.loss_on)
     num_shown = num_read = 0
     is_all = True
-    findings = Findings()
+    findings = ReadFindings()
     for label, example in _read_examples(paths, reading, findings):
         counters = encoder.counters
         counters.unmatched = 0  # others' answers are those of other rows
@@ -186,7 +186,9 @@ class DocumentDecoder:
         ids, parts = tokens.tolist(), []
         for is_learned, run in groupby(range(first, len(ids)), lambda at: bool(mask[at])):
             text = "".join(
-                self._special_text(ids, [*places]) if is_special else self._plain(ids, [*places])
+                self._special_text(ids, [*places])
+                if is_special
+                else self._decode_plain(ids, [*places])
                 for is_special, places in groupby(run, lambda at: ids[at] in self._special)
             )
             parts.append(self._style.paint(text, self._style.learned) if is_learned else text)
@@ -196,7 +198,7 @@ class DocumentDecoder:
         text = "".join(self._special[ids[at]] for at in places)
         return self._style.paint(text, self._style.special)
 
-    def _plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
+    def _decode_plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
         """Decode a run of tokens after the one before it: at a beginning some lose a space."""
         start, stop = places[0], places[-1] + 1
         first = max(start - 1, 0)
@@ -260,7 +262,9 @@ def _read_documents(block: Block) -> Iterator[ShownDocument]:
             yield ShownDocument(sides[:1], bool(block.labels[number]))
 
 
-def _read_examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Row]]:
+def _read_examples(
+    paths: Paths, reading: ReadOptions, findings: ReadFindings
+) -> Iterator[tuple[str, Row]]:
     """Yield (label, example); a label counts the rows of a file that are read."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1

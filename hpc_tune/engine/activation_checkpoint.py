@@ -144,7 +144,9 @@ def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_recompute(forward: Forward, recompute: RecomputeLevel) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _recompute_policy
+        )
     without_draws: WeakSet[nn.Module] = WeakSet()
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +199,7 @@ def _random_state(*args: Any) -> list[bytes]:
         return [state.numpy().tobytes() for state in states]
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = (name := str(operator)) in _KEPT_OPS
     if (first := _MATMULS.get(name)) is not None:
         kept = _is_worth_keeping(*args[first : first + 2])

@@ -139,7 +139,7 @@ class OffloadedState:
         self._optimizer = optimizer
         states = [optimizer.state[parameter] for _, parameter in self._parameters()]
         for state in states:
-            state |= {name: _local(state[name]) for name in MOMENT_NAMES}
+            state |= {name: _local_tensor(state[name]) for name in MOMENT_NAMES}
         away = [
             (state, name)
             for state in states
@@ -179,8 +179,8 @@ class OffloadedState:
         on_device = [moment.to(parameter.device, non_blocking=True) for moment in on_host]
         beta1, beta2 = group["betas"]
         adamw(
-            [_local(parameter)],
-            [_local(grad)],
+            [_local_tensor(parameter)],
+            [_local_tensor(grad)],
             [on_device[0]],
             [on_device[1]],
             [],
@@ -198,7 +198,7 @@ class OffloadedState:
             moment.copy_(updated, non_blocking=True)  # the step waits for the device at its end
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

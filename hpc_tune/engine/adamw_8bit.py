@@ -80,12 +80,12 @@ class CodeTable:
     @classmethod
     def of(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table, on a device."""
-        values, borders = _table(signed)
+        values, borders = _cached_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
 
 
 @functools.cache
-def _table(signed: bool) -> tuple[list[float], list[float]]:
+def _cached_table(signed: bool) -> tuple[list[float], list[float]]:
     return _compute_table(signed)
 
 
@@ -102,14 +102,14 @@ def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
     below, reached = values[:-1].clone(), values[1:].clone()
     codes = torch.arange(1, 256)
     for _ in range(64):
-        middle = _middle(below, reached)
+        middle = _midpoints(below, reached)
         is_reached = quantize_8bit_with_qmap(middle, values) >= codes
         reached = torch.where(is_reached, middle, reached)
         below = torch.where(is_reached, below, middle)
     return values.tolist(), reached.tolist()
 
 
-def _middle(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def _midpoints(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return fp32 numbers between two, and ``high`` where there are none."""
     middle = ((low.double() + high.double()) / 2).float()
     return torch.where((middle > low) & (middle < high), middle, high)
@@ -142,12 +142,12 @@ class QuantizedMoment:
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values."""
-        return self._values(self.codes, self.scales)
+        return self._dequantise(self.codes, self.scales)
 
     def store(self, values: torch.Tensor) -> None:
         """Quantise ``values``, of shape (blocks, 256)."""
         scales = values.abs().amax(-1).clip(_MIN_SCALE)
-        self.codes.copy_(self._codes(values, scales))
+        self.codes.copy_(self._nearest_codes(values, scales))
         self.scales.copy_(scales)
 
     def restore(self, values: torch.Tensor) -> None:
@@ -162,17 +162,17 @@ class QuantizedMoment:
         for scales in (largest, *(torch.nextafter(largest, largest * k) for k in (0, 2))):
             if not wrong.any():
                 return
-            codes = self._codes(values, scales)
-            fits = wrong & (self._values(codes, scales) == values).all(-1)
+            codes = self._nearest_codes(values, scales)
+            fits = wrong & (self._dequantise(codes, scales) == values).all(-1)
             self.codes[fits], self.scales[fits] = codes[fits], scales[fits]
             wrong &= ~fits
 
-    def _codes(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _nearest_codes(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scaled = values / scales.unsqueeze(-1)
         codes = torch.bucketize(scaled, self.table.borders, out_int32=True, right=True)
         return codes.to(torch.uint8)
 
-    def _values(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self.table.values[codes.int()] * scales.unsqueeze(-1)
 
 
@@ -204,7 +204,7 @@ def make_optimizer(
 
 
 def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
-    local = _local(parameter)
+    local = _local_tensor(parameter)
     # By the whole parameter's size: it is to be the same in each layout.
     if not is_in_8_bits(parameter.numel()) or local.numel() % BLOCK_8BIT or not local.numel():
         return dict(initial_state(parameter, reserve))
@@ -222,9 +222,9 @@ def _update(
 ) -> None:
     state["step"] += 1
     average, squares = (state[name] for name in MOMENT_NAMES)
-    weights, grads, step = _local(parameter), _local(grad), state["step"]
+    weights, grads, step = _local_tensor(parameter), _local_tensor(grad), state["step"]
     if not isinstance(average, QuantizedMoment):
-        _take_step(group, step, weights, grads, _local(average), _local(squares))
+        _take_step(group, step, weights, grads, _local_tensor(average), _local_tensor(squares))
         return
     weights, grads = weights.view(-1, BLOCK_8BIT), grads.view(-1, BLOCK_8BIT)
     for start in range(0, len(weights), _BLOCKS_AT_ONCE):
@@ -256,12 +256,12 @@ def _take_step(
 def moment_regions(name: str, moment: QuantizedMoment, where: LocalRegion) -> Iterator[Region]:
     """Yield the regions of a moment of what ``where`` tells, in fp32: some rows each."""
     for number, (box, blocks) in enumerate(_cut_rows(moment, where.box)):
-        values = functools.partial(_shaped, blocks, box.shape)
+        values = functools.partial(_values_in_shape, blocks, box.shape)
         stored = f"{name}:{number}"
         yield Region(name, torch.float32, box, where.full_shape, values, stored)
 
 
-def _shaped(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.Tensor:
+def _values_in_shape(blocks: QuantizedMoment, shape: tuple[int, ...]) -> torch.Tensor:
     return blocks.values().view(shape)
 
 
@@ -298,5 +298,5 @@ def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, Quantiz
         yield box, moment.blocks(some)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -28,7 +28,7 @@ from hpc_tune.model.loss import (
     LogitsKernels,
     LossModel,
     cross_entropies,
-    fusible_exponentials,
+    write_exponentials_fusible,
 )
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import DocumentStarts
@@ -57,7 +57,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 def compile_loss(module: LossModel) -> None:
     """Compile what ``module`` computes of logits: one pass over them in the place of eight."""
     module.logits_kernels = LogitsKernels(
-        _compile_any_length(fusible_exponentials), _compile_any_length(cross_entropies)
+        _compile_any_length(write_exponentials_fusible), _compile_any_length(cross_entropies)
     )
 
 

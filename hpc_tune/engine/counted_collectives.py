@@ -128,7 +128,7 @@ class CountedCollectives:
         start = torch.cuda.Event(enable_timing=True)
         start.record()
         yield
-        self._events.append((start, self._now()))
+        self._events.append((start, self._record_time()))
 
     @contextmanager
     def counted_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
@@ -140,16 +140,16 @@ class CountedCollectives:
         self.count(kind, num_bytes)
         yield
 
-    def done(self) -> Any:
+    def record_end(self) -> Any:
         """Return the event that the current stream of a GPU has come here, None if none counts."""
-        return self._now() if self._cuda and self._counts else None
+        return self._record_time() if self._cuda and self._counts else None
 
     def wait_for(self, done: Any, since: Any = None) -> None:
         """Count the time until ``done``, of another stream, from ``since`` or where this one is."""
         if done is not None and self._counts:
-            self._events.append((since or self._now(), done))
+            self._events.append((since or self._record_time(), done))
 
-    def _now(self) -> Any:
+    def _record_time(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -193,7 +193,7 @@ class FsdpAllGather(_FsdpCollective):
         sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
         with self._collectives.counted_overlapped("all_gather", sent):
             work = self._collectives.gather_shards(output_tensor, input_tensor, group, async_op)
-        self._done = self._collectives.done()
+        self._done = self._collectives.record_end()
         return work
 
 
@@ -215,7 +215,7 @@ class FsdpReduceScatter(_FsdpCollective):
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.counted_overlapped("reduce_scatter", sent):
             work = torch_versions.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
-        self._done = self._collectives.done()
+        self._done = self._collectives.record_end()
         return work
 
 
@@ -280,12 +280,12 @@ class ReduceScatterWaits:
 
     def begin(self, group: Any) -> None:
         """The gradients of ``group`` are there."""
-        self._start_event = self._collectives.done() if _pending_events(group) else None
+        self._start_event = self._collectives.record_end() if _pending_events(group) else None
 
     def restart_wait(self) -> None:
         """If there is a sum to wait for, it is from here on."""
         if self._start_event is not None:
-            self._start_event = self._collectives.done()
+            self._start_event = self._collectives.record_end()
 
     def end(self, group: Any) -> None:
         """FSDP2 has waited for the sums that it no longer keeps, and has begun the next."""

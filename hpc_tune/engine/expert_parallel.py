@@ -130,15 +130,15 @@ class _TokenExchange:
         sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
         kept = batch_context.batch.kept
         if kept is None:
-            return self._counted(sent, len(ids_S))
+            return self._exchange_row_counts(sent, len(ids_S))
         if self not in kept:
-            kept[self] = sent, self._counted(sent, len(ids_S))
+            kept[self] = sent, self._exchange_row_counts(sent, len(ids_S))
         first, rows = kept[self]
         if first is not sent and not isinstance(sent, FakeTensor):
             _require_same(first, sent)
         return cast("tuple[torch.Tensor, list[int], list[int]]", rows)
 
-    def _counted(
+    def _exchange_row_counts(
         self, sent: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Exchange counts and read them; in a trace, without values, experts are chosen evenly."""

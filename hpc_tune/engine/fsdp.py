@@ -71,7 +71,7 @@ def shard(
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     let_fsdp_shard_integers()
-    for unit in [*experts, *_units(built, blocks, parallel.blocks_per_unit)]:
+    for unit in [*experts, *_fsdp_units(built, blocks, parallel.blocks_per_unit)]:
         of_experts = unit in experts
         ranks = mesh.weights(with_replicas=full, of_experts=of_experts)
         is_end = unit is built.module or isinstance(unit, HeadUnit)  # of the forward pass
@@ -97,7 +97,7 @@ def shard(
         _sum_and_count(module, replicas, collectives)
 
 
-def _units(
+def _fsdp_units(
     built: BuiltModel, blocks: list[nn.Module], blocks_per_unit: int
 ) -> list[nn.Module | list[nn.Module]]:
     """Return what is gathered together, the root with all the rest as the last."""

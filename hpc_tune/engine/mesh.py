@@ -81,7 +81,7 @@ class Mesh:
         """Return the mesh of an axis, and that of replicate x axis."""
         names, replicate = ("replicate", axis), self.layout.replicate
         shards = self.group(axis)
-        ranks = torch.tensor(self._ranks(*names)).view(replicate, -1)
+        ranks = torch.tensor(self._ranks_along(*names)).view(replicate, -1)
         if shards is not None:
             alone = DeviceMesh.from_group(shards, device.type)
         else:
@@ -100,7 +100,7 @@ class Mesh:
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""
-        return self._group_of(*names) if len(self._ranks(*names)) > 1 else None
+        return self._group_of(*names) if len(self._ranks_along(*names)) > 1 else None
 
     def first_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group of a pipeline's first and last rank, None between them. Collective.
@@ -109,14 +109,14 @@ class Mesh:
         """
         if self.layout.pipeline <= 2:
             return self.group("pipeline")
-        first, *between, last = self._ranks("pipeline")
+        first, *between, last = self._ranks_along("pipeline")
         if dist.get_rank() in between:
             mirror_group_creation([first, last])
             return None
         return self._group_with((first, last))
 
     def _group_of(self, *names: str) -> dist.ProcessGroup:
-        return self._group_with(self._ranks(*names))
+        return self._group_with(self._ranks_along(*names))
 
     def _group_with(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         assert len(ranks) > 1, "a rank needs no group for itself"
@@ -128,7 +128,7 @@ class Mesh:
             )
         return self._groups_by_ranks[ranks]
 
-    def _ranks(self, *names: str) -> tuple[int, ...]:
+    def _ranks_along(self, *names: str) -> tuple[int, ...]:
         return self.layout.group_of(dist.get_rank(), *names)
 
 

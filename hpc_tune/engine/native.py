@@ -43,7 +43,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
-from hpc_tune.engine.tensor_parallel import Axis, slice_model
+from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import find_blocks, use_own_layers
@@ -187,7 +187,7 @@ class NativeEngine:
         sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
         if ran_out is None:
-            self._step_sums = torch.cat([sums.double(), self._clip().reshape(1)])
+            self._step_sums = torch.cat([sums.double(), self._clip_gradients().reshape(1)])
             self._step_terms = global_terms
         return ran_out
 
@@ -195,7 +195,7 @@ class NativeEngine:
         """Update the weights; see ``base.Engine``."""
         set_lr(self._adamw, lr)
         (self._offloaded or self._adamw).step()
-        self._adapters.changed()
+        self._adapters.mark_changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
         sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
@@ -272,7 +272,7 @@ class NativeEngine:
             for name, moment, where in self._quantized_moments(trained):
                 index.require([name])
                 fill_moment(moment, where, index, name, self._settings.reserve)
-        self._adapters.changed()
+        self._adapters.mark_changed()
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
@@ -389,7 +389,7 @@ class NativeEngine:
         for trained in self._sharded:
             trained.parameter.grad = None
 
-    def _clip(self) -> torch.Tensor:
+    def _clip_gradients(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm and return the global norm before that."""
         spread = self._plan.spreads_gradients
         squares = sum_squares(self._buckets, self._sharded, self._device, spread)
@@ -459,7 +459,7 @@ def _load_stage(
     blocks = list(find_blocks(stage.module))
     partial: frozenset[str] = frozenset()
     if mesh.tensor is not None:
-        stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
+        stage, partial = slice_model(stage, TensorAxis(mesh.tensor, collectives))
     if (experts_group := mesh.group("expert")) is not None:
         stage = distribute_experts(stage, experts_group.rank(), experts_group.size())
     if settings.optim.is_8bit:

@@ -32,7 +32,7 @@ from hpc_tune.engine.mesh import mirror_group_creation, wait_until_connected
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.loss import LossModel, decoder_of
+from hpc_tune.model.loss import LossModel, find_decoder
 from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule
 from hpc_tune.step.plan import StepPlan
 
@@ -84,8 +84,8 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
         embedding = lm.get_input_embeddings().weight
         name = next(n for n, p in module.named_parameters() if p is embedding)
         lm.set_input_embeddings(nn.Identity())
-        if hasattr(decoder_of(lm), "embedding_multiplier"):
-            decoder_of(lm).embedding_multiplier = 1.0  # the first stage has multiplied
+        if hasattr(find_decoder(lm), "embedding_multiplier"):
+            find_decoder(lm).embedding_multiplier = 1.0  # the first stage has multiplied
         if built.tied and last:
             # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
@@ -94,7 +94,7 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
                 saved_names[head] = saved_names[name]
     if not last:
         *_, norm = built.config.base_model_pp_plan
-        setattr(decoder_of(lm), norm, nn.Identity())
+        setattr(find_decoder(lm), norm, nn.Identity())
         lm.set_output_embeddings(nn.Identity())
     return dataclasses.replace(built, module=module, base_names=base_names, saved_names=saved_names)
 
@@ -179,7 +179,7 @@ class Pipeline:
         in the last micro-batch of the chunk.
         """
         passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
-        inputs = self._inputs(passes, batches)
+        inputs = self._make_input_receiver(passes, batches)
         last = {p.chunk: p for p in passes if p.kind == "backward"}
         in_flight: dict[tuple[int, int], _InFlight] = {}
         for number, step in enumerate(passes):
@@ -213,7 +213,7 @@ class Pipeline:
             for p in schedule(self._rank, self._ranks, len(self._stages), len(batches))
             if p.kind == "forward"
         ]
-        inputs = self._inputs(passes, batches)
+        inputs = self._make_input_receiver(passes, batches)
         losses = []
         for number, step in enumerate(passes):
             inputs.post_receives(number + self._lookahead)
@@ -231,7 +231,9 @@ class Pipeline:
     def _is_last(self, chunk: int) -> bool:
         return self._rank == self._ranks - 1 and chunk == len(self._stages) - 1
 
-    def _inputs(self, passes: Sequence[Pass], batches: Sequence[Batch]) -> "_InputReceiver":
+    def _make_input_receiver(
+        self, passes: Sequence[Pass], batches: Sequence[Batch]
+    ) -> "_InputReceiver":
         needed: list[tuple[Direction, tuple[int, ...]] | None] = []
         for step in passes:
             is_forward, chunk = step.kind == "forward", step.chunk

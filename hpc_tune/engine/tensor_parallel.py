@@ -29,7 +29,7 @@ from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
-from hpc_tune.model.loss import decoder_of, scale_logits
+from hpc_tune.model.loss import find_decoder, scale_logits
 from hpc_tune.step.slices import (
     EXPERTS,
     find_style,
@@ -41,7 +41,7 @@ from hpc_tune.step.slices import (
 
 
 @dataclass(frozen=True)
-class Axis:
+class TensorAxis:
     """The ranks that hold the slices of one copy, and the collectives between them."""
 
     group: dist.ProcessGroup
@@ -69,14 +69,14 @@ class Axis:
 
 
 @without_dispatch_modes  # a plan's fake tensors cannot be given memory in place
-def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[str]]:
+def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozenset[str]]:
     """Cut the meta model's matrices to this rank's slices and hook in the sums.
 
     Returns the model and the names of the trained parameters whose gradients are partial sums.
     """
     slicer = _Slicer(axis)
     lm = built.module.causal_lm()
-    decoder, plan = decoder_of(lm), read_tp_plan(built.config)
+    decoder, plan = find_decoder(lm), read_tp_plan(built.config)
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
         style = find_style(name, plan)
@@ -114,7 +114,7 @@ def _named_parameters(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
 class _Slicer:
     """Replaces parameters by slices and records where each lies."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
         self.slices: dict[nn.Parameter, Slice] = {}
         self.partial: set[nn.Parameter] = set()
@@ -123,20 +123,20 @@ class _Slicer:
     def colwise(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
         base, adapters = split_adapters(layer)
-        self._cut(base, "weight", 0)
-        self._cut(base, "bias", 0)
+        self._replace_by_slice(base, "weight", 0)
+        self._replace_by_slice(base, "bias", 0)
         for a, b in adapters:
             self.partial.add(a.weight)
-            self._cut(b, "weight", 0)
+            self._replace_by_slice(b, "weight", 0)
         if gather:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
     def rowwise(self, layer: Any, split: bool) -> None:
         """W's columns are split; the outputs are partial sums, added up after the adapter's."""
         base, adapters = split_adapters(layer)
-        self._cut(base, "weight", 1)
+        self._replace_by_slice(base, "weight", 1)
         for a, b in adapters:
-            self._cut(a, "weight", 1)
+            self._replace_by_slice(a, "weight", 1)
             self.partial.add(b.weight)
         for dropout in getattr(layer, "lora_dropout", nn.ModuleDict()).values():
             if isinstance(dropout, RowDropout):
@@ -156,9 +156,9 @@ class _Slicer:
         fp32, in whichever dtype a family has them.
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
-            self._cut(stack.owner, stack.name, dim, parts)
+            self._replace_by_slice(stack.owner, stack.name, dim, parts)
             for sliced, whole, of_adapter in stack.cut_adapters(dim):
-                self._cut(sliced, "weight", of_adapter, parts)
+                self._replace_by_slice(sliced, "weight", of_adapter, parts)
                 self.partial.add(whole.weight)
 
         def sum_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class _Slicer:
 
     def embedding(self, layer: Any) -> None:
         """Each rank holds some tokens' vectors and gives zeros for the others."""
-        self._cut(layer, "weight", 0)
+        self._replace_by_slice(layer, "weight", 0)
         start, rows = self.slices[layer.weight].start, layer.weight.shape[0]
         padding = layer.padding_idx
         layer.padding_idx = (
@@ -196,7 +196,7 @@ class _Slicer:
         self.colwise(layer, gather=False)
         layer.first_token = self.slices[split_adapters(layer)[0].weight].start
 
-    def _cut(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
+    def _replace_by_slice(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
         full = getattr(owner, name)
         if full is None:
             return
@@ -214,7 +214,7 @@ def _hook_output(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> Non
     layer.register_forward_hook(lambda _module, _inputs, output: change(output))
 
 
-def _sum_input_gradient(axis: Axis) -> Callable[..., Any]:
+def _sum_input_gradient(axis: TensorAxis) -> Callable[..., Any]:
     """Return a hook on the module around columnwise layers: one sum for all that share an input."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +230,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, dtype: torch.dtype | None = None
+        ctx: Any, x: torch.Tensor, axis: TensorAxis, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         ctx.axis, ctx.dtype = axis, dtype
         return x.view_as(x)
@@ -245,7 +245,7 @@ class _SumOutputs(torch.autograd.Function):
     """The ranks' partial sums are all-reduced; backward, each gets the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
         return axis.all_reduce(x)
 
     @staticmethod
@@ -257,7 +257,7 @@ class _GatherOutputs(torch.autograd.Function):
     """The ranks' features concatenated; backward, each rank takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
         ctx.axis = axis
         return axis.all_gather(x)
 
@@ -270,7 +270,7 @@ class _SplitInputs(torch.autograd.Function):
     """Each rank takes its features; backward, they are concatenated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
         ctx.axis = axis
         return x.chunk(axis.size, -1)[axis.rank]
 
@@ -280,7 +280,7 @@ class _SplitInputs(torch.autograd.Function):
 
 
 def _vocabulary_losses(
-    axis: Axis,
+    axis: TensorAxis,
     hidden_ND: torch.Tensor,
     head: Any,
     labels_N: torch.Tensor,
@@ -300,7 +300,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, axis: Axis
+        ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, axis: TensorAxis
     ) -> torch.Tensor:
         is_local_N = (local_labels_N >= 0) & (local_labels_N < logits_NV.shape[1])
         index_N1 = local_labels_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)

@@ -205,7 +205,7 @@ class HostUsage:
             total, free = read_total_and_free(self._of_gpus)
             return self._total - total - (1024 * stat - free)
         # The ranks' own usage is exact too.
-        ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
+        ranks = sum(anonymous for anonymous, _ in map(self._read_statm, self._statms))
         if stat != self._last_sum:
             self._last_sum, self._ranks_at_sum = stat, ranks
         growth = ranks - self._ranks_at_sum
@@ -233,11 +233,11 @@ class HostUsage:
             self._next_sum_s = time.monotonic() + self._sum_every_s
             _refresh_sums_below(group)
 
-    def own_pages(self) -> tuple[int, int]:
+    def private_bytes(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
-        return self._pages(self._statm)
+        return self._read_statm(self._statm)
 
-    def _pages(self, statm: IO[bytes]) -> tuple[int, int]:
+    def _read_statm(self, statm: IO[bytes]) -> tuple[int, int]:
         try:
             _, resident, shared, _, _, data, *_ = os.pread(statm.fileno(), 128, 0).split()
         except OSError:

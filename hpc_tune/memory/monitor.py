@@ -35,7 +35,7 @@ from hpc_tune.memory.policy import (
     device_level,
     free_bytes_below,
     growth_per_step,
-    level_of,
+    host_level,
     must_leave,
     reserved_bytes,
 )
@@ -190,7 +190,7 @@ class Monitor:
         """Return the levels of host and device for the step whose peaks are ``sample``."""
         self._known_peak = max(self._known_peak, sample.host_bytes)
         self._peaks.append(sample.host_bytes)
-        self._host_level = level_of(
+        self._host_level = host_level(
             self._host_level,
             sample.host_bytes,
             sample.host_limit_bytes,
@@ -234,11 +234,11 @@ class Monitor:
             return
         used, limit = self.used_bytes(), self.limit.num_bytes
         if used + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
-            need = self.need(used)
+            need = self.describe_shortage(used)
             message = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
             self._leave(replace(need, words=message))
 
-    def need(self, used: int) -> MemoryShortage:
+    def describe_shortage(self, used: int) -> MemoryShortage:
         """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         ranks = (
@@ -295,7 +295,7 @@ class Monitor:
         period_s = self._period_s
         while not self._stop.wait(period_s):
             # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
-            anonymous, mapped = self._usage.own_pages()
+            anonymous, mapped = self._usage.private_bytes()
             used, now_s = self.used_bytes(), time.monotonic()
             self._peak_host = max(self._peak_host, used)
             self._note_peak(anonymous)
@@ -318,7 +318,7 @@ class Monitor:
             )
         familiar = max(self._known_peak, self._expected_peak)
         if self._leave is not None and must_leave(self._recent, limit, familiar):
-            need = self.need(used)
+            need = self.describe_shortage(used)
             message = f"{need.words}; the limit would have been reached within a second"
             self._leave(replace(need, words=message))
             self._leave = None

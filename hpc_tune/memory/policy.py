@@ -176,7 +176,7 @@ def growth_per_step(peaks: Iterable[int]) -> float:
     return max(0.0, min(neighbours, median(slope for _, slope in slopes)))
 
 
-def level_of(
+def host_level(
     before: Level, used: int, limit: int, growth: float = 0.0, shares: FillLimits = HOST_LIMITS
 ) -> Level:
     """Return the level for the peak of a step, given the level before it and bytes per step."""
@@ -204,7 +204,7 @@ def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) 
         return Level.HIGH
     if any(retried):
         return Level.TIGHT
-    return level_of(before, used, limit, shares=DEVICE_LIMITS)
+    return host_level(before, used, limit, shares=DEVICE_LIMITS)
 
 
 def decide_action(

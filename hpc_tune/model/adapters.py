@@ -63,7 +63,7 @@ def add_adapters(
     Raises:
         ConfigError: if tune.targets match no layer, or one that can have no adapter.
     """
-    model, kinds = language.model, (nn.Linear, _conv1d())
+    model, kinds = language.model, (nn.Linear, _conv1d_class())
     linear = sorted(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
@@ -115,7 +115,7 @@ def add_adapters(
     return wrapped
 
 
-def _conv1d() -> type[nn.Module]:
+def _conv1d_class() -> type[nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     return Conv1D
@@ -379,8 +379,8 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     with fast_imports():
         from peft import LoraConfig
 
-    ranks = _extend_to_weights(tune.rank_pattern, targets.weight_layers)
-    alphas = _extend_to_weights(tune.alpha_pattern, targets.weight_layers)
+    ranks = _add_weight_patterns(tune.rank_pattern, targets.weight_layers)
+    alphas = _add_weight_patterns(tune.alpha_pattern, targets.weight_layers)
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
         alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # the scale of the others
@@ -402,7 +402,7 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     )
 
 
-def _extend_to_weights(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+def _add_weight_patterns(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
     """Return patterns that match the weights of ``layers``, by which peft knows these, too."""
     changed = {key for layer in layers for key in match_patterns(patterns, layer)}
     before, behind = _WEIGHT_PATTERN

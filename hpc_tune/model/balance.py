@@ -216,7 +216,7 @@ class RouterWatch:
             held = dict(stage.named_modules())
             for number, router in enumerate(self._routers):
                 if router.path in held:
-                    look = functools.partial(self._look, number)
+                    look = functools.partial(self._on_router_output, number)
                     held[router.path].register_forward_hook(look)
 
     def begin(self, scale: float) -> None:
@@ -245,7 +245,7 @@ class RouterWatch:
         pairs = zip(self._routers, rows, strict=True)
         return RouterSums(balance, z, [row[: router.num_experts] for router, row in pairs])
 
-    def _look(self, number: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
+    def _on_router_output(self, number: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
         real_BT = batch_context.batch.real_BT
         if real_BT is None:
             return None

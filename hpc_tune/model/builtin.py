@@ -55,7 +55,7 @@ def _write(directory: Path) -> None:
     from transformers import LlamaConfig
 
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = _make_tokenizer()
     config = LlamaConfig(
         **SHAPE,
         bos_token_id=tokenizer.bos_token_id,
@@ -102,7 +102,7 @@ def _weight_shapes() -> dict[str, tuple[int, ...]]:
     return {**shapes, "model.norm.weight": (hidden,)}
 
 
-def _tokenizer() -> Any:
+def _make_tokenizer() -> Any:
     """One token per byte and three special ones."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

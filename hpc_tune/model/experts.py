@@ -81,16 +81,16 @@ def find_adapted_tensors(model: nn.Module) -> dict[str, AdaptedTensor]:
 
 def has_experts(config: Any) -> bool:
     """Whether a model's configuration has a number of experts above one."""
-    return bool(_counts(config))
+    return bool(_expert_counts(config))
 
 
-def _counts(config: Any) -> list[int]:
+def _expert_counts(config: Any) -> list[int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    counts = [common_value(part, name) for part in _parts(config) for name in names]
+    counts = [common_value(part, name) for part in _config_parts(config) for name in names]
     return [count for count in counts if isinstance(count, int) and count > 1]
 
 
-def _parts(config: Any) -> list[Any]:
+def _config_parts(config: Any) -> list[Any]:
     """Return a language model's configuration and the parts of it, as DBRX has for its experts."""
     names = getattr(config, "sub_configs", ())
     return [config, *(part for name in names if (part := getattr(config, name, None)) is not None)]
@@ -98,7 +98,7 @@ def _parts(config: Any) -> list[Any]:
 
 def num_experts(config: Any) -> int:
     """Return the number of a layer's routed experts; 0 in a dense model."""
-    return max(_counts(config), default=0)
+    return max(_expert_counts(config), default=0)
 
 
 def chosen_expert_share(config: Any) -> float:
@@ -109,7 +109,7 @@ def chosen_expert_share(config: Any) -> float:
 def num_chosen_experts(config: Any) -> int:
     """Return how many experts a router gives a token, by a model's configuration; 1 if unknown."""
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-    for part, name in itertools.product(_parts(config), names):
+    for part, name in itertools.product(_config_parts(config), names):
         value = common_value(part, name)
         if isinstance(value, list) and value:
             value = max(value)

@@ -98,7 +98,7 @@ def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
     """
     forward = _torch_forward if torchs else _rms_norm_forward
     norms = find_equal_layers(
-        blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _agree
+        blocks, _may_be_rms_norm, _make_rms_norm_trial, _rms_norm_forward, _outputs_agree
     )
     for part in norms:
         part.forward = types.MethodType(forward, part)
@@ -121,7 +121,7 @@ def _make_rms_norm_trial(module: Any, chance: torch.Generator) -> tuple[nn.Modul
     return make_like(module, weight=nn.Parameter(weight)), x.bfloat16()
 
 
-def _agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
+def _outputs_agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:
     is_near = torch.allclose(stock.float(), ours.float(), rtol=2e-2, atol=1e-6)
     same = (stock == ours).float().mean().item()
     return stock.dtype == ours.dtype and is_near and same >= _EQUAL_SHARE

@@ -87,7 +87,7 @@ def _call_base(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _ExpertLayer:
     """A block's routed experts, and peft's wrappers of their two stacks, None without adapters."""
 
     experts: Any
@@ -103,7 +103,7 @@ class _Layer:
             getattr(self.experts, f"{n}_bias") if self.experts.has_bias else None for n in names
         ]
 
-    def factors(self) -> list[torch.Tensor | None]:
+    def lora_factors(self) -> list[torch.Tensor | None]:
         """Return A and B of both stacks as peft has them."""
         found: list[torch.Tensor | None] = []
         for one in self.wrappers:
@@ -115,7 +115,7 @@ class _Layer:
 
     def weights(self) -> list[torch.Tensor | None]:
         """Return all of these, as ``product`` takes them."""
-        return [*self.stacks(), *self.biases(), *self.factors()]
+        return [*self.stacks(), *self.biases(), *self.lora_factors()]
 
     def product(
         self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
@@ -134,7 +134,7 @@ class _Layer:
         weight_EIO = stack if self.experts.is_transposed else stack.transpose(1, 2)
         adapter = None
         if a is not None and b is not None:
-            adapter = _Adapter.of(a, b, self.wrappers[i].scaling["default"], weight_EIO)
+            adapter = _ExpertAdapter.of(a, b, self.wrappers[i].scaling["default"], weight_EIO)
         return _ExpertMatmul(weight_EIO, bias, adapter)
 
     def gate(self, h_SM: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Adapter:
+class _ExpertAdapter:
     """A and B of each expert, of a padded rank; B has the adapter's scale in it."""
 
     a_EIR: torch.Tensor
@@ -156,7 +156,7 @@ class _Adapter:
     @classmethod
     def of(
         cls, a: torch.Tensor, b: torch.Tensor, scale: float, weight_EIO: torch.Tensor
-    ) -> "_Adapter":
+    ) -> "_ExpertAdapter":
         """Cut what peft has in one matrix each: A's rows by expert, B's columns by rank."""
         num_experts, dtype = len(weight_EIO), weight_EIO.dtype
         if weight_EIO.device.type == "cpu":
@@ -186,19 +186,19 @@ class _ExpertMatmul:
 
     weight_EIO: torch.Tensor
     bias_EO: torch.Tensor | None
-    adapter: _Adapter | None
+    adapter: _ExpertAdapter | None
 
     def forward(
         self, x_SI: torch.Tensor, rows: SortedRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the product, and x A."""
-        out_SO = rows.times(x_SI, self.weight_EIO)
+        out_SO = rows.multiply_by_expert(x_SI, self.weight_EIO)
         if self.bias_EO is not None:
             out_SO = out_SO + self.bias_EO.index_select(0, rows.experts())
         if self.adapter is None:
             return out_SO, None
-        low_SR = rows.times(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
-        more_SO = rows.times(low_SR, self.adapter.b_ERO)
+        low_SR = rows.multiply_by_expert(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
+        more_SO = rows.multiply_by_expert(low_SR, self.adapter.b_ERO)
         # Selective recompute keeps the product with W, which must not be changed in place then.
         is_traced = _get_current_dispatch_mode() is not None
         sum_SO = torch.add(out_SO, more_SO) if is_traced else out_SO.add_(more_SO)
@@ -212,16 +212,18 @@ class _ExpertMatmul:
         rows: SortedRows,
     ) -> tuple[torch.Tensor, _Gradients]:
         """Return the gradients of x, and of A and B as peft has them; ``x_SI`` is for A alone."""
-        grad_SI = rows.times(grad_SO, self.weight_EIO.transpose(1, 2))
+        grad_SI = rows.multiply_by_expert(grad_SO, self.weight_EIO.transpose(1, 2))
         if self.adapter is None or low_SR is None or x_SI is None:
             return grad_SI, (None, None)
         a_ERI, b_ERO = self.adapter.a_EIR.transpose(1, 2), self.adapter.b_ERO
         grad_SO = grad_SO.to(b_ERO.dtype)
         grad_b = rows.gradient(low_SR, grad_SO, b_ERO)
-        grad_SR = rows.times(grad_SO, b_ERO.transpose(1, 2))
+        grad_SR = rows.multiply_by_expert(grad_SO, b_ERO.transpose(1, 2))
         del grad_SO
         grad_a = rows.gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)
-        return grad_SI.add_(rows.times(grad_SR, a_ERI)), self.adapter.as_peft(grad_a, grad_b)
+        return grad_SI.add_(rows.multiply_by_expert(grad_SR, a_ERI)), self.adapter.as_peft(
+            grad_a, grad_b
+        )
 
     def gradient(
         self, x_SI: torch.Tensor, grad_SO: torch.Tensor, rows: SortedRows, is_transposed: bool
@@ -237,7 +239,7 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    layer = _Layer(self, self.__dict__[_WRAPPERS_ATTRIBUTE])
+    layer = _ExpertLayer(self, self.__dict__[_WRAPPERS_ATTRIBUTE])
     out_TO: torch.Tensor = _GroupedExperts.apply(
         layer, hidden_states, top_k_index, top_k_weights, *layer.weights()
     )
@@ -253,7 +255,7 @@ class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: _Layer,
+        layer: _ExpertLayer,
         x_TI: torch.Tensor,
         index_TK: torch.Tensor,
         weights_TK: torch.Tensor,

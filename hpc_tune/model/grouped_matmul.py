@@ -297,7 +297,7 @@ class SortedRows:
         """Return the sum of each token's rows, times their weights, in one pass."""
         return F.embedding_bag(self.rows_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
 
-    def times(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
+    def multiply_by_expert(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
         """Return each row times the matrix of its expert."""
         return grouped_matmul(x_SI, weight_EIO, self.ends_E)
 

@@ -24,7 +24,7 @@ from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
 from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
-from hpc_tune.model.loss import decoder_of
+from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.tensor_sources import PIECE_BYTES, find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.transformers_compat import use_plain_functions_on_cpu
 from hpc_tune.model.weights import TensorIndex
@@ -299,7 +299,7 @@ def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
         return _make_on_meta(AutoModelForCausalLM, text, dtype)
     # transformers has no class for it (Qwen-VL): the whole model without what is around it.
     model = _make_on_meta(stock_class(config), config, dtype)
-    model.model, model.config = decoder_of(model), text
+    model.model, model.config = find_decoder(model), text
     return model
 
 
@@ -308,7 +308,7 @@ def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorName
     for root in (model, whole):
         paths = {id(part): path for path, part in root.named_modules()}
         head = root.get_output_embeddings() or root.get_decoder().get_output_embeddings()
-        places.append([paths.get(id(part), "") for part in (decoder_of(root), head)])
+        places.append([paths.get(id(part), "") for part in (find_decoder(root), head)])
     (decoder, head), (in_whole, head_in_whole) = places
     renamed = {} if index is None else find_renamed_tensors(whole, index.stored)
     return TensorNames(

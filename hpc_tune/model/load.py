@@ -143,7 +143,7 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
             return part + prefix + names.name_in_whole(own)
         return name
 
-    return index.renamed(in_whole)
+    return index.with_names(in_whole)
 
 
 def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:

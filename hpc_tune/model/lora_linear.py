@@ -480,7 +480,7 @@ class AdapterCopies:
                 # A hook of the block: FSDP2 has gathered its weights, and no graph has it.
                 block.register_forward_pre_hook(lambda *_, norms=norms: _update(norms))
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Say that adapters have other values now."""
         self._version += 1
 

@@ -48,7 +48,7 @@ def cross_entropies(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Te
     return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
 
 
-def exponentials(
+def write_exponentials(
     logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
 ) -> None:
     """Make logits their exponentials, less their sum at the label; write each loss and sum.
@@ -65,10 +65,10 @@ def exponentials(
         logits_SV.copy_(exp_SV)
 
 
-def fusible_exponentials(
+def write_exponentials_fusible(
     logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
 ) -> None:
-    """Do what ``exponentials`` does, in operations that a compiler joins to one kernel."""
+    """Do what ``write_exponentials`` does, in operations that a compiler joins to one kernel."""
     fp32_SV = logits_SV.float()
     largest_S1 = fp32_SV.amax(1, keepdim=True)
     exp_SV = (fp32_SV - largest_S1).exp()
@@ -83,7 +83,7 @@ def fusible_exponentials(
 class LogitsKernels:
     """What is computed of logits: compiled functions have the same arguments."""
 
-    exponentials: InPlaceExponentials = exponentials
+    exponentials: InPlaceExponentials = write_exponentials
     cross_entropies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropies
 
 
@@ -138,11 +138,11 @@ class LossModel(nn.Module):
             of_batch = replace(of_batch, real_BT=real_tokens(batch))
             first_pass = self.watch.first_pass()
         with batch_context.of(of_batch), first_pass:
-            out_BTD: torch.Tensor = decoder_of(lm)(
+            out_BTD: torch.Tensor = find_decoder(lm)(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
                 position_ids=batch.positions_BT,
-                attention_mask=self._mask(batch.positions_BT),
+                attention_mask=self._document_mask(batch.positions_BT),
                 use_cache=False,
             ).last_hidden_state
         if not self.last_stage:
@@ -174,7 +174,7 @@ class LossModel(nn.Module):
             )
         return MicroBatch(batch.rows)
 
-    def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
+    def _document_mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need one."""
         if not self.needs_mask:
             return None
@@ -199,7 +199,7 @@ class HeadUnit(nn.Module):
         return token_losses(*args)
 
 
-def decoder_of(lm: Any) -> Any:
+def find_decoder(lm: Any) -> Any:
     """Return a causal LM's decoder, without its head."""
     decoder = lm.get_decoder()
     # Of Llama 4 transformers does not find it, alone or within the whole model.

@@ -69,11 +69,11 @@ def tiled_attention(
     """
     flat = [number for span in spans for number in span]
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    out_BTHD: torch.Tensor = _Attention.apply(query_BHTD, key_BKTD, value_BKTD, flat, scale)
+    out_BTHD: torch.Tensor = _TiledAttention.apply(query_BHTD, key_BKTD, value_BKTD, flat, scale)
     return out_BTHD
 
 
-class _Attention(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Group:
+class _DocumentGroup:
     """M documents of L tokens; without ``tokens`` they are the rows as they are.
 
     ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
@@ -116,7 +116,7 @@ class _Group:
         shape = self.num_documents, self.length, num_groups, -1, tensor_BHTD.shape[-1]
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
-    def tokens_of(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
+    def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return what ``of`` returns as (M L, H, D)."""
         shape = self.num_documents, num_groups, self.length, -1, tensor.shape[-1]
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
@@ -126,7 +126,7 @@ class _Group:
 class _Tiling:
     """The groups, and where each token of the rows is in all of them, one behind another."""
 
-    groups: Sequence[_Group]
+    groups: Sequence[_DocumentGroup]
     token_places: torch.Tensor | None
     tile: int
 
@@ -134,7 +134,7 @@ class _Tiling:
         self, parts: Sequence[torch.Tensor], num_groups: int, out_BTHD: torch.Tensor
     ) -> None:
         """Write what was computed of each group as BTHD rows."""
-        tokens = [g.tokens_of(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
+        tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
         joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         out_SHD = out_BTHD.flatten(0, 1)
         if self.token_places is None:
@@ -144,12 +144,12 @@ class _Tiling:
 
 
 @lru_cache(maxsize=8)
-def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
+def _make_tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
     spans = zip(*(flat[n::4] for n in range(4)), strict=True)
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
     tile = TILE if max(b - a for _, a, b in documents) <= LONG_TOKENS else LONG_TILE
     if num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents):
-        return _Tiling([_Group(num_rows, num_tokens)], None, tile)
+        return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, tile)
     by_length = defaultdict(list)
     for row, start, stop in documents:
         padded = -(-(stop - start) // TILE) * TILE
@@ -163,7 +163,7 @@ def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: in
             tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()
             is_padding = (counting >= lengths).flatten()
             places[tokens[~is_padding]] = at + torch.nonzero(~is_padding).flatten()
-            groups.append(_Group(len(part), length, tokens, is_padding))
+            groups.append(_DocumentGroup(len(part), length, tokens, is_padding))
             at += len(tokens)
     return _Tiling(groups, places, tile)
 
@@ -184,7 +184,7 @@ def _tiled_forward(
     """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
-    tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
     out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
     has_shifts = int(query_BHTD.dtype.itemsize == 2)
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
@@ -220,7 +220,7 @@ def _tiled_backward(
     """Return the gradients of queries, keys and values."""
     num_rows, num_heads, num_tokens, _ = inputs[0].shape
     num_groups = inputs[1].shape[1]
-    tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
     for group in tiling.groups:
@@ -345,7 +345,7 @@ def use_document_attention(model: Any) -> bool:
     if any(find_indexers(model)):
         return False
     AttentionInterface.register(ATTENTION_NAME, _attend)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, _make_document_mask)
     _find_documents_on_host()
     model.set_attn_implementation(ATTENTION_NAME)
     return True
@@ -397,7 +397,7 @@ def _pass_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
+def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     starts, window = batch_context.batch.starts, options.get("local_size")

@@ -129,7 +129,7 @@ class FourBitLinear(nn.Linear):
             DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
         """
         start, scales = offset[0], []
-        matrix = _Matrix(index, stored, self.out_features, self.in_features)
+        matrix = _StoredMatrix(index, stored, self.out_features, self.in_features)
         for at, packed, absmax in matrix.quantise_pieces(self.compute_dtype, local.device, reserve):
             scales.append(absmax)
             begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
@@ -253,7 +253,7 @@ class FourBitStack(nn.Module):
             DataError: as ``FourBitLinear.fill`` does.
         """
         for i in range(len(local)):
-            matrix = _Matrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
+            matrix = _StoredMatrix(index, stored, self.shape[1], self.shape[2], (offset[0] + i,))
             row, scales = local[i, 0].zero_(), []
             for at, packed, absmax in matrix.quantise_pieces(
                 self.compute_dtype, local.device, reserve
@@ -291,7 +291,7 @@ def require_bitsandbytes() -> None:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _StoredMatrix:
     """A stored matrix, or one of a stored stack: ``place`` is (its number,) there."""
 
     index: TensorIndex | ShapeIndex

@@ -124,7 +124,7 @@ def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -
             return min(value, _MIN_EXPERTS)
     if name.endswith(("token_id", "token_ids")):
         return _small_token(name, value)
-    return _divide(name, value, factor, fewer)
+    return _divide_width(name, value, factor, fewer)
 
 
 def shrink_whole_config(
@@ -159,14 +159,14 @@ def shrink_whole_config(
     return type(config).from_dict(fields)
 
 
-def _divide(name: str, value: Any, factor: int, fewer: int) -> Any:
+def _divide_width(name: str, value: Any, factor: int, fewer: int) -> Any:
     """Return a width, or the width of each layer, divided; other values as they are.
 
     So is a width that is smaller than what it would be divided by, and a number of heads of which
     no two would be left.
     """
     if isinstance(value, list):
-        return [_divide(name, width, factor, fewer) for width in value]
+        return [_divide_width(name, width, factor, fewer) for width in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if _HEADS.match(name):
@@ -282,7 +282,7 @@ _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
 _TIE_SHARE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
 
 
-class NoTrial(Exception):
+class NotCheckable(Exception):
     """No small model of this architecture can be made; the reason is its text."""
 
 
@@ -335,7 +335,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     try:
         why, text = "", language_config(config, directory)
     except DataError as error:
-        raise NoTrial(str(error).removeprefix(f"{directory}: ")) from None
+        raise NotCheckable(str(error).removeprefix(f"{directory}: ")) from None
     others = (1,) if text is config else OTHER_FACTORS
     for sizes in itertools.product(FEWER, (False, True), list_shrink_factors(text), others):
         fewer, all_layers, factor, of_others = sizes
@@ -353,13 +353,13 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
                     for values in _find_saved_tensors(model):
                         values.add_(torch.randn(values.shape), alpha=_STANDARD_DEVIATION)
             use_plain_functions_on_cpu(model)
-            _loss(model.eval(), torch.arange(3, 12))
+            _document_loss(model.eval(), torch.arange(3, 12))
             _save(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             why = f"{type(error).__name__}: {first_line(error)}"
             continue
         return
-    raise NoTrial(why)
+    raise NotCheckable(why)
 
 
 def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -391,12 +391,12 @@ def compute_stock_losses(
         keep_capped_scores(model)
         losses = []
         for tokens_T in documents:
-            total = _loss(model, tokens_T)
+            total = _document_loss(model, tokens_T)
             total.backward()
             losses.append(total.item())
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise NoTrial(f"transformers' own training step fails with {why}") from None
+        raise NotCheckable(f"transformers' own training step fails with {why}") from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -434,7 +434,7 @@ def _save(model: Any, directory: Path) -> None:
     model.config.save_pretrained(directory)
 
 
-def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
+def _document_loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
     """Return the summed loss of a document, as transformers itself has it."""
     tokens_BT = tokens_T.unsqueeze(0)
     mean: torch.Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss

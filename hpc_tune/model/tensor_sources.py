@@ -77,7 +77,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Source(ABC):
+class TensorSource(ABC):
     """A tensor that can be read; ``file`` is where messages say that it is."""
 
     name: str
@@ -139,14 +139,14 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class Plain(Source):
+class PlainTensor(TensorSource):
     """A tensor of which files have boxes; of most one file has all of it."""
 
     pieces: tuple[StoredBox, ...]
     files: TensorFiles = field(repr=False)
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """See ``Source``; at most ``PIECE_BYTES`` of a file are in anonymous memory at once."""
+        """See ``TensorSource``; at most ``PIECE_BYTES`` of a file are in anonymous memory."""
         pieces = [piece for piece in self.pieces if piece.box.num_values]
         if len({piece.box.offset for piece in pieces}) < len(pieces):
             raise self.files.error(
@@ -233,16 +233,16 @@ _ROWS_AT_ONCE = 128  # as many are multiplied at once, in fp32
 
 
 @dataclass(frozen=True)
-class Scaled(Source):
+class ScaledTensor(TensorSource):
     """A float8 matrix and its scales, fp32, each of which is for ``rows`` x ``columns`` of it."""
 
-    stored: Source
+    stored: TensorSource
     scales: torch.Tensor
     rows: int
     columns: int
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """See ``Source``."""
+        """See ``TensorSource``."""
         self.stored.fill(local, offset, reserve)
         rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
         columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
@@ -272,14 +272,14 @@ _PAIRS = torch.cartesian_prod(*[torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNI
 
 
 @dataclass(frozen=True)
-class Packed(Source):
+class Mxfp4Stack(TensorSource):
     """A stack of experts in MXFP4: its blocks and its scales."""
 
-    blocks: Source
-    scales: Source
+    blocks: TensorSource
+    scales: TensorSource
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """See ``Source``."""
+        """See ``TensorSource``."""
         for part in _cut_into_experts(Box(offset, tuple(local.shape))):
             into = local[part.slices(offset)]
             reserve(into.nbytes + PIECE_BYTES)
@@ -321,12 +321,12 @@ class StoredPart:
     stored one is a single layer of a stack.
     """
 
-    stored: Source
+    stored: TensorSource
     box: Box
     axes: tuple[int | None, ...]
 
     @classmethod
-    def whole(cls, stored: Source) -> "StoredPart":
+    def whole(cls, stored: TensorSource) -> "StoredPart":
         """Return all of a stored tensor, as it is."""
         return cls(stored, Box.whole(stored.shape), tuple(range(len(stored.shape))))
 
@@ -346,20 +346,20 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class Joined(Source):
+class JoinedTensor(TensorSource):
     """A tensor of the model, made of stored ones."""
 
     parts: tuple[StoredPart, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "Joined":
+    def of(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
         """Join parts; the tensor has the first one's name, dtype and file."""
         first, *others = parts
         stored = first.stored
         return cls(stored.name, shape, stored.dtype, stored.file, (first, *others))
 
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """See ``Source``."""
+        """See ``TensorSource``."""
         wanted = Box(offset, tuple(local.shape))
         for part in self.parts:
             if (found := part.box.overlap(wanted)) is not None:
@@ -405,8 +405,8 @@ def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def find_joined_tensors(
-    model: Any, stored: Iterable[Source]
-) -> tuple[dict[str, Joined], dict[str, str]]:
+    model: Any, stored: Iterable[TensorSource]
+) -> tuple[dict[str, JoinedTensor], dict[str, str]]:
     """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
 
     And those that transformers makes in a way that is not followed here, with what it does.
@@ -418,7 +418,7 @@ def find_joined_tensors(
 
     renamings, converters = _find_conversions(model)
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    sources: dict[str, dict[str, list[Source]]] = defaultdict(lambda: defaultdict(list))
+    sources: dict[str, dict[str, list[TensorSource]]] = defaultdict(lambda: defaultdict(list))
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for one in sorted(stored, key=_natural_sort_key):
         if one.name in own:  # in its final form, as files may have it too
@@ -440,17 +440,17 @@ def find_joined_tensors(
     return joined, unfollowed
 
 
-def _natural_sort_key(stored: Source) -> list[tuple[int, str]]:
+def _natural_sort_key(stored: TensorSource) -> list[tuple[int, str]]:
     """Return what tensors are sorted by so that expert 10 comes after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in stored.name.split(".")]
 
 
 def _convert(
-    converter: Any, by_source: Mapping[str, list[Source]], wanted: tuple[int, ...] | None
-) -> Joined | None:
+    converter: Any, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...] | None
+) -> JoinedTensor | None:
     """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
     groups = [
-        [Joined.of(stored.shape, [StoredPart.whole(stored)]) for stored in by_source[pattern]]
+        [JoinedTensor.of(stored.shape, [StoredPart.whole(stored)]) for stored in by_source[pattern]]
         for pattern in converter.source_patterns
         if pattern in by_source
     ]
@@ -459,7 +459,7 @@ def _convert(
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 
-_Groups = list[list[Joined]]
+_Groups = list[list[JoinedTensor]]
 
 
 def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
@@ -467,7 +467,7 @@ def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_stack(group, operation.dim)] for group in groups]
 
 
-def _stack(group: list[Joined], dim: int) -> Joined:
+def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
     layers = []
     for one in group:
         shape = (*one.shape[:dim], 1, *one.shape[dim:])
@@ -479,7 +479,7 @@ def _stack(group: list[Joined], dim: int) -> Joined:
             )
             for part in one.parts
         )
-        layers.append(Joined.of(shape, parts))
+        layers.append(JoinedTensor.of(shape, parts))
     return _concatenate_tensors(layers, dim)
 
 
@@ -495,7 +495,7 @@ def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
 
 
-def _concatenate_tensors(tensors: list[Joined], dim: int) -> Joined:
+def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     start, parts, first = 0, [], tensors[0]
     for one in tensors:
         if _drop_at(one.shape, dim) != _drop_at(first.shape, dim):
@@ -509,7 +509,7 @@ def _concatenate_tensors(tensors: list[Joined], dim: int) -> Joined:
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    return Joined.of(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
+    return JoinedTensor.of(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
 
 
 def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
@@ -521,14 +521,14 @@ def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) 
         out[first], out[second] = out[second], out[first]
         return tuple(out)
 
-    def turned(one: Joined) -> Joined:
+    def turned(one: JoinedTensor) -> JoinedTensor:
         if operation.check_dims and one.shape == wanted:
             return one
         parts = (
             StoredPart(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
             for p in one.parts
         )
-        return Joined.of(swapped(one.shape), parts)
+        return JoinedTensor.of(swapped(one.shape), parts)
 
     return [[turned(one) for one in group] for group in groups]
 
@@ -541,7 +541,7 @@ _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
 
 
 def _require_all_experts(
-    name: str, by_source: Mapping[str, list[Source]], wanted: tuple[int, ...]
+    name: str, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...]
 ) -> None:
     """Refuse a stack without some of its experts, which would be shifted into other places."""
     counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}

@@ -71,7 +71,7 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
             )
         return tokenizer
     whole = read_whole_file(directory)
-    found = _difference(tokenizer, whole, by_file.texts)
+    found = _compare_texts(tokenizer, whole, by_file.texts)
     if found is None:
         return tokenizer
     log.info(
@@ -147,7 +147,7 @@ def _difference_of_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> 
         loaded = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return _difference(loaded, tokenizer, texts)
+        return _compare_texts(loaded, tokenizer, texts)
     except Exception as error:  # whatever a class raises that cannot be made of the file
         return first_line(error)
 
@@ -202,7 +202,7 @@ def _find_added_ends(backend: Any) -> list[int]:
     return ids
 
 
-def _difference(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
+def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
     """Return where a tokenizer of transformers differs from the one that reads the whole file."""
     one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
     if (first := _find_added_ends(one)) != (second := _find_added_ends(two)):
@@ -292,7 +292,7 @@ def _is_token(text: str, tokenizer: Any) -> bool:
 # fails.
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """Reads {% generation %} ... {% endgeneration %}, which transformers adds to Jinja."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -310,7 +310,7 @@ def refuse_syntax_errors(template: Any, where: str) -> None:
     """
     several = template if isinstance(template, dict) else {"": template}
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     for name, text in several.items():
         try:

@@ -27,14 +27,14 @@ from hpc_tune.model.tensor_sources import (
     BLOCK_BYTES,
     BLOCK_VALUES,
     Box,
-    Joined,
-    Packed,
-    Plain,
+    JoinedTensor,
+    Mxfp4Stack,
+    PlainTensor,
     Reserve,
-    Scaled,
-    Source,
+    ScaledTensor,
     StoredBox,
     TensorFiles,
+    TensorSource,
     reserve_nothing,
     why_not_opened,
 )
@@ -137,7 +137,7 @@ class TensorIndex:
     made of these in a way that is not known here, and which. What is wrong is raised as ``error``.
     """
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
     files: Sequence[Path]
     error: type[HpcTuneError] = DataError
     unread: tuple[str, ...] = ()
@@ -159,16 +159,16 @@ class TensorIndex:
         return [name for name in self.sources if name not in self.joined]
 
     @functools.cached_property
-    def joined(self) -> Mapping[str, Joined]:
+    def joined(self) -> Mapping[str, JoinedTensor]:
         """The tensors that are made of several stored ones."""
-        return {name: one for name, one in self.sources.items() if isinstance(one, Joined)}
+        return {name: one for name, one in self.sources.items() if isinstance(one, JoinedTensor)}
 
     @property
     def is_quantised(self) -> bool:
         """Whether files hold tensors in float8 or MXFP4."""
-        return any(isinstance(one, Scaled | Packed) for one in self.sources.values())
+        return any(isinstance(one, ScaledTensor | Mxfp4Stack) for one in self.sources.values())
 
-    def renamed(self, rename: Callable[[str], str]) -> "TensorIndex":
+    def with_names(self, rename: Callable[[str], str]) -> "TensorIndex":
         """Return an index of the same tensors by other names."""
         named = {rename(name): source for name, source in self.sources.items()}
         return replace(self, sources={name: replace(one, name=name) for name, one in named.items()})
@@ -226,7 +226,7 @@ class TensorIndex:
     def map_pages(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that *is* the file's pages; see ``Plain.map_pages``."""
         source = self.sources[name]
-        return source.map_pages(dtype) if isinstance(source, Plain) else None
+        return source.map_pages(dtype) if isinstance(source, PlainTensor) else None
 
 
 def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) -> TensorIndex:
@@ -238,7 +238,7 @@ def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) ->
     return TensorIndex(_read_headers(files, error), files, error)
 
 
-def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, Plain]:
+def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str, PlainTensor]:
     opened = TensorFiles(error)
     pieces: dict[str, list[StoredBox]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -264,7 +264,7 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
             ) from None
     opened.close()
     return {
-        name: Plain(name, shapes[name], dtypes[name], own[0].file, tuple(own), opened)
+        name: PlainTensor(name, shapes[name], dtypes[name], own[0].file, tuple(own), opened)
         for name, own in pieces.items()
     }
 
@@ -373,7 +373,7 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.j
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
 _INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
 _BLOCKS, _SCALES = "_blocks", "_scales"  # behind the name of a stack in MXFP4
-Sources = Mapping[str, Source]
+Sources = Mapping[str, TensorSource]
 
 
 def with_scales(sources: Sources, directory: Path) -> Sources:
@@ -385,7 +385,7 @@ def with_scales(sources: Sources, directory: Path) -> Sources:
     """
     block = _read_quantization(directory).get("weight_block_size")
     scaled = {
-        name: _scale(source, sources, directory, block)
+        name: _add_scale(source, sources, directory, block)
         for name, source in sources.items()
         if source.dtype in FLOAT8
     }
@@ -395,7 +395,7 @@ def with_scales(sources: Sources, directory: Path) -> Sources:
     return {name: one for name, one in ({**sources, **scaled}).items() if name not in unused}
 
 
-def _scale(tensor: Source, sources: Sources, directory: Path, block: Any) -> Scaled:
+def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
     """Return a float8 tensor with the scale that is beside it."""
     name = tensor.name
     if len(tensor.shape) > 2:
@@ -418,7 +418,9 @@ def _scale(tensor: Source, sources: Sources, directory: Path, block: Any) -> Sca
     shape = sources[beside].shape
     stored = torch.empty(shape, dtype=torch.float32)
     sources[beside].fill(stored, (0,) * len(shape), reserve_nothing)
-    scaled = functools.partial(Scaled, name, tensor.shape, torch.bfloat16, tensor.file, tensor)
+    scaled = functools.partial(
+        ScaledTensor, name, tensor.shape, torch.bfloat16, tensor.file, tensor
+    )
     if stored.numel() == 1:
         return scaled(stored.view(1, 1), rows, columns)
     if shape in ((rows,), (rows, 1)):
@@ -451,12 +453,12 @@ def with_packed_stacks(sources: Sources, directory: Path) -> Sources:
                 "file is missing or damaged, copy it again"
             )
         shape = (experts, groups * BLOCK_VALUES, rows)
-        packed[name] = Packed(name, shape, torch.bfloat16, blocks.file, blocks, scales)
+        packed[name] = Mxfp4Stack(name, shape, torch.bfloat16, blocks.file, blocks, scales)
     unused = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
     return {name: one for name, one in sources.items() if name not in unused} | packed
 
 
-def _has_mxfp4_blocks(tensor: Source) -> bool:
+def _has_mxfp4_blocks(tensor: TensorSource) -> bool:
     is_uint8 = tensor.name.endswith(_BLOCKS) and tensor.dtype is torch.uint8
     return is_uint8 and len(tensor.shape) == 4 and tensor.shape[-1] == BLOCK_BYTES
 
@@ -475,7 +477,7 @@ def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
         for name, one in sources.items()
         if name.endswith(marks) or (name.endswith(".weight") and not one.dtype.is_floating_point)
     ]
-    is_read = any(isinstance(one, Packed) or one.dtype in FLOAT8 for one in sources.values())
+    is_read = any(isinstance(one, Mxfp4Stack) or one.dtype in FLOAT8 for one in sources.values())
     if packed:
         raise DataError(
             f"{directory}: its weights are quantised ({method}, such as in {packed[0]}); hpc_tune "

@@ -51,7 +51,7 @@ from hpc_tune.plan.resolve import (
 from hpc_tune.plan.trace import (
     TracedStep,
     TraceReport,
-    cached,
+    cache_traces,
     trace_few_blocks,
     trace_few_tokens,
     trace_step,
@@ -80,7 +80,7 @@ class Remedy:
     shrinks: str | None = None
 
 
-def fits(phase: PhaseMemory, machine: Machine) -> bool:
+def phase_fits(phase: PhaseMemory, machine: Machine) -> bool:
     """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
     device = machine.device_bytes
     on_device = device is None or DEVICE_LIMITS.allows(phase.device_bytes, device)
@@ -103,7 +103,7 @@ def check_remedies(
         if found is None:
             not_enough.append(remedy)
         else:
-            enough.append(_in_words(remedy, found))
+            enough.append(_changes_in_words(remedy, found))
     others = [remedy.text for remedy in remedies if not remedy.changes]
     others += [f"{remedy.text} (not checked)" for remedy in unchecked]
     if enough or not not_enough:
@@ -129,7 +129,7 @@ def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
             yield {**remedy.changes, remedy.shrinks: value}
 
 
-def _in_words(remedy: Remedy, changes: Mapping[str, Any]) -> str:
+def _changes_in_words(remedy: Remedy, changes: Mapping[str, Any]) -> str:
     if remedy.shrinks is None:
         return remedy.text
     return remedy.text.replace(
@@ -146,7 +146,7 @@ def _format_settings(changes: Mapping[str, Any]) -> str:
 def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
     """Return what may make the phases fit that do not."""
     machine, parallel = plan.machine, settings.parallel
-    bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
+    bad = {phase.name: phase for phase in plan.phases if not phase_fits(phase, machine)}
     advice: list[Remedy] = []
     if (save := bad.get(Phase.SAVE_GATHERED)) is not None:
         needed, had = save.node_bytes(machine), machine.host_bytes
@@ -248,10 +248,10 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether every phase fits, but for optional ones."""
-        return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
+        return all(phase.optional or phase_fits(phase, self.machine) for phase in self.phases)
 
     @property
-    def steady(self) -> PhaseMemory:
+    def steady_phase(self) -> PhaseMemory:
         """What its steps take."""
         return next(phase for phase in self.phases if phase.name == Phase.STEADY)
 
@@ -286,7 +286,7 @@ def make_plan(
             resolved.parallel,
             config.checkpoint,
             own_rows * seq_len,
-            _threads(config.run.threads, machine) if train.compiles else None,
+            _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
             save,
             *(tune.form, tune.has_reference),
@@ -295,7 +295,7 @@ def make_plan(
         what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
         is_deep = size.blocks(built.config) > _MAX_WHOLE_BLOCKS
-        trace = partial(trace_few_tokens, cached(trace_few_blocks if is_deep else trace_step))
+        trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
         report = _adapt_to_zero(trace_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
@@ -304,9 +304,9 @@ def make_plan(
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
             waiting = replace(settings, step_tokens=own_rows * of_step)
             traced = _adapt_to_zero(trace(other), resolved)
-            return _steady_spare(memory_by_phase(traced, machine, model_bytes, waiting), machine)
+            return _spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
-        tokens = _tokens_that_fit(left_at, _steady_spare(phases, machine), micro_rows, seq_len)
+        tokens = _tokens_that_fit(left_at, _spare_bytes(phases, machine), micro_rows, seq_len)
     plan = MemoryPlan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
@@ -323,7 +323,7 @@ def make_plan(
     return replace(plan, remedies=remedies_for(plan, settings, tune))
 
 
-def _threads(asked: int | Literal["auto"], machine: Machine) -> int:
+def _threads_per_rank(asked: int | Literal["auto"], machine: Machine) -> int:
     return machine.cores_per_rank if asked == "auto" else asked
 
 
@@ -354,7 +354,7 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
         left, of = machine.host_bytes - phase.node_bytes(machine), "node"
         if device is not None and phase.device_bytes and device - phase.device_bytes < left:
             left, of = device - phase.device_bytes, "GPU"
-        mark = "" if fits(phase, machine) else "  DOES NOT FIT"
+        mark = "" if phase_fits(phase, machine) else "  DOES NOT FIT"
         mark += ": training waits instead" if mark and phase.optional else ""
         lines.append(
             f"{phase.name:<26}{on_device:>13}{format_bytes(phase.rank_bytes):>13}"
@@ -376,8 +376,8 @@ def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
     """Return the plan as JSON for a program."""
     tree: dict[str, Any] = {**asdict(replace(plan, remedies=[])), "advice": advice}
     del tree["remedies"]
-    for node, phase in zip(tree["phases"], plan.phases, strict=True):
-        node |= {"node_bytes": phase.node_bytes(plan.machine), "fits": fits(phase, plan.machine)}
+    for node, p in zip(tree["phases"], plan.phases, strict=True):
+        node |= {"node_bytes": p.node_bytes(plan.machine), "fits": phase_fits(p, plan.machine)}
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
@@ -507,7 +507,7 @@ def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype
     return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
 
 
-def _steady_spare(phases: Sequence[PhaseMemory], machine: Machine) -> int:
+def _spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
     """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
     steady = next(phase for phase in phases if phase.name == Phase.STEADY)
     if machine.device_bytes is not None:
@@ -586,7 +586,7 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
     log.info("planning the memory of %d x %d GPUs", nodes, gpus)
     for recompute in ("selective", "full"):
         try:
-            plan = make_plan(config.changed({"parallel.recompute": recompute}), machine)
+            plan = make_plan(config.with_changes({"parallel.recompute": recompute}), machine)
         except (ConfigError, DataError) as error:
             log.warning("memory is not planned: %s", error)
             return None

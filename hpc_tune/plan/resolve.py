@@ -98,7 +98,7 @@ def choose_layout(
     if parallel.zero_stage is not None:
         layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
-    if not parallel.suits(world_size):
+    if not parallel.fits_ranks(world_size):
         raise ConfigError(_describe_mismatch(parallel, world_size))
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard

@@ -69,13 +69,13 @@ class Network:
         size = len(nodes)
         between: dict[tuple[int, int], Link] = {}
         for pair in links.pairs:
-            between.setdefault(_ordered(*pair.nodes), pair)
+            between.setdefault(_ordered_pair(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
         of_kind = {same: _median_pair(links.pairs, same) for same in (True, False) if links.pairs}
         latency, rate, exchange = {}, {}, {}
         for a in range(size):
             for b in range(a + 1, size):
-                like = by_ranks.get((a, b)) or between.get(_ordered(nodes[a], nodes[b]))
+                like = by_ranks.get((a, b)) or between.get(_ordered_pair(nodes[a], nodes[b]))
                 pair = like or of_kind[nodes[a] == nodes[b]]
                 latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
                 exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
@@ -129,7 +129,7 @@ class Network:
         of_node: defaultdict[int, float] = defaultdict(float)
         for group in groups:
             for a, b in itertools.permutations(group, 2):
-                seconds = num_bytes / size / rates[_ordered(a, b)]
+                seconds = num_bytes / size / rates[_ordered_pair(a, b)]
                 (within if self.nodes[a] == self.nodes[b] else leaving)[a] += seconds
         for rank, seconds in leaving.items():
             of_node[self.nodes[rank]] += seconds / self.lanes
@@ -137,11 +137,11 @@ class Network:
 
     def latency(self, a: int, b: int) -> float:
         """Return the seconds that a small message takes between two ranks."""
-        return self.latency_s[_ordered(a, b)]
+        return self.latency_s[_ordered_pair(a, b)]
 
     def rate(self, a: int, b: int) -> float:
         """Return the bytes per second between two ranks while no others talk."""
-        return self.bytes_per_s[_ordered(a, b)]
+        return self.bytes_per_s[_ordered_pair(a, b)]
 
     def min_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
         """Return the bytes per second of the slowest of these, all at once, one direction each.
@@ -152,7 +152,7 @@ class Network:
         leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
 
         def shared_rate(a: int, b: int) -> float:
-            alone = rates[_ordered(a, b)]
+            alone = rates[_ordered_pair(a, b)]
             if self.nodes[a] == self.nodes[b]:
                 return alone
             return alone / max(1.0, leaving[self.nodes[a]] / self.lanes)
@@ -160,7 +160,7 @@ class Network:
         return min(shared_rate(a, b) for a, b in edges)
 
 
-def _ordered(a: int, b: int) -> tuple[int, int]:
+def _ordered_pair(a: int, b: int) -> tuple[int, int]:
     return (a, b) if a <= b else (b, a)
 
 

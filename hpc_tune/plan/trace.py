@@ -68,7 +68,7 @@ _OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
-    (packed_attention, "_tiling"),
+    (packed_attention, "_make_tiling"),
     (packed_attention, "_later_mask"),
 )
 
@@ -169,7 +169,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.of(built, layout, step.parallel)
     world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
-    with world, experts, fake, memory.watch(), _as_on_device(step):
+    with world, experts, fake, memory.watch(), _allocating_as_device(step):
         engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
         for stage in engine.stages:
             stage.module.within_documents &= step.has_tiles
@@ -177,7 +177,10 @@ def trace_step(step: TracedStep) -> TraceReport:
             stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
         document = step.seq_len if step.has_tiles else DOCUMENT_TOKENS
-        batches = [_batch(step.micro_rows, step.seq_len, document) for _ in range(step.num_micro)]
+        batches = [
+            _make_traced_batch(step.micro_rows, step.seq_len, document)
+            for _ in range(step.num_micro)
+        ]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
         loaded_bytes = memory.live_bytes
         memory.begin()
@@ -212,7 +215,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     )
 
 
-def _as_on_device(step: TracedStep) -> contextlib.ExitStack:
+def _allocating_as_device(step: TracedStep) -> contextlib.ExitStack:
     """Return a context in which operations allocate what they do on the step's device."""
     contexts = contextlib.ExitStack()
     if step.has_kernel:
@@ -244,7 +247,7 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     blocks[len(blocks) // 2].register_forward_hook(mark)
 
 
-def _batch(rows: int, seq_len: int, document: int) -> Batch:
+def _make_traced_batch(rows: int, seq_len: int, document: int) -> Batch:
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
     )
@@ -391,7 +394,7 @@ def trace_few_blocks(step: TracedStep) -> TraceReport:
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 
 
-def cached(trace: TraceFunction) -> TraceFunction:
+def cache_traces(trace: TraceFunction) -> TraceFunction:
     """Return ``trace`` for the steps of one run and layout, each size of which is traced once."""
     known: dict[tuple[int, ...], TraceReport] = {}
 

@@ -67,22 +67,22 @@ class Heap:
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
         self._release()
-        return self._aligned(num_bytes), *self.allocate_objects()
+        return self._allocate_aligned(num_bytes), *self.allocate_objects()
 
     def allocate_objects(self) -> tuple[int, ...]:
         """Return the addresses of the small objects alone: of a block that lies elsewhere."""
         self._release()
-        return tuple(map(self._small, OBJECTS))
+        return tuple(map(self._allocate_small, OBJECTS))
 
     def _release(self) -> None:
         for blocks in sorted(self._freed, reverse=True):
             for block in blocks:
-                self._free(block)
+                self._free_block(block)
         self._freed.clear()
 
     def allocate_permanent(self, num_bytes: int) -> None:
         """Allocate a small object that stays, so that its neighbours never become one hole."""
-        self._left.append(self._small(num_bytes))
+        self._left.append(self._allocate_small(num_bytes))
 
     @property
     def resident(self) -> int:
@@ -93,23 +93,23 @@ class Heap:
         """Free what was left, and return all free pages to the kernel, as ``malloc_trim`` does."""
         self._release()
         for block in self._left:
-            self._free(block)
+            self._free_block(block)
         self._left.clear()
-        self._join_fast()
+        self._join_fast_bins()
         self.reach = self._end
         self._pages, self._num_pages = bytearray(), 0
         for block, size in self._sizes.items():
-            self._touch(block, size)
+            self._mark_pages_used(block, size)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a block fits without a longer heap: where malloc looks before it maps memory."""
         self._release()
-        self._join_fast()
+        self._join_fast_bins()
         largest = self._by_size[-1][0] if self._by_size else 0
         behind = 0 if self._trims else self.reach - self._end
         return max(largest, behind) >= _size_of(num_bytes) + ALIGNMENT + _LEAST
 
-    def _touch(self, start: int, size: int) -> None:
+    def _mark_pages_used(self, start: int, size: int) -> None:
         first, last = start // _PAGE, (start + size - 1) // _PAGE + 1
         if len(self._pages) < last:
             self._pages.extend(bytes(last - len(self._pages)))
@@ -120,53 +120,53 @@ class Heap:
         """Free what ``allocate`` returned."""
         self._freed.append(blocks)
 
-    def _small(self, num_bytes: int) -> int:
+    def _allocate_small(self, num_bytes: int) -> int:
         size = _size_of(num_bytes)
         kept = self._kept[size]
-        block = kept.pop() if kept else self._take(size)
-        self._touch(block, size)
+        block = kept.pop() if kept else self._allocate_block(size)
+        self._mark_pages_used(block, size)
         return block
 
-    def _aligned(self, num_bytes: int) -> int:
+    def _allocate_aligned(self, num_bytes: int) -> int:
         """As glibc's ``_int_memalign``: what lies before and behind the block is freed."""
         size = _size_of(num_bytes)
-        block = self._take(size + ALIGNMENT + _LEAST)
+        block = self._allocate_block(size + ALIGNMENT + _LEAST)
         found = self._sizes[block]
         # The caller's part begins _GRAIN bytes behind the start of a block.
         if (before := -(block + _GRAIN) % ALIGNMENT) > 0:
             before += ALIGNMENT if before < _LEAST else 0
             self._sizes[block], found = before, found - before
             self._sizes[block + before] = found
-            self._free(block)
+            self._free_block(block)
             block += before
         if found > size + _LEAST:
             self._sizes[block], self._sizes[block + size] = size, found - size
-            self._free(block + size)
-        self._touch(block, self._sizes[block])
+            self._free_block(block + size)
+        self._mark_pages_used(block, self._sizes[block])
         return block
 
-    def _take(self, size: int) -> int:
+    def _allocate_block(self, size: int) -> int:
         """Return a block of ``size`` or a little more: of the smallest hole, or from the end."""
         if size >= _SMALL:
-            self._join_fast()
+            self._join_fast_bins()
         at = bisect_left(self._by_size, (size, -1))
         if at == len(self._by_size) and self._fast:
-            self._join_fast()
+            self._join_fast_bins()
             at = bisect_left(self._by_size, (size, -1))
         if at == len(self._by_size):
             start, self._end = self._end, self._end + size
             self.reach = max(self.reach, self._end)
         else:
             start = self._by_size[at][1]
-            rest = self._unlink(start) - size
+            rest = self._remove_hole(start) - size
             if rest < _LEAST:
                 size += rest
             else:
-                self._link(start + size, rest)
+                self._add_hole(start + size, rest)
         self._sizes[start] = size
         return start
 
-    def _free(self, block: int) -> None:
+    def _free_block(self, block: int) -> None:
         size = self._sizes[block]
         kept = self._kept[size]
         if size <= _MAX_KEPT and len(kept) < _NUM_KEPT:
@@ -174,23 +174,23 @@ class Heap:
         elif size <= _FAST:
             self._fast.append(block)
         else:
-            self._join(block)
+            self._make_hole(block)
             if size > _JOINING:
-                self._join_fast()
+                self._join_fast_bins()
 
-    def _join_fast(self) -> None:
+    def _join_fast_bins(self) -> None:
         for block in self._fast:
-            self._join(block)
+            self._make_hole(block)
         self._fast.clear()
 
-    def _join(self, block: int) -> None:
+    def _make_hole(self, block: int) -> None:
         """Make a block a hole, joined with the holes beside it, or part of the free end."""
         stop = block + self._sizes.pop(block)
         if stop in self._holes:
-            stop += self._unlink(stop)
+            stop += self._remove_hole(stop)
         if block in self._starts:
             block = self._starts[block]
-            self._unlink(block)
+            self._remove_hole(block)
         if stop == self._end:
             self._end = block
             if self._trims and block + _UNTRIMMED < len(self._pages) * _PAGE:
@@ -198,13 +198,13 @@ class Heap:
                 self._num_pages -= self._pages.count(1, gone)
                 del self._pages[gone:]
         else:
-            self._link(block, stop - block)
+            self._add_hole(block, stop - block)
 
-    def _link(self, start: int, size: int) -> None:
+    def _add_hole(self, start: int, size: int) -> None:
         self._holes[start], self._starts[start + size] = size, start
         insort(self._by_size, (size, start))
 
-    def _unlink(self, start: int) -> int:
+    def _remove_hole(self, start: int) -> int:
         size = self._holes.pop(start)
         del self._starts[start + size]
         del self._by_size[bisect_left(self._by_size, (size, start))]

@@ -117,9 +117,10 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         if rank.device_bytes:
             near = "?" if rank.device_numa is None else rank.device_numa
             device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
-        given = f" of {_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
+        given = f" of {_format_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
         lines.append(
-            f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.taken or rank.cpus)}{given} "
+            f"  rank {rank.rank:<4} {device}; CPUs "
+            f"{_format_ranges(rank.taken or rank.cpus)}{given} "
             f"(NUMA {numa}), {count_of(rank.threads, 'thread')}"
         )
         if rank.products is not None:
@@ -196,7 +197,7 @@ def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
     return f"{pair.kind} ({path})" if path else pair.kind
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Return such as ``"0-3,8"``."""
     parts: list[list[int]] = []
     for number in numbers:

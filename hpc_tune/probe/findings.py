@@ -69,13 +69,17 @@ def _check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         for rank, packages in zip(ranks, versions, strict=True):
             hosts[packages.get(package) or "none"].add(rank.hostname)
         if len(hosts) > 1:
-            shown = "; ".join(f"{version} on {_join(on)}" for version, on in sorted(hosts.items()))
+            shown = "; ".join(
+                f"{version} on {_join_names(on)}" for version, on in sorted(hosts.items())
+            )
             level: Literal["error", "warning"] = (
                 "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
             yield Finding(level, f"{package} differs: {shown}. Use one environment for all nodes")
     for text in dict.fromkeys(rank.hidden for rank in ranks if rank.hidden):
-        on = _join([here[0].hostname for here in _group_by_node(ranks) if here[0].hidden == text])
+        on = _join_names(
+            [here[0].hostname for here in _group_by_node(ranks) if here[0].hidden == text]
+        )
         yield Finding("warning", f"{on}: {text}")
     for here in _group_by_node(ranks):
         compiled = here[0].compiled
@@ -98,7 +102,7 @@ def _check_devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         weak = [f"GPU {i} has only {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
         if weak:
             yield Finding(
-                "warning", f"{first.hostname}: {_join(weak)} of {most} {gpus[0].link}s up"
+                "warning", f"{first.hostname}: {_join_names(weak)} of {most} {gpus[0].link}s up"
             )
 
 
@@ -110,7 +114,7 @@ def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for package, on in hosts.items():
         yield Finding(
             "warning",
-            f"{_join(set(on))}: attention is torch's own; {package}, built for this torch, "
+            f"{_join_names(set(on))}: attention is torch's own; {package}, built for this torch, "
             "takes about half of its time and is used where it is installed. Runs do not need it",
         )
 
@@ -156,7 +160,7 @@ def _share_cores(here: Sequence[RankFacts]) -> bool:
 def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     """Name what a rank computes on; a GPU by the driver's number, where that is known."""
     if not rank.device_bytes:
-        return f"rank {rank.rank} on CPUs {_join([*map(str, rank.taken or rank.cpus)])}"
+        return f"rank {rank.rank} on CPUs {_join_names([*map(str, rank.taken or rank.cpus)])}"
     topology = next((r.topology for r in ranks if r.node == rank.node and r.topology), None)
     uuids = [gpu.uuid for gpu in topology.gpus] if topology else []
     number = f"GPU {uuids.index(rank.device_uuid)}" if rank.device_uuid in uuids else "the GPU"
@@ -303,7 +307,7 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 "LD_PRELOAD and LD_LIBRARY_PATH, or load the site's newer one"
             ].append(rank.hostname)
     for text, on in hosts.items():
-        yield Finding("warning", f"{_join(on)}: {text}")
+        yield Finding("warning", f"{_join_names(on)}: {text}")
 
 
 def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -332,15 +336,15 @@ def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if error == NO_NVML:
             yield Finding(
                 "warning",
-                f"{_join(on)}: {error}, so the links between GPUs are unknown: python -m pip "
+                f"{_join_names(on)}: {error}, so the links between GPUs are unknown: python -m pip "
                 "install nvidia-ml-py. Runs do not need it",
             )
             continue
         yield Finding(
             "warning",
-            f"{_join(on)}: the driver's management library refuses ({error}), as it may for slices "
-            "of a GPU (MIG), for virtual ones, or by the site's choice: the links between GPUs "
-            "are unknown. Runs do not need it",
+            f"{_join_names(on)}: the driver's management library refuses ({error}), as it may for "
+            "slices of a GPU (MIG), for virtual ones, or by the site's choice: the links between "
+            "GPUs are unknown. Runs do not need it",
         )
 
 
@@ -383,7 +387,7 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             text += f": export {' '.join(f'{one.name}={one.value}' for one in unlike)}"
             hosts[False, text].append(rank.hostname)
     for (is_sure, text), on in hosts.items():
-        yield Finding("error" if is_sure else "warning", f"{_join(on)}: {text}")
+        yield Finding("error" if is_sure else "warning", f"{_join_names(on)}: {text}")
 
 
 def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
@@ -419,7 +423,7 @@ def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
     if not lacking:
         return ""
     _, kind, library = lacking[0]
-    hosts = _join([host for host, _, _ in lacking])
+    hosts = _join_names([host for host, _, _ in lacking])
     text = f"{library.name} has no network plugin on {hosts} and sends by TCP over {kind}. "
     if off := _disabling_setting(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
         return f"{text}{off} switches it off: unset it"
@@ -471,5 +475,5 @@ def _group_by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
     return list(nodes.values())
 
 
-def _join(names: Sequence[str] | set[str]) -> str:
+def _join_names(names: Sequence[str] | set[str]) -> str:
     return list_some(sorted(names), 4)

@@ -138,11 +138,11 @@ class MatmulWork:
 
     def warm_up(self) -> None:
         """Load the kernels, keep the first result, and find how many products a batch takes."""
-        self._check()
-        marks = [self._mark()]
+        self._compare_output()
+        marks = [self._record_event()]
         for _ in range(_WARM_UPS):
             self.multiply(self._left, self._right, out=self._out)
-            marks.append(self._mark())
+            marks.append(self._record_event())
         self.wait(marks[-1])
         if self._first is not None:
             self._first.copy_(self._out)
@@ -150,13 +150,13 @@ class MatmulWork:
         self._in_batch = max(1, min(_MAX_IN_BATCH, round(_BATCH_S / one_s)))
         self._wrong.zero_()
 
-    def batch(self) -> "list[Mark]":
+    def start_batch(self) -> "list[Mark]":
         """Start a batch and the check behind it; return the times between its products."""
-        marks = [self._mark()]
+        marks = [self._record_event()]
         for _ in range(self._in_batch):
             self.multiply(self._left, self._right, out=self._out)
-            marks.append(self._mark())
-        self._check()
+            marks.append(self._record_event())
+        self._compare_output()
         return marks
 
     def wait(self, mark: "Mark") -> None:
@@ -173,7 +173,7 @@ class MatmulWork:
         exact, repeated = self._wrong.tolist()
         return exact, repeated
 
-    def _check(self) -> None:
+    def _compare_output(self) -> None:
         """Compare; the counts stay on the device, which nobody waits for here."""
         left, right, expected = self._exact
         self.multiply(left, right, out=self._exact_out)
@@ -181,7 +181,7 @@ class MatmulWork:
         if self._first is not None:
             self._wrong[1] += (self._out != self._first).any()
 
-    def _mark(self) -> "Mark":
+    def _record_event(self) -> "Mark":
         if not self.on_gpu:
             return time.perf_counter()
         import torch
@@ -197,10 +197,10 @@ def time_matmuls(
     """Multiply for about ``seconds``; one batch is queued behind that which is waited for."""
     idle = state()
     until_s = time.monotonic() + seconds
-    batches = [work.batch(), work.batch()]
+    batches = [work.start_batch(), work.start_batch()]
     while time.monotonic() < until_s:
         work.wait(batches[-2][-1])
-        batches.append(work.batch())
+        batches.append(work.start_batch())
     work.wait(batches[-2][-1])
     loaded = state()
     work.wait(batches[-1][-1])

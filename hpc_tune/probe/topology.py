@@ -43,10 +43,12 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
     nodes = folder / "class" / "kfd" / "kfd" / "topology" / "nodes"
     found = []
     for node in sorted(_list_numbered(nodes), key=lambda path: int(path.name)):
-        if _text(node / "gpu_id") in ("", "0"):
+        if _read_text(node / "gpu_id") in ("", "0"):
             continue
-        facts = _properties(node / "properties")
-        links = [_properties(link / "properties") for link in _list_numbered(node / "io_links")]
+        facts = _read_properties(node / "properties")
+        links = [
+            _read_properties(link / "properties") for link in _list_numbered(node / "io_links")
+        ]
         linked = [int(link["node_to"]) for link in links if link.get("type") == _XGMI]
         found.append(
             AmdGpu(
@@ -62,7 +64,7 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
 
 def amd_driver(folder: Path) -> str:
     """Return the version of amdgpu, where it is not the kernel's own."""
-    return _text(folder / "module" / "amdgpu" / "version")
+    return _read_text(folder / "module" / "amdgpu" / "version")
 
 
 def _gfx_name(version: int) -> str:
@@ -75,8 +77,8 @@ def _pci_address(domain: int, location: int) -> str:
     return f"{domain:04x}:{location >> 8 & 255:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
 
-def _properties(file: Path) -> Mapping[str, str]:
-    lines = (line.split() for line in _text(file).splitlines())
+def _read_properties(file: Path) -> Mapping[str, str]:
+    lines = (line.split() for line in _read_text(file).splitlines())
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
@@ -95,7 +97,7 @@ def _list_folder(folder: Path) -> list[Path]:
         return []
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
@@ -300,7 +302,7 @@ def _card_kind(group: str, card: Path) -> str:
         return "Slingshot"
     if (card / "device" / "driver").resolve().name == "efa":
         return "EFA"
-    layers = [_text(port / "link_layer") for port in _list_folder(card / "ports")]
+    layers = [_read_text(port / "link_layer") for port in _list_folder(card / "ports")]
     return "RoCE" if "Ethernet" in layers else "InfiniBand"
 
 
@@ -308,8 +310,8 @@ def _best_port(ports: Path) -> tuple[str, str]:
     """Return state and rate of the port that is up, or of the first."""
     found = [
         (
-            _text(port / "state").partition(": ")[2],
-            _text(port / "rate").partition(" (")[0],
+            _read_text(port / "state").partition(": ")[2],
+            _read_text(port / "rate").partition(" (")[0],
         )
         for port in _list_folder(ports)
     ]
@@ -326,7 +328,7 @@ def _ethernet_speeds(folder: Path) -> dict[str, int]:
 
 def _interface_speed(folder: Path, interface: str) -> int:
     with contextlib.suppress(ValueError):
-        return int(_text(folder / "class" / "net" / interface / "speed"))
+        return int(_read_text(folder / "class" / "net" / interface / "speed"))
     return 0
 
 

@@ -259,7 +259,7 @@ def main_figures(run: Run) -> dict[str, str]:
             if own := known_numbers(steps, f"{kind}_ranks_bytes"):
                 values["of which this run's ranks, most on a node"] = format_bytes(max(own))
     values["saves"] = str(len(run.events_of_kind("checkpoint")))
-    values["governor's actions"] = str(len(run.actions))
+    values["governor's actions"] = str(len(run.governor_actions))
     return values
 
 

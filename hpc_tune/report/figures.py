@@ -35,7 +35,7 @@ def _loss_label(runs: Sequence[Run]) -> str:
     return "loss" if has_pairs else "loss (nats per token)"
 
 
-def _loss(runs: Sequence[Run]) -> Figure | None:
+def _plot_loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP, _loss_label(runs))
     for run, color in _with_colors(runs):
         steps, losses = curve_points(run.steps, "step", "loss")
@@ -51,7 +51,7 @@ def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: 
     axes.plot(*curve_points(evals, x, y), **{"lw": 1, "ls": "--", **look}, marker=marker, ms=4)
 
 
-def _held_out(runs: Sequence[Run]) -> Figure | None:
+def _plot_eval(runs: Sequence[Run]) -> Figure | None:
     """Draw each held-out source's own loss: their mean may fall while one of them rises."""
     figure, axes = _new_figure(STEP, _loss_label(runs))
     lines = [
@@ -70,7 +70,7 @@ def _held_out(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, axes)
 
 
-def _rate(runs: Sequence[Run]) -> Figure | None:
+def _plot_rate(runs: Sequence[Run]) -> Figure | None:
     figure, (above, below) = _two_axes(STEP)
     above.set_ylabel("learning rate")
     below.set_ylabel("gradient norm")
@@ -83,7 +83,7 @@ def _rate(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, above, below)
 
 
-def _speed(runs: Sequence[Run]) -> Figure | None:
+def _plot_speed(runs: Sequence[Run]) -> Figure | None:
     has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
     if has_mfu:
         figure, (above, below) = _two_axes(STEP)
@@ -106,12 +106,12 @@ def _speed(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, above, *([below] if has_mfu else []))
 
 
-def _step_parts(runs: Sequence[Run]) -> Figure | None:
+def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
     """Stack what a step's time went into; of several runs the means side by side."""
     names = ("compute", "messages", "data", "waiting for saves")
     if len(runs) == 1:
         figure, axes = _new_figure(STEP, "seconds per step")
-        rows = _bin_means(_shares(runs[0]))
+        rows = _bin_means(_step_time_shares(runs[0]))
         if len(rows) < 2:
             return None
         steps = [row["step"] for row in rows]
@@ -122,7 +122,7 @@ def _step_parts(runs: Sequence[Run]) -> Figure | None:
         axes.set_ylim(0, _axis_top([sum(row[name] for name in names) for row in rows]))
         return _finish(figure, axes)
     figure, axes = _new_figure("mean seconds per step", "")
-    means = [_mean(_shares(run)) for run in runs if run.steps]
+    means = [_mean_row(_step_time_shares(run)) for run in runs if run.steps]
     if not means:
         return None
     left = [0.0] * len(means)
@@ -136,7 +136,7 @@ def _step_parts(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, axes)
 
 
-def _memory(runs: Sequence[Run]) -> Figure | None:
+def _plot_memory(runs: Sequence[Run]) -> Figure | None:
     """Draw host and device memory over time, limits dashed, saves and the governor marked."""
     kinds = [
         (f"{kind} memory ({whose})", f"{kind}_bytes", f"{kind}_limit_bytes")
@@ -180,7 +180,7 @@ def _mark_events(axes: Axes, run: Run, factor: float) -> None:
         ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
-        happened = run.actions if kind == "governor" else run.events_of_kind(kind)
+        happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
         places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
         if places:  # one line with gaps: as many lines would be half of the page
             at = [x for place in places for x in (place, place, place)]
@@ -192,7 +192,7 @@ def _mark_events(axes: Axes, run: Run, factor: float) -> None:
         axes.axvline(segment.before_s / factor, color=GREY, lw=2.5, alpha=0.5, label=again)
 
 
-def _ranks(runs: Sequence[Run]) -> Figure | None:
+def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new_figure(STEP, "seconds of a rank's own work")
     shown = [(run, color) for run, color in _with_colors(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
@@ -207,7 +207,7 @@ def _ranks(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, axes)
 
 
-def _predictions(runs: Sequence[Run]) -> Figure | None:
+def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
     """Draw each phase's predicted and measured memory of the fullest rank."""
     memory = [event for run in runs[:1] for event in run.events_of_kind("memory")]
     phases = memory[-1].get("phases", {}) if memory else {}
@@ -228,7 +228,7 @@ def _predictions(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, axes)
 
 
-def _shares(run: Run) -> list[dict[str, float]]:
+def _step_time_shares(run: Run) -> list[dict[str, float]]:
     """Return what each step's time went into, and how long training waited for its save."""
     saves = run.events_of_kind("checkpoint")
     blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
@@ -247,14 +247,14 @@ def _shares(run: Run) -> list[dict[str, float]]:
     return shares
 
 
-def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def _mean_row(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
     width = max(1, -(-len(rows) // POINTS))
-    return [_mean(rows[i : i + width]) for i in range(0, len(rows), width)]
+    return [_mean_row(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
 def _keep_worst(rows: Sequence[Record], key: str) -> list[Record]:
@@ -375,7 +375,7 @@ def _has_data(axes: Axes) -> bool:
 _LETTER, _TEXT = 0.0125, 8  # of a label of a start: share of the axis, points
 
 
-def _timeline(runs: Sequence[Run]) -> Figure | None:
+def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
     """Draw the loss of one run over its running time, with starts, saves and actions below."""
     [run, *others] = runs
     if others or not run.segments or len(run.steps) < 2:
@@ -452,7 +452,7 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
         ("warning", "warnings", "x", COLORS[4]),
         ("stop", "stops", "s", COLORS[6]),
     ):
-        happened = run.actions if kind == "governor" else run.events_of_kind(kind)
+        happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
         places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
@@ -577,17 +577,17 @@ _log_probs = partial(
 
 
 FIGURES: tuple[tuple[str, str, Draw], ...] = (
-    ("timeline", "All starts on one axis of time", _timeline),
-    ("loss", "Loss", _loss),
-    ("held-out", "Held-out loss of each source", _held_out),
+    ("timeline", "All starts on one axis of time", _plot_timeline),
+    ("loss", "Loss", _plot_loss),
+    ("held-out", "Held-out loss of each source", _plot_eval),
     ("preferences", "Preferences: accuracy and margin", _reward),
     ("log-probs", "Preferences: log-probability of the answers, per token", _log_probs),
-    ("memory", "Memory against its limits", _memory),
-    ("step-time", "Where a step's time went, on rank 0", _step_parts),
-    ("speed", "Speed", _speed),
-    ("rate", "Learning rate and gradient norm", _rate),
-    ("ranks", "The ranks' own work: slowest and fastest", _ranks),
-    ("foreseen", "Memory by phase", _predictions),
+    ("memory", "Memory against its limits", _plot_memory),
+    ("step-time", "Where a step's time went, on rank 0", _plot_step_parts),
+    ("speed", "Speed", _plot_speed),
+    ("rate", "Learning rate and gradient norm", _plot_rate),
+    ("ranks", "The ranks' own work: slowest and fastest", _plot_ranks),
+    ("foreseen", "Memory by phase", _plot_predictions),
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", _rank_heatmap),
     ("experts", "Tokens of each expert: white is even, blue has few", _expert_heatmap),
 )

@@ -151,13 +151,13 @@ _HELD_OUT_PREFIX = "eval_preferences."
 
 def render_json(runs: Sequence[Run]) -> str:
     """Return JSON that may stand in a page: it holds no ``<``."""
-    text = json.dumps({"runs": [_numbers(run) for run in runs]}, default=str)
+    text = json.dumps({"runs": [_run_numbers(run) for run in runs]}, default=str)
     without_nan = json.loads(text, parse_constant=str)
     text = json.dumps(without_nan, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
-def _numbers(run: Run) -> dict[str, Any]:
+def _run_numbers(run: Run) -> dict[str, Any]:
     curves = {name: curve_points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
     return {
         "name": run.name,
@@ -247,20 +247,22 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
-    shown = [_figure(caption, svg) for _, caption, svg in figures]
+    shown = [_render_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
-        parts = [*_heading_of_many(runs), _grid(shown)]
+        parts = [*_render_heading_many(runs), _render_grid(shown)]
         parts += [_render_folded(run) for run in runs]
     else:
         [run] = runs
         has_gap = len(shown) % 2 == 1  # beside the last figure
-        beside, below = ([_time_card(run)], []) if has_gap else ([], [_time_card(run)])
-        parts = [_heading(run), _grid([*shown, *beside]), *below, *_details(run)]
+        beside, below = (
+            ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
+        )
+        parts = [_render_heading(run), _render_grid([*shown, *beside]), *below, *_detail_cards(run)]
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)} - hpc_tune</title><style>{_STYLE}</style></head><body><main>"
+        f"<title>{_escape(title)} - hpc_tune</title><style>{_STYLE}</style></head><body><main>"
         + "\n".join(parts)
         + f"<footer>hpc_tune {__version__}, {when}. All figures as JSON: the script element "
         'of id "figures" at the end of this file.</footer></main>'
@@ -268,51 +270,57 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) ->
     )
 
 
-def _grid(cards: Iterable[str]) -> str:
+def _render_grid(cards: Iterable[str]) -> str:
     body = "".join(cards)
     return f'<div class="plots">{body}</div>' if body else ""
 
 
 def _render_folded(run: Run) -> str:
     """Return the details of one run of several, to be opened."""
-    cards = "".join([_time_card(run), *_details(run)])
-    name = _text(f"{run.name}: where the time went, starts, data, settings and what happened")
+    cards = "".join([_render_time_card(run), *_detail_cards(run)])
+    name = _escape(f"{run.name}: where the time went, starts, data, settings and what happened")
     return f'<details class="card"><summary>{name}</summary>{cards}</details>'
 
 
-def _details(run: Run) -> Iterator[str]:
+def _detail_cards(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
     all_starts = start_rows(run)
     left = _remark_left_out(len(all_starts), _SHOWN_STARTS)
     for name, body in (
-        (f"Starts{left}", _table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
-        ("Predicted and measured", _table(heads, compare_predictions(run), "")),
-        ("What ran", _table(None, list_start_facts(run), "")),
-        ("What the data gave", _table(None, list_data_facts(run), "")),
-        ("Sources", _table(SOURCE_HEADS, source_rows(run), "")),
-        ("Software and hardware", _table(None, list_machine_facts(run), "")),
-        ("Checkpoints", _table(("checkpoint", "size", "now"), verify_checkpoints(run.path), "")),
+        (f"Starts{left}", _render_table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
+        ("Predicted and measured", _render_table(heads, compare_predictions(run), "")),
+        ("What ran", _render_table(None, list_start_facts(run), "")),
+        ("What the data gave", _render_table(None, list_data_facts(run), "")),
+        ("Sources", _render_table(SOURCE_HEADS, source_rows(run), "")),
+        ("Software and hardware", _render_table(None, list_machine_facts(run), "")),
+        (
+            "Checkpoints",
+            _render_table(("checkpoint", "size", "now"), verify_checkpoints(run.path), ""),
+        ),
     ):
         if body:
-            yield _card(name, body)
-    yield _events(run)
-    yield _card(
+            yield _render_card(name, body)
+    yield _render_events(run)
+    yield _render_card(
         "Settings that are not at their defaults",
-        _table(("setting", "here", "default"), changed_settings(run), "none") + _all_settings(run),
+        _render_table(("setting", "here", "default"), changed_settings(run), "none")
+        + _render_all_settings(run),
     )
 
 
-def _time_card(run: Run) -> str:
-    return _card("Where the time went", _table(None, time_by_kind(run), "nothing is known"))
+def _render_time_card(run: Run) -> str:
+    return _render_card(
+        "Where the time went", _render_table(None, time_by_kind(run), "nothing is known")
+    )
 
 
-def _all_settings(run: Run) -> str:
-    text = yaml.safe_dump(_tree(run.settings), sort_keys=False, allow_unicode=True)
-    return f"<details><summary>All settings</summary><pre>{_text(text)}</pre></details>"
+def _render_all_settings(run: Run) -> str:
+    text = yaml.safe_dump(_nest_settings(run.settings), sort_keys=False, allow_unicode=True)
+    return f"<details><summary>All settings</summary><pre>{_escape(text)}</pre></details>"
 
 
-def _heading(run: Run) -> str:
+def _render_heading(run: Run) -> str:
     """Return the first screen: what came out, how it ended, what to do; then the main figures."""
     told = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
@@ -333,33 +341,35 @@ def _heading(run: Run) -> str:
         rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
-        f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"
+        f"<div><span>{_escape(name)}</span><b>{_escape(value)}</b></div>"
         for name, value in main_figures(run).items()
     )
     return (
-        f'<section class="card{warn}"><h1>{_text(run.name)} '
+        f'<section class="card{warn}"><h1>{_escape(run.name)} '
         f'<span class="state {run.state}">{run.state}</span></h1>'
-        f'<div class="told">{_table(None, rows, "")}</div></section>'
+        f'<div class="told">{_render_table(None, rows, "")}</div></section>'
         f'<section class="card facts">{cards}</section>'
     )
 
 
-def _heading_of_many(runs: Sequence[Run]) -> Iterator[str]:
+def _render_heading_many(runs: Sequence[Run]) -> Iterator[str]:
     """Yield what differs between the runs, and then what came out of each."""
     names = ["", *(run.name for run in runs)]
-    yield _card(
+    yield _render_card(
         f"{len(runs)} runs: settings that differ",
-        _table(names, ((name, *values) for name, values in find_differences(runs)), "none differs"),
+        _render_table(
+            names, ((name, *values) for name, values in find_differences(runs)), "none differs"
+        ),
     )
     all_facts = [main_figures(run) for run in runs]
     fact_names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("how it ended", *(f"{run.state}: {describe_end(run)}" for run in runs))]
     rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
     rows += [("adapter", *map(find_adapter, runs))]
-    yield _card("What came out", _table(names, rows, ""))
+    yield _render_card("What came out", _render_table(names, rows, ""))
 
 
-def _events(run: Run) -> str:
+def _render_events(run: Run) -> str:
     kept = [e for e in run.events if e.get("kind") not in ("start", "memory", "layout")]
     rows = [
         (
@@ -371,43 +381,43 @@ def _events(run: Run) -> str:
         for event in kept[-_SHOWN_EVENTS:]
     ]
     left = _remark_left_out(len(kept), _SHOWN_EVENTS)
-    table = _table(("time", "step", "kind", "what"), rows, "nothing but steps")
-    return _card(f"What happened{left}", table)
+    table = _render_table(("time", "step", "kind", "what"), rows, "nothing but steps")
+    return _render_card(f"What happened{left}", table)
 
 
 def _remark_left_out(num: int, shown: int) -> str:
     return f" (the last {shown} of {num})" if num > shown else ""
 
 
-def _figure(caption: str, svg: str) -> str:
+def _render_figure(caption: str, svg: str) -> str:
     return (
-        f'<section class="card"><figure role="img" aria-label="{_text(caption)}">'
-        f"<figcaption>{_text(caption)}</figcaption>{svg}</figure></section>"
+        f'<section class="card"><figure role="img" aria-label="{_escape(caption)}">'
+        f"<figcaption>{_escape(caption)}</figcaption>{svg}</figure></section>"
     )
 
 
-def _card(title: str, body: str) -> str:
+def _render_card(title: str, body: str) -> str:
     return (
-        f'<section class="card"><h2>{_text(title)}</h2><div class="scroll">{body}</div></section>'
+        f'<section class="card"><h2>{_escape(title)}</h2><div class="scroll">{body}</div></section>'
     )
 
 
-def _table(heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty: str) -> str:
+def _render_table(heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty: str) -> str:
     first = "<th>{}</th>" if heads is None else '<td class="when">{}</td>'
     body = "".join(
         "<tr>"
-        + first.format(_text(row[0]))
-        + "".join(f"<td>{_text(cell)}</td>" for cell in row[1:])
+        + first.format(_escape(row[0]))
+        + "".join(f"<td>{_escape(cell)}</td>" for cell in row[1:])
         + "</tr>"
         for row in rows
     )
     if not body:
-        return f"<p>{_text(empty)}</p>" if empty else ""
-    head = "".join(f"<th>{_text(name)}</th>" for name in heads or ())
+        return f"<p>{_escape(empty)}</p>" if empty else ""
+    head = "".join(f"<th>{_escape(name)}</th>" for name in heads or ())
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
-def _tree(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _nest_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     tree: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         part, _, key = name.partition(".")
@@ -419,7 +429,7 @@ def _format_setting(key: str, value: Any) -> str:
     return format_bytes(value) if key in ("need", "had") and isinstance(value, int) else str(value)
 
 
-def _text(value: str) -> str:
+def _escape(value: str) -> str:
     return html.escape(value)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_energy, counts_energy
+from hpc_tune.cluster.schedulers import ask_job_energy, counts_energy
 from hpc_tune.config.section import flatten, format_setting
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import warn_unreadable
@@ -57,7 +57,7 @@ class JobsEnergy:
 
 
 def find_jobs_energy(
-    events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_energy
+    events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_job_energy
 ) -> JobsEnergy | None:
     """Return the energy of the jobs that a run had; None where their scheduler tells of none.
 
@@ -200,7 +200,7 @@ class Run:
         return [event for event in self.events if event.get("kind") == kind]
 
     @property
-    def actions(self) -> list[Record]:
+    def governor_actions(self) -> list[Record]:
         """What the governor did; its other events say only how full memory is."""
         return [event for event in self.events_of_kind("governor") if "action" in event]
 
@@ -267,12 +267,12 @@ class LineReader:
                 while new := file.read(_PART_BYTES):
                     self._offset += len(new)
                     *whole, self._rest = (self._rest + new).split(b"\n")
-                    self._keep(whole)
+                    self._add_rows(whole)
         except OSError as error:
             warn_unreadable(self._path, error)
         return self._rows
 
-    def _keep(self, lines: Iterable[bytes]) -> None:
+    def _add_rows(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             try:
                 value = json.loads(line)

@@ -26,7 +26,7 @@ _HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text of their
 _COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
-def watch(path: Path, every_s: float, once: bool) -> None:
+def watch_runs(path: Path, every_s: float, once: bool) -> None:
     """Show the run at ``path`` until it ends or Ctrl-C, or ``once``.
 
     Raises:
@@ -40,27 +40,29 @@ def watch(path: Path, every_s: float, once: bool) -> None:
 
     run = read()
     if once or not console.is_terminal:
-        console.print(_view(run))
+        console.print(_render_run(run))
         return
-    with Live(_view(run), console=console, auto_refresh=False) as live:
+    with Live(_render_run(run), console=console, auto_refresh=False) as live:
         while run.state == "running":
             time.sleep(every_s)
             run = read()
-            live.update(_view(run), refresh=True)
+            live.update(_render_run(run), refresh=True)
 
 
-def _view(run: Run) -> RenderableType:
+def _render_run(run: Run) -> RenderableType:
     color = _COLORS.get(run.state, "red")
     title = Text.assemble((run.name, "bold"), "  ", (run.state, f"bold {color}"))
     parts: list[RenderableType] = [Text(run.reason)]
     if run.steps:
-        parts += [_progress(run), _figures(run)]
+        parts += [_render_progress(run), _render_figures(run)]
     else:
         parts.append(Text("no optimizer step yet"))
-    return Panel(Group(*parts, *_events(run)), title=title, title_align="left", border_style=color)
+    return Panel(
+        Group(*parts, *_render_events(run)), title=title, title_align="left", border_style=color
+    )
 
 
-def _progress(run: Run) -> RenderableType:
+def _render_progress(run: Run) -> RenderableType:
     step = int(run.steps[-1]["step"])
     total = max(run.total_steps or step, step)
     # A save or an evaluation now and then is part of what the rest will take.
@@ -71,7 +73,7 @@ def _progress(run: Run) -> RenderableType:
     return line
 
 
-def _figures(run: Run) -> RenderableType:
+def _render_figures(run: Run) -> RenderableType:
     last, table = run.steps[-1], Table.grid(padding=(0, 2))
     losses = [row["loss"] for row in run.steps if row.get("loss") is not None]
     if losses:
@@ -93,13 +95,13 @@ def _figures(run: Run) -> RenderableType:
     table.add_row("step", f"{step_s:.3g} s", text)
     for kind in ("host", "device"):
         if last.get(f"{kind}_bytes"):
-            table.add_row(*_memory(last, kind))
-    for row in _facts(run):
+            table.add_row(*_render_memory(last, kind))
+    for row in _list_facts(run):
         table.add_row(*row)
     return table
 
 
-def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
+def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
     """Yield what is no curve: layout, starts, newest save, governor, slowest rank."""
     if "layout" in run.start:
         layout, _, why = str(run.start["layout"]).partition(": ")
@@ -111,7 +113,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
         ago = f"{format_seconds(max(0.0, time.time() - event['time']))} ago"
         step = "" if event.get("step") is None else f"step {int(event['step'])}"
         yield "newest save", Text(step), Text(ago if run.state == "running" else "")
-    if actions := run.actions:
+    if actions := run.governor_actions:
         count = count_of(len(actions), "action")
         yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
     if told := describe_straggler(run):
@@ -122,7 +124,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
 _SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
 
 
-def _memory(row: Record, kind: str) -> list[RenderableType]:
+def _render_memory(row: Record, kind: str) -> list[RenderableType]:
     used, limit = row[f"{kind}_bytes"], row.get(f"{kind}_limit_bytes")
     if not limit:
         return [f"{kind} memory", format_bytes(used)]
@@ -135,7 +137,7 @@ def _memory(row: Record, kind: str) -> list[RenderableType]:
     return [f"{kind} memory", format_bytes(used), line]
 
 
-def _events(run: Run) -> list[RenderableType]:
+def _render_events(run: Run) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
     told = [event for event in run.events if event.get("kind") not in _HIDDEN_EVENTS]
     for event in told[-_MAX_EVENTS:]:

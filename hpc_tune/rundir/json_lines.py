@@ -77,7 +77,7 @@ class JsonLines:
     def write(self, **fields: Any) -> None:
         """Append one object of JSON types; NaN and infinities are written as null."""
         if self._file is not None:
-            clean = {k: _finite(v) for k, v in fields.items()}
+            clean = {k: _replace_non_finite(v) for k, v in fields.items()}
             line = json.dumps(clean, ensure_ascii=False) + "\n"
             # Of a path that is no UTF-8: as JSON writes such a character.
             self._file.append(line.encode(errors="backslashreplace"))
@@ -117,7 +117,7 @@ def _end_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value

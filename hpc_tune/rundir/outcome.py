@@ -46,12 +46,14 @@ class Outcome:
         return self.status == "done" or self.reason == "STOP file"
 
 
-def done(step: int, early: str | None = None) -> Outcome:
+def done_outcome(step: int, early: str | None = None) -> Outcome:
     """Return the outcome of a run that did all its steps, or was done ``early`` for a reason."""
     return Outcome("done", early or "all steps done", step, EXIT_DONE)
 
 
-def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = None) -> Outcome:
+def stopped_outcome(
+    reason: str, step: int | None, facts: Mapping[str, Any] | None = None
+) -> Outcome:
     """Return the outcome of a run that stopped on purpose and can be resumed."""
     return Outcome("stopped", reason, step, EXIT_RESUMABLE, facts or {})
 

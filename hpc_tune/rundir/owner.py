@@ -121,7 +121,7 @@ class RunLock:
         """``lost`` is called from a thread if another job takes ``run_dir`` over."""
         self._path, self._own, self._end_run = run_dir / LIVE_FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
-        self._watcher = liveness.Watcher("live-mark", touch_every_s, self._look)
+        self._watcher = liveness.Watcher("live-mark", touch_every_s, self._renew_lock)
         self._folder: int | None = None
 
     def acquire(self) -> None:
@@ -131,7 +131,7 @@ class RunLock:
             InUseError: if it is another job's, naming that. OSError: if the file system refuses.
         """
         first_s: float | None = None
-        while not self._create():
+        while not self._create_lock_file():
             seen = _read_owner(self._path)
             if seen is None:
                 continue
@@ -183,7 +183,7 @@ class RunLock:
         if self._watcher.has_started:
             release_run(self._path.parent, self._own.nonce)
 
-    def _create(self) -> bool:
+    def _create_lock_file(self) -> bool:
         """Write the file if there is none; tell whether it is this job's."""
         try:
             file = self._path.open("x", encoding="utf-8")
@@ -202,7 +202,7 @@ class RunLock:
         write_file(self._path, json.dumps(asdict(self._own)))
         time.sleep(liveness.LOCK_SETTLE_S)
 
-    def _look(self) -> bool:
+    def _renew_lock(self) -> bool:
         watcher, settle_s = self._watcher, liveness.LOCK_SETTLE_S
         if self._has_moved() and not watcher.wait(settle_s) and self._has_moved():
             self._end_run(MovedError(self._path.parent))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hpc_tune.model.config_json import common_value
-from hpc_tune.model.loss import LossModel, decoder_of
+from hpc_tune.model.loss import LossModel, find_decoder
 
 # "slice": of the first dimension, "inner slice": of another one.
 TensorRole = Literal["slice", "inner slice", "partial"]
@@ -229,7 +229,7 @@ def _planned_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
     plan = read_tp_plan(module.config)
     if not set(plan.values()) <= _STYLES:
         return
-    for name, layer in decoder_of(module.causal_lm()).named_modules():
+    for name, layer in find_decoder(module.causal_lm()).named_modules():
         if (style := find_style(name, plan)) is not None:
             yield name, layer, style
 

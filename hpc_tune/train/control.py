@@ -26,7 +26,7 @@ from hpc_tune.memory import host
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.policy import Action, Phase
 from hpc_tune.model.objective import zero_rewards
-from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.rundir.outcome import Outcome, done_outcome, stopped_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import (
@@ -159,7 +159,7 @@ class Control:
         own, of_last = self._own_status(reason), self.recorder.extremes
         status, of_ranks = own.exchange(self._comm, of_last)
         self._status = status
-        self._record(of_ranks)
+        self._record_last_step(of_ranks)
         if status.garbage:
             gc.collect()
         stop_reason = self._agree_on_stop_reason(reason) if status.stop else None
@@ -178,13 +178,13 @@ class Control:
         if stop_reason:
             saver.finish()
             facts = outcome_facts(need, self._governor.taken) if need else {}
-            self._stop_outcome = stopped(stop_reason, saver.committed_step, facts)
+            self._stop_outcome = stopped_outcome(stop_reason, saver.committed_step, facts)
             return StepDecision(goes_on=False)
         if trainer.loader.micro_size != micro_size:
             self._batches = trainer.read_again()
         phase = Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.STEADY
         phase = Phase.FIRST_STEP if step == self.start_step else phase
-        self._enter(phase, f"training step {step + 1}")
+        self._enter_phase(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
         return StepDecision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
 
@@ -259,11 +259,11 @@ class Control:
             saver.finish()
         if self._evaluation.is_missing(step):
             reason = self._agree_on_stop_reason(self._job.stop.reason(2 * saver.last_save_s))
-            return stopped(reason, saver.committed_step)
+            return stopped_outcome(reason, saver.committed_step)
         self._evaluation.log_change()
         if saver.committed_step < step:
-            return stopped("the last checkpoint could not be saved", saver.committed_step)
-        return done(
+            return stopped_outcome("the last checkpoint could not be saved", saver.committed_step)
+        return done_outcome(
             step, self._evaluation.early_stop_reason if step < self.trainer.total_steps else None
         )
 
@@ -279,7 +279,7 @@ class Control:
             by_source=self.recorder.by_source(self._batches),
         )
 
-    def _record(self, of_ranks: PerRank) -> None:
+    def _record_last_step(self, of_ranks: PerRank) -> None:
         """Write the step before down; that is no work of the step that has begun."""
         began_s = time.monotonic()
         self.recorder.record(of_ranks)
@@ -298,7 +298,7 @@ class Control:
                 "Lower optim.lr, set optim.clip_norm, or look for corrupt examples in the data"
             )
 
-    def _enter(self, phase: Phase, activity: str) -> None:
+    def _enter_phase(self, phase: Phase, activity: str) -> None:
         """Begin a phase of the memory plan, on all ranks together."""
         self._job.monitor.enter(phase, activity)
         self.step_limit.enter(activity)
@@ -311,7 +311,7 @@ class Control:
         if self.saver.is_blocking:
             phase = Phase.SAVE_WAITING
             trim_heap()
-        self._enter(phase, f"saving step {state.step}")
+        self._enter_phase(phase, f"saving step {state.step}")
         self._faults.at("save", state.step)
         self.saver.start(state)
 
@@ -329,7 +329,7 @@ class Control:
     def _evaluate(self) -> None:
         step, saver = self.trainer.step, self.saver
         trim_heap()
-        self._enter(
+        self._enter_phase(
             Phase.SAVE_IN_BACKGROUND if saver.is_saving else Phase.EVALUATE,
             f"evaluating after step {step}",
         )

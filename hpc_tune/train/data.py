@@ -29,8 +29,8 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.data.order import PackedSampler, SampleOrder
 from hpc_tune.data.packed_rows import MixedRows, PackedRows, sort_by_length
 from hpc_tune.data.preferences import describe_label_imbalance, require_both_labels
-from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
-from hpc_tune.data.reading import Reading, SplitPart
+from hpc_tune.data.prepare import PrepareSettings, PreparingRanks, cache_name, prepare_data
+from hpc_tune.data.reading import ReadOptions, SplitPart
 from hpc_tune.data.tokenizer import fingerprint, tokenizer_name
 from hpc_tune.data.writer import VERIFIED_FILE, verify_content_once
 from hpc_tune.errors import ConfigError, DataError, find_remedy
@@ -365,7 +365,7 @@ def prepare_settings(
 ) -> PrepareSettings:
     """Return how raw data is prepared by the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
-    reading = Reading(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
+    reading = ReadOptions(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
     return PrepareSettings(data.seq_len, data.loss_on, reading)
 
 
@@ -386,9 +386,9 @@ def prepare_file(
     world = comm.world
     name = f"{join_paths(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
-    ranks = Ranks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
+    ranks = PreparingRanks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
     settings = prepare_settings(data, part, form)
-    counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
+    counters = prepare_data(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(join_paths(path)):
         listing = find_files(path)

@@ -42,7 +42,7 @@ from hpc_tune.packages import why_unusable
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.facts import append_failure_details
 from hpc_tune.rundir.json_lines import EVENTS, Events
-from hpc_tune.rundir.outcome import Outcome, stopped
+from hpc_tune.rundir.outcome import Outcome, stopped_outcome
 from hpc_tune.rundir.owner import PREPARED_FOLDER, InUseError, release_run, remove_new_files
 from hpc_tune.train.governor import MORE_MEMORY_ADVICE, Governor, outcome_facts
 from hpc_tune.units import format_bytes, format_seconds
@@ -71,7 +71,7 @@ def in_world(
     ``join`` stands for ``bootstrap`` in tests.
     """
     with ending_world_on_error(None, run_dir):
-        comm = (join or bootstrap)(settings, partial(fail, run_dir=run_dir))
+        comm = (join or bootstrap)(settings, partial(fail_run, run_dir=run_dir))
         configure_logging(comm.world.rank)
     with ending_world_on_error(comm, run_dir):
         yield comm
@@ -79,14 +79,14 @@ def in_world(
 
 @contextmanager
 def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
-    """End every rank with what goes wrong in a block; see ``fail``."""
+    """End every rank with what goes wrong in a block; see ``fail_run``."""
     try:
         yield
     except KeyboardInterrupt:
-        fail(comm, InterruptError(), run_dir)
+        fail_run(comm, InterruptError(), run_dir)
     except Exception as error:
         why = why_unusable(error)  # a package, which ranks import late
-        fail(comm, error if why is None else ConfigError(why), run_dir)
+        fail_run(comm, error if why is None else ConfigError(why), run_dir)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterato
         raise cause from None
 
 
-def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
+def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
     release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
@@ -234,7 +234,7 @@ def _may_be_consequence(error: BaseException) -> bool:
 
 def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
     if isinstance(error, ResumableStop):
-        return stopped(error.reason, error.step, error.facts)
+        return stopped_outcome(error.reason, error.step, error.facts)
     if isinstance(error, InterruptError):
         return Outcome("stopped", "SIGINT, twice", None, code)
     facts: dict[str, Any] = {"error": type(error).__name__}
@@ -271,7 +271,9 @@ class StartupWatchdog:
         """Watch ``stop``."""
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
         self._resume_point = resume_point
-        self._watcher = liveness.Watcher("startup-watchdog", liveness.STOP_LOOK_EVERY_S, self._look)
+        self._watcher = liveness.Watcher(
+            "startup-watchdog", liveness.STOP_LOOK_EVERY_S, self._stop_if_due
+        )
         self._watcher.start()
 
     def close(self) -> None:
@@ -281,16 +283,16 @@ class StartupWatchdog:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
         reason = None if self._watcher.is_closed else self._stop_reason()
-        return error if reason is None else self._error_of(reason)
+        return error if reason is None else self._make_error(reason)
 
-    def _look(self) -> None:
+    def _stop_if_due(self) -> None:
         reason = self._stop_reason(liveness.STOP_MARGIN_S)
         if reason is not None and not self._watcher.wait(liveness.STOP_GRACE_S):
             self._watcher.run_unless_closed(
-                lambda: fail(self._comm, self._error_of(reason), self._run_dir)
+                lambda: fail_run(self._comm, self._make_error(reason), self._run_dir)
             )
 
-    def _error_of(self, reason: str) -> ResumableStop:
+    def _make_error(self, reason: str) -> ResumableStop:
         doing = "starting" if self._comm is None else self._comm.activity[0]
         words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
         if is_too_short:
@@ -353,7 +355,7 @@ class MemoryExit:
 
     def stop(self, need: MemoryShortage) -> None:
         """End the world before the kernel does; for the monitor's thread."""
-        fail(self._comm, self._error_of(need), self._run_dir)
+        fail_run(self._comm, self._make_error(need), self._run_dir)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what an error means: an allocation that fails is a reason to leave."""
@@ -364,11 +366,11 @@ class MemoryExit:
             need = self._monitor.device_shortage(device.sample())
         else:
             sample = self._monitor.take_peaks()
-            need = self._monitor.need(sample.host_bytes if sample else 0)
+            need = self._monitor.describe_shortage(sample.host_bytes if sample else 0)
         words = f"{need.words}; an allocation failed: {describe_failed_allocation(error)}"
-        return self._error_of(replace(need, words=words))
+        return self._make_error(replace(need, words=words))
 
-    def _error_of(self, need: MemoryShortage) -> ResumableStop:
+    def _make_error(self, need: MemoryShortage) -> ResumableStop:
         advice = f"Before training there is no memory-saving action: {MORE_MEMORY_ADVICE}"
         taken: list[str] = []
         if self.governor is not None:

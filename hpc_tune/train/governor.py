@@ -70,7 +70,7 @@ class Governor:
         taken = tuple(actions[name] for name in previous.actions if actions.get(name) in levers)
         self._policy = PolicyState(taken)
         if previous.short_of is not None:
-            taken = next_actions_after_oom(taken, self._available(previous.short_of))
+            taken = next_actions_after_oom(taken, self._available_actions(previous.short_of))
         self._policy = PolicyState(
             taken, num_kept=0 if monitor.device is None else _num_kept(taken)
         )
@@ -113,7 +113,7 @@ class Governor:
         )
         level, decision = max(host, device), None
         if self._monitor.mode == "on":
-            self._policy, decision = self._decide(host, device)
+            self._policy, decision = self._decide_action(host, device)
         if decision is None and level == self._reported:
             return None
         own = self._local_fill("device" if device >= host else "host")
@@ -127,27 +127,29 @@ class Governor:
             why = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
             why = "" if worst.need.memory == "device" else why
             return replace(worst.need, words=f"{worst.need.words}{why}. {self.advice(worst.need)}")
-        self._perform(decision, step, worst)
+        self._perform_action(decision, step, worst)
         return None
 
     def advice(self, need: MemoryShortage) -> str:
         """Return what the next start does about it, or what the user can do."""
         taken = self._policy.taken
-        coming = next_actions_after_oom(taken, self._available(need.memory))[len(taken) :]
+        coming = next_actions_after_oom(taken, self._available_actions(need.memory))[len(taken) :]
         if not coming:
             return f"No further memory-saving action is available: {MORE_MEMORY_ADVICE}"
         words = [_ACTION_WORDS[action] for action in coming if action in _ACTION_WORDS]
         names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
-    def _decide(self, host: Level, device: Level) -> tuple[PolicyState, ActionDecision | None]:
+    def _decide_action(
+        self, host: Level, device: Level
+    ) -> tuple[PolicyState, ActionDecision | None]:
         if device == Level.CRITICAL and host < Level.WILL_EXCEED:
-            return relieve_device(self._policy, self._available("device"))
+            return relieve_device(self._policy, self._available_actions("device"))
         level = max(host, device)
         short_of = [of for of, own in (("host", host), ("device", device)) if own == level]
-        return decide_action(self._policy, level, self._available(*short_of))
+        return decide_action(self._policy, level, self._available_actions(*short_of))
 
-    def _available(self, *short_of: str) -> frozenset[Action]:
+    def _available_actions(self, *short_of: str) -> frozenset[Action]:
         """Return what can still free memory of the host, or of the device.
 
         Without a device, what frees its memory frees the host's.
@@ -169,10 +171,10 @@ class Governor:
         """Return how full a memory is; this rank's host's where there is no device."""
         sample = self._sample
         if sample is None:
-            return _MemoryFill(0.0, self._monitor.need(0), {}, "")
+            return _MemoryFill(0.0, self._monitor.describe_shortage(0), {}, "")
         full, need = (
             sample.host_bytes / sample.host_limit_bytes,
-            self._monitor.need(sample.host_bytes),
+            self._monitor.describe_shortage(sample.host_bytes),
         )
         text = f"{need.host}: host {_format_fraction(sample.host_bytes, sample.host_limit_bytes)}"
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
@@ -189,7 +191,7 @@ class Governor:
             )
         return _MemoryFill(full, need, facts, text)
 
-    def _perform(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
+    def _perform_action(self, decision: ActionDecision, step: int, worst: "_MemoryFill") -> None:
         result = self._set_level(decision.action)
         self._monitor.reset_growth()
         self._report(step, worst, result, action=decision.action.value, way=decision.way)

@@ -30,7 +30,7 @@ from hpc_tune.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
     StartupWatchdog,
-    fail,
+    fail_run,
     make_monitor,
     raising_cause,
     startup_watchdog,
@@ -73,7 +73,7 @@ class Job:
     def step_limit(self) -> StepLimit:
         """Return a watch over a part of training, which ends the world if that stands still."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
-        lost = partial(fail, self.setup_comm, run_dir=self.dir)
+        lost = partial(fail_run, self.setup_comm, run_dir=self.dir)
         keep = partial(write_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
         return StepLimit(comm, self.config.run.timeout, lost, keep)
 
@@ -92,7 +92,7 @@ def open_job(
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
     resume_point = comm.resume_point
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
-        lost = partial(fail, comm, run_dir=run_dir)
+        lost = partial(fail_run, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
         keep = config.checkpoint
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)

@@ -214,7 +214,7 @@ class Metrics:
         row = to_row(metrics)
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
-        self._track(metrics.step, row)
+        self._write_trackers(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  "
         if metrics.preferences:
             note += f"accuracy {metrics.preferences['accuracy']:.1%}  "
@@ -249,7 +249,7 @@ class Metrics:
             )
         )
         self._lines.write(**row)
-        self._track(step, row)
+        self._write_trackers(step, row)
         self._progress.exclude(measured.seconds)
         if self._experts is not None:
             self._experts.write()
@@ -274,7 +274,7 @@ class Metrics:
         if self._experts is not None:
             self._experts.close()
 
-    def _track(self, step: int, row: Mapping[str, Any]) -> None:
+    def _write_trackers(self, step: int, row: Mapping[str, Any]) -> None:
         scalars = {}
         for name, value in row.items():
             for kind, number in value.items() if isinstance(value, dict) else (("", value),):
@@ -379,7 +379,7 @@ class Recorder:
         for batch in (batch for batch in batches if self._counts_rows and batch.num_tokens):
             learned_B = (batch.labels_BT != IGNORED_LABEL).sum(1).tolist()
             for row, learned in zip(batch.rows, learned_B, strict=True):
-                counts[self._mixture.place_of(row)[0]] += learned
+                counts[self._mixture.source_and_row(row)[0]] += learned
         return tuple(counts)
 
     def _by_source_name(self, counts: Sequence[int]) -> dict[str, int] | None:

@@ -56,7 +56,7 @@ class Model:
     config: RunConfig
     weights_fingerprint: str = ""
 
-    def kernels(self, device: torch.device) -> Kernels:
+    def choose_kernels(self, device: torch.device) -> Kernels:
         """Return what computes the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
         needs_mask = not module.within_documents or module.needs_mask
@@ -75,7 +75,11 @@ class Model:
         torch's memory-efficient attention counts in 32 bits where a token's part of a mask begins.
         """
         seq_len, most = self.config.data.seq_len, _MAX_MASKED_TOKENS
-        if device.type == "cuda" and seq_len > most and (why := self.kernels(device).mask_reason):
+        if (
+            device.type == "cuda"
+            and seq_len > most
+            and (why := self.choose_kernels(device).mask_reason)
+        ):
             raise ConfigError(
                 f"data.seq_len={seq_len}: attention has a mask of tokens x tokens here ({why}), "
                 f"and on GPUs torch's is wrong with one of more than {most} x {most}; set "

@@ -38,7 +38,12 @@ from hpc_tune.train.reference import use_reference
 from hpc_tune.train.report import run_report_command
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.describe import log_start
-from hpc_tune.train.startup.preflight import Forecast, agree_on_settings, compare_memory, preflight
+from hpc_tune.train.startup.preflight import (
+    MemoryForecast,
+    agree_on_settings,
+    compare_memory,
+    preflight,
+)
 from hpc_tune.train.trainer import Trainer, load_engine, make_deterministic
 from hpc_tune.units import format_seconds
 from hpc_tune.world.bootstrap import release_idle_ranks, shutdown, wait_as_idle_rank
@@ -51,7 +56,7 @@ from hpc_tune.world.stop import StopFlag
 def finish(
     job: Job,
     model: Model,
-    forecast: Forecast,
+    forecast: MemoryForecast,
     control: Control,
     energy: RunEnergyMeter,
     ended: Outcome,

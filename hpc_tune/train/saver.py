@@ -74,14 +74,14 @@ class _CommittedCheckpoint:
 
 
 @dataclass
-class _Save:
+class _RunningSave:
     """A save of this rank: what writes its part, and then tells rank 0, or commits."""
 
     state: RunState
     folder: Path
     began_s: float
     writer: Writer
-    task: "_Task[_CommittedCheckpoint | None]"
+    task: "_ThreadTask[_CommittedCheckpoint | None]"
 
 
 class Saver:
@@ -118,7 +118,7 @@ class Saver:
         self._background = settings.background and engine.saves_in_background
         self._in_pieces, self._block_pool = False, PinnedBlockPool()
         self._committed_step = resume_point.step or 0
-        self._save: _Save | None = None
+        self._save: _RunningSave | None = None
         self._blocked_s = self._blocked_since_s = 0.0
         self._last_progress, self._last_progress_s = -1, 0.0
         self.last_save_s = FIRST_SAVE_GUESS_S
@@ -171,8 +171,8 @@ class Saver:
                 return
             writer = self._start_writer(self._regions_by_file(folder))
             reports = SaveReports(self._comm, name)
-            task = _Task(lambda task: self._end(save, reports, task))
-            save = self._save = _Save(state, folder, began_s, writer, task)
+            task = _ThreadTask(lambda task: self._report_or_commit(save, reports, task))
+            save = self._save = _RunningSave(state, folder, began_s, writer, task)
             self._last_progress, self._last_progress_s = -1, began_s
             task.start()
         if self.is_blocking:
@@ -191,7 +191,7 @@ class Saver:
             }
             self._comm.on_rank_0(
                 "adding an evaluation to a checkpoint",
-                lambda: self._store.amend(state.step, changes),
+                lambda: self._store.change_state(state.step, changes),
             )
 
     def wait_until_weights_may_change(self) -> None:
@@ -228,21 +228,21 @@ class Saver:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
         """
         with self._count_blocked_time():
-            self._advance(num_done)
+            self._record_finished_save(num_done)
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is committed. Raises as ``advance``."""
         with self._count_blocked_time():
             while self.is_saving:
                 [num_done] = self._comm.sum([self.status()])
-                self._advance(num_done)
+                self._record_finished_save(num_done)
                 if self.is_saving:
                     time.sleep(_POLL_S)
 
     def _save_in_pieces(self, times: int) -> str:
         """Let training wait for coming saves, which then copy nothing."""
         self._in_pieces = times > 0
-        self._block_pool.keep(not self.is_blocking)
+        self._block_pool.keep_between_saves(not self.is_blocking)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _start_writer(self, parts: dict[Path, list[Region]]) -> Writer:
@@ -264,7 +264,7 @@ class Saver:
         yield
         self._blocked_s += time.monotonic() - self._blocked_since_s
 
-    def _advance(self, num_done: float) -> None:
+    def _record_finished_save(self, num_done: float) -> None:
         if self._save is None or num_done < self._comm.world.size:
             return
         save, self._save = self._save, None
@@ -301,8 +301,11 @@ class Saver:
             }
         return {path: some for path, some in parts.items() if some}
 
-    def _end(
-        self, save: _Save, reports: SaveReports, task: "_Task[_CommittedCheckpoint | None]"
+    def _report_or_commit(
+        self,
+        save: _RunningSave,
+        reports: SaveReports,
+        task: "_ThreadTask[_CommittedCheckpoint | None]",
     ) -> _CommittedCheckpoint | None:
         """Tell rank 0 what this rank has written; there, commit what all have. For a thread.
 
@@ -331,7 +334,10 @@ class Saver:
         return _CommittedCheckpoint(path, num_bytes, time.monotonic() - save.began_s)
 
     def _commit(
-        self, save: _Save, files: list[WrittenFile], task: "_Task[_CommittedCheckpoint | None]"
+        self,
+        save: _RunningSave,
+        files: list[WrittenFile],
+        task: "_ThreadTask[_CommittedCheckpoint | None]",
     ) -> tuple[Path, list[WrittenFile]]:
         def require_wanted() -> None:
             task.check_cancelled()
@@ -376,10 +382,10 @@ def _require_written(reports: Sequence[SaveReport]) -> None:
             raise CheckpointError(f"rank {rank}: {report.error}" if rank else report.error)
 
 
-class _Task(Generic[T]):
+class _ThreadTask(Generic[T]):
     """Work in a thread of its own, from ``start`` on; the work gets the task."""
 
-    def __init__(self, work: Callable[["_Task[T]"], T]) -> None:
+    def __init__(self, work: Callable[["_ThreadTask[T]"], T]) -> None:
         self.done = False
         self.progress = 0
         self.error: HpcTuneError | None = None
@@ -411,7 +417,7 @@ class _Task(Generic[T]):
             raise self.error
         return self._result  # type: ignore[return-value]
 
-    def _run(self, work: Callable[["_Task[T]"], T]) -> None:
+    def _run(self, work: Callable[["_ThreadTask[T]"], T]) -> None:
         try:
             self._set_result(work(self), None)
         except HpcTuneError as error:

@@ -80,7 +80,7 @@ def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
     return [
         _source_config(
             "data.eval_sources",
-            data.of_source(of_name[source.label]) if source.label in of_name else data,
+            data.for_source(of_name[source.label]) if source.label in of_name else data,
             source,
         )
         for source in data.eval_sources or []
@@ -90,7 +90,7 @@ def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
 def _source_config(
     setting: str, data: DataConfig, source: HeldOutSource, part: SplitPart = "all"
 ) -> SourceConfig:
-    alone = data.of_source(source)
+    alone = data.for_source(source)
     return SourceConfig(source.label, f"{setting}: {source.label}", alone, part, source.limit)
 
 
@@ -239,9 +239,11 @@ def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePar
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
         if (before := last.parts.get(name)) is None:
-            changes.append(f"{name} {'back' if name in known else 'new'}, with {part.asked}")
+            changes.append(
+                f"{name} {'back' if name in known else 'new'}, with {part.describe_amount}"
+            )
         elif (before.weight, before.epochs) != (part.weight, part.epochs):
-            changes.append(f"{name} {before.asked}, now {part.asked}")
+            changes.append(f"{name} {before.describe_amount}, now {part.describe_amount}")
     return changes
 
 

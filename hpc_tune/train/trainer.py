@@ -135,7 +135,7 @@ class Trainer:
         """
         self.out_of_memory_reason = None
         if any(batch.mismatched is not None for batch in batches):
-            kl = self._kl(batches)
+            kl = self._measure_kl(batches)
             if kl is None:
                 return self._give_up_step()
             batches = [batch.with_kl(kl) for batch in batches]
@@ -147,7 +147,7 @@ class Trainer:
             return True
         return self._give_up_step()
 
-    def _kl(self, batches: Sequence[Batch]) -> float | None:
+    def _measure_kl(self, batches: Sequence[Batch]) -> float | None:
         """Return the step's KL; None if a rank had no room for the passes that it takes.
 
         The other ranks learn that with the sum itself: they wait in no other collective.

@@ -99,7 +99,7 @@ def _split_cores(
         threads = max(1, _num_cores(together, physical) // num_ranks)
         num_cores = _num_cores(together, physical)
         return CoreShare(own, num_cores, threads, False, warning, num_ranks)
-    cpus = _slice(own, len(alike), alike.index(local_rank), physical)
+    cpus = _core_slice(own, len(alike), alike.index(local_rank), physical)
     num_cores = _num_cores(cpus, physical)
     fair = _num_cores(reachable, physical) // num_ranks
     if warning is None and 2 * num_cores <= fair:
@@ -203,7 +203,7 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
     return f"{ranks} on {nodes}, {'; '.join(parts)}"
 
 
-def _slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
+def _core_slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
     """Return slice ``index`` of ``num`` contiguous ones, of whole cores where there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
@@ -234,7 +234,7 @@ def _slice_near_gpu(
         return None
     index = alike.index(local_rank)
     own = places[index]
-    return _slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
+    return _core_slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
 
 
 def _num_cores(mask: Mask, physical: CoreLookup) -> int:

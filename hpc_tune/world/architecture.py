@@ -54,12 +54,12 @@ class Architecture:
     @property
     def has_bf16(self) -> bool:
         """Whether it computes in bf16, and not by way of fp32."""
-        return self._supports((8, 0), _WITH_BF16)
+        return self._is_supported((8, 0), _WITH_BF16)
 
     @property
     def has_fp16(self) -> bool:
         """Whether it computes in fp16 faster than in fp32."""
-        return self._supports((7, 0), _WITH_FP16)
+        return self._is_supported((7, 0), _WITH_FP16)
 
     @property
     def has_deterministic_matmul(self) -> bool:
@@ -73,12 +73,12 @@ class Architecture:
     @property
     def has_tf32(self) -> bool:
         """Whether it multiplies fp32 matrices as TF32 where torch is told to."""
-        return self._supports((8, 0), ())
+        return self._is_supported((8, 0), ())
 
     @property
     def has_varlen_attention(self) -> bool:
         """Whether torch's variable-length kernel is made for it."""
-        return self._supports((8, 0), _WITH_ATTENTION)
+        return self._is_supported((8, 0), _WITH_ATTENTION)
 
     @property
     def newer_attention(self) -> tuple[str, ...]:
@@ -90,14 +90,14 @@ class Architecture:
     @property
     def has_float8(self) -> bool:
         """Whether it multiplies matrices in float8."""
-        return self._supports((8, 9), _WITH_FLOAT8)
+        return self._is_supported((8, 9), _WITH_FLOAT8)
 
     def has_grouped_mm(self, environ: Mapping[str, str] = os.environ) -> bool:
         """Whether torch has one kernel for the bf16 products of many experts."""
         is_allowed = self.capability is not None or environ.get(_GROUPED_MM_VARIABLE) == "1"
-        return is_allowed and self._supports((9, 0), _WITH_GROUPED_MM)
+        return is_allowed and self._is_supported((9, 0), _WITH_GROUPED_MM)
 
-    def _supports(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
+    def _is_supported(self, since: tuple[int, int], names: tuple[str, ...]) -> bool:
         if self.capability is not None:
             return self.capability >= since
         return self.gfx.startswith(names)

@@ -141,7 +141,7 @@ def bootstrap(
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(comm)
-    comm = _with_watches(comm, address, settings, lost)
+    comm = _start_watches(comm, address, settings, lost)
     _log_world(comm, all_facts, warning)
     return comm
 
@@ -158,7 +158,7 @@ def _rank_facts(
     }
 
 
-def _with_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWorld) -> Comm:
+def _start_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWorld) -> Comm:
     if needs_host_watch(comm.world, comm.device):
         comm = replace(comm, watch=HostWatch(comm, address, settings.host_timeout, lost))
     if comm.device.type == "cuda" and comm.world.size > 1:

@@ -305,7 +305,7 @@ class StoreKeys:
 
     def set(self, value: object, rank: int | None = None) -> None:
         """Set a rank's value, or that of the subject."""
-        self._store.set(self._of(rank), json.dumps(value))
+        self._store.set(self._key_of_rank(rank), json.dumps(value))
 
     def is_set(self) -> bool:
         """Whether the subject has a value or a number."""
@@ -313,15 +313,15 @@ class StoreKeys:
 
     def get(self, rank: int | None = None) -> Any:
         """Return a value; wait until it is set."""
-        return json.loads(self._store.get(self._of(rank)))
+        return json.loads(self._store.get(self._key_of_rank(rank)))
 
     def find(self, rank: int) -> Any:
         """Return a rank's value, None if it is not set."""
-        return self.get(rank) if self._store.check([self._of(rank)]) else None
+        return self.get(rank) if self._store.check([self._key_of_rank(rank)]) else None
 
     def delete(self, rank: int | None = None) -> None:
         """Remove a value, or the subject's number."""
-        self._store.delete_key(self._of(rank))
+        self._store.delete_key(self._key_of_rank(rank))
 
-    def _of(self, rank: int | None) -> str:
+    def _key_of_rank(self, rank: int | None) -> str:
         return self._key if rank is None else f"{self._key}/{rank}"

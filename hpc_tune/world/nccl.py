@@ -66,7 +66,7 @@ class NcclWatch:
         """Begin to look; ``timeout_s`` is run.timeout."""
         self._comm, self._timeout_s, self._end_world, self._errors = comm, timeout_s, lost, errors
         self._last_look_s, self._was_suspended = time.monotonic(), False
-        self._watcher = liveness.Watcher("nccl-watch", every_s, self._look)
+        self._watcher = liveness.Watcher("nccl-watch", every_s, self._check_groups)
         self._watcher.start()
 
     def renumber(self, comm: Comm) -> None:
@@ -77,7 +77,7 @@ class NcclWatch:
         """Look no more, at the end of the world."""
         self._watcher.close()
 
-    def _look(self) -> bool:
+    def _check_groups(self) -> bool:
         now_s = time.monotonic()
         gap_s, self._last_look_s = now_s - self._last_look_s, now_s
         self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
@@ -88,10 +88,10 @@ class NcclWatch:
             return False
         # Whoever hears of a rank's end says more, and ends the world in this time.
         if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
-            self._watcher.run_unless_closed(lambda: self._end(names))
+            self._watcher.run_unless_closed(lambda: self._report_errors(names))
         return True
 
-    def _end(self, names: set[str]) -> None:
+    def _report_errors(self, names: set[str]) -> None:
         liveness.exit_soon()
         if names == {"TIMEOUT"}:
             text = (

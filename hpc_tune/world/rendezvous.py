@@ -218,8 +218,8 @@ class _Responder:
     def _answer(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer:
             peer.settimeout(PROBE_TIMEOUT_S)
-            if _read_line(peer) == _proof(self._nonce, "ask"):
-                peer.sendall(_proof(self._nonce, "answer"))
+            if _read_line(peer) == _probe_token(self._nonce, "ask"):
+                peer.sendall(_probe_token(self._nonce, "answer"))
 
     def stop(self) -> None:
         self._wake_write.sendall(b"x")
@@ -246,16 +246,16 @@ def _probe_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
 def _probe_endpoint(ip: str, port: int, nonce: str) -> str:
     try:
         with socket.create_connection((ip, port), timeout=PROBE_TIMEOUT_S) as peer:
-            peer.sendall(_proof(nonce, "ask"))
+            peer.sendall(_probe_token(nonce, "ask"))
             # Another host can have the same address: every docker0 is 172.17.0.1.
-            if _read_line(peer) != _proof(nonce, "answer"):
+            if _read_line(peer) != _probe_token(nonce, "answer"):
                 return "someone else answers there"
     except OSError as error:
         return str(error) or type(error).__name__
     return ""
 
 
-def _proof(nonce: str, side: str) -> bytes:
+def _probe_token(nonce: str, side: str) -> bytes:
     return hashlib.sha256(f"hpc_tune {side} {nonce}".encode()).hexdigest().encode() + b"\n"
 
 

@@ -133,8 +133,12 @@ class StepLimit:
         self._comm, self._limit_s, self._end_world = comm, limit_s, lost
         self._keys, self._keep_trace = StoreKeys(comm.store, "stalled"), keep_trace
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
-        ends_if_still = liveness.make_stall_check(self._stall_sign, limit_s, every_s, self._end)
-        self._watcher = liveness.Watcher("step-limit", every_s, ends_if_still, self._answer)
+        ends_if_still = liveness.make_stall_check(
+            self._stall_sign, limit_s, every_s, self._report_stall
+        )
+        self._watcher = liveness.Watcher(
+            "step-limit", every_s, ends_if_still, self._answer_progress_request
+        )
         self._num_entered, self._activity = 0, "the first step"
         self._send_lock = threading.Lock()
         self._has_sent = False
@@ -157,7 +161,7 @@ class StepLimit:
             return place  # it spins while it waits for a GPU
         return *place, spent_ns
 
-    def _end(self, wait_s: float | None = None) -> None:
+    def _report_stall(self, wait_s: float | None = None) -> None:
         wait_s = 2 * (3 * self._every_s + liveness.LEAVE_LIMIT_S) if wait_s is None else wait_s
         own = self._comm.world.rank
         places = {own: self._own_progress()}
@@ -189,7 +193,7 @@ class StepLimit:
                         left -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
-    def _answer(self) -> bool:
+    def _answer_progress_request(self) -> bool:
         try:
             if not self._keys.is_set():
                 return False
@@ -239,12 +243,12 @@ class RollCall:
             lambda: self._num_store_answers,
             self._limit_s,
             every_s,
-            partial(self._end, [comm.store_rank]),
+            partial(self._report_silent, [comm.store_rank]),
         )
         has_store = comm.world.rank == comm.store_rank
-        look = partial(self._stop_if_store_gone, self._call) if has_store else ends_if_silent
+        look = partial(self._stop_if_store_gone, self._call_ranks) if has_store else ends_if_silent
         self._watcher = liveness.Watcher(
-            "roll-call", every_s, partial(self._stop_if_store_gone, self._answer), look
+            "roll-call", every_s, partial(self._stop_if_store_gone, self._answer_call), look
         )
 
     def over(self) -> AbstractContextManager[None]:
@@ -258,7 +262,7 @@ class RollCall:
             self._watcher.close()
             return True
 
-    def _answer(self) -> bool:
+    def _answer_call(self) -> bool:
         number = self._keys.add(0)
         self._num_store_answers += 1
         if number > self._last_answer:
@@ -266,7 +270,7 @@ class RollCall:
             self._last_answer = number
         return False
 
-    def _call(self) -> bool:
+    def _call_ranks(self) -> bool:
         """Call all ranks, and end the world if one does not answer; for the one with the store."""
         own, number = self._comm.world.rank, self._keys.add(1)
         silent = [rank for rank in range(self._comm.world.size) if rank != own]
@@ -276,10 +280,10 @@ class RollCall:
             silent = [rank for rank in silent if (self._keys.find(rank) or 0) < number]
             if not silent:
                 return self._watcher.wait(self._limit_s / 4 - self._every_s)
-        self._end(silent)
+        self._report_silent(silent)
         return True
 
-    def _end(self, silent: list[int]) -> None:
+    def _report_silent(self, silent: list[int]) -> None:
         if not self._watcher.is_closed:
             peers = [self._comm.roster[rank] for rank in silent]
             self._end_world(silent_error(peers, self._comm.activity[0], self._limit_s))
@@ -327,7 +331,7 @@ class HostWatch:
         else:
             self._ranks[self._connect()] = 0
         self._thread = threading.Thread(
-            target=self._watch, args=(listener,), name="host-watch", daemon=True
+            target=self._watch_peers, args=(listener,), name="host-watch", daemon=True
         )
         self._thread.start()
 
@@ -380,7 +384,7 @@ class HostWatch:
         peer.settimeout(None)
         return peer
 
-    def _watch(self, listener: socket.socket | None) -> None:
+    def _watch_peers(self, listener: socket.socket | None) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
             open_sockets.enter_context(self._wake_write)
             for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
@@ -399,7 +403,7 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._send_to_all(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    self._leave(
+                    self._end_own_world(
                         self._gone_error(
                             self._ended_on_other_hosts() | self._ended_together().keys()
                         )
@@ -449,7 +453,7 @@ class HostWatch:
         except OSError as error:
             if error.errno not in _PROCESS_ENDED:
                 del self._ranks[peer]
-                self._leave(self._lost_host_error(rank))
+                self._end_own_world(self._lost_host_error(rank))
                 return False
             message = b""
         if not message:
@@ -464,10 +468,10 @@ class HostWatch:
             if line == _BYE:
                 self._left.add(rank)
             elif line == _LEAVE:
-                self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
+                self._end_own_world(RemoteError("rank 0 has lost a host", EXIT_FAILED))
             elif line.startswith(_LEAVE) and self.reported_code is None:
                 self.reported_code = int(line.removeprefix(_LEAVE))
-                self._leave(RemoteError("another rank has said why", self.reported_code))
+                self._end_own_world(RemoteError("another rank has said why", self.reported_code))
             elif not line.startswith(_LEAVE):
                 self._note_ended(json.loads(line))
         return True
@@ -523,7 +527,7 @@ class HostWatch:
         own_host, doing = self._comm.world.hostname, self._comm.activity[0]
         return lost_host_error(of_host, own_host, doing, self._limit_s)
 
-    def _leave(self, error: HpcTuneError) -> None:
+    def _end_own_world(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
             return
         liveness.exit_soon()  # reporting may wait for what is beyond the cut

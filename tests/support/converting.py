@@ -316,7 +316,7 @@ def settings(converted):
 
 
 def on_four_ranks(text, changes):
-    return settings(command.convert(theirs(text, **changes), 4))
+    return settings(command.convert_config(theirs(text, **changes), 4))
 
 
 def line_of(lines, key):

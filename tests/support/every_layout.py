@@ -98,7 +98,7 @@ def main():
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
     ranked = predict_candidates(layouts, *settings)
     whole = [c.layout for c in ranked if c.layout.size == all_ranks]
-    inside = regroup(comm, measured.positions(order), config.run.timeout)
+    inside = regroup(comm, measured.link_positions(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))

@@ -121,7 +121,7 @@ def saved():
                 kept.release()
                 told["released"] = watch.pinned.num_bytes
             if number == 4:
-                kept.keep(False)
+                kept.keep_between_saves(False)
             made = watch.pinned.num_made
             copy_all(kept, 3)
             told["made"].append(watch.pinned.num_made - made)

@@ -37,7 +37,7 @@ def main() -> None:
         work.warm_up()
         warming = [*watch.waits]
         watch.begin()
-        work.batch()
+        work.start_batch()
         in_batch = [*watch.waits]
         watch.begin()
         found = time_matmuls(work, 0.2, lambda: GpuState(sm_mhz=1755.0))

@@ -28,8 +28,8 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOutRows, Loader
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import ReadOptions
 from hpc_tune.engine import native
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.mesh import send_large_messages
@@ -155,8 +155,11 @@ def prepared(folder, model, objective, form):
     answers = {"pairs": {"chosen": "yes", "rejected": "no"}, "labels": {"completion": "yes"}}
     rows = ({"prompt": f"{n}?", "label": n % 2 == 0, **answers[form]} for n in range(200))
     raw = write_jsonl(folder / f"{objective}.jsonl", rows)
-    out, settings = folder / f"{objective}.h5", PrepareSettings(SEQ_LEN, reading=Reading(form=form))
-    prepare(str(raw), out, load_tokenizer(model), settings)
+    out, settings = (
+        folder / f"{objective}.h5",
+        PrepareSettings(SEQ_LEN, reading=ReadOptions(form=form)),
+    )
+    prepare_data(str(raw), out, load_tokenizer(model), settings)
     return TokenStore.open(out)
 
 
@@ -239,7 +242,7 @@ def timed(engine, watch):
                 return True
         return False
 
-    done = collectives.done
+    done = collectives.record_end
 
     def noting_done():
         if (event := done()) is not None and event.stream is not watch.default:
@@ -247,9 +250,9 @@ def timed(engine, watch):
         return event
 
     kinds, untimed = [], []
-    collectives.take, collectives.done, watch.told = noting, noting_done, told
+    collectives.take, collectives.record_end, watch.told = noting, noting_done, told
     yield kinds, untimed
-    collectives.take, collectives.done, watch.told = take, done, lambda *_: None
+    collectives.take, collectives.record_end, watch.told = take, done, lambda *_: None
     for now, stream, at, place in waits:
         if stream in sent and not is_timed(now, stream, at):
             untimed.append(place)

@@ -103,7 +103,7 @@ def count_libraries(counts: Counts) -> None:
 
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
-    from hpc_tune.data.prepare import PrepareSettings, prepare
+    from hpc_tune.data.prepare import PrepareSettings, prepare_data
     from hpc_tune.model.builtin import write_tiny
     from hpc_tune.model.tokenizer import load_tokenizer
 
@@ -111,7 +111,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     write_tiny(model)
     examples = [{"prompt": f"{n}?", "completion": f"{n} and one is {n + 1}"} for n in range(200)]
     raw.write_text("".join(json.dumps(one) + "\n" for one in examples), encoding="utf-8")
-    prepare(str(raw), data, load_tokenizer(model), PrepareSettings(64))
+    prepare_data(str(raw), data, load_tokenizer(model), PrepareSettings(64))
     return model, data
 
 

@@ -80,16 +80,16 @@ def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     rows = SortedRows.of(torch.tensor([[0], [1], [1]]), 2, torch.float32)
     x = torch.randn(3 * 8 + 1)[1:].view(3, 8)  # 4 bytes behind a multiple of 16
     weight = torch.randn(2, 8, 8)
-    plain, gradient = rows.times(x, weight), rows.gradient(x, x, weight)
+    plain, gradient = rows.multiply_by_expert(x, weight), rows.gradient(x, x, weight)
     monkeypatch.setattr(torch_versions, "GROUPED_MM_ANY_ADDRESS", False)
     assert not grouped_matmul.has_grouped_matmul(x, weight)
     assert grouped_matmul.has_grouped_matmul(x.clone(), weight)
-    assert torch.allclose(rows.times(x, weight), plain, atol=1e-6)
+    assert torch.allclose(rows.multiply_by_expert(x, weight), plain, atol=1e-6)
     assert torch.allclose(rows.gradient(x, x, weight), gradient, atol=1e-6)
 
 
 def test_whole_numbers_ask_for_no_gradient():
-    stand_in = torch_versions._Nn()
+    stand_in = torch_versions._NnWithIntegerParameters()
     codes = stand_in.Parameter(torch.zeros(3, dtype=torch.uint8))
     assert isinstance(codes, nn.Parameter)
     assert not codes.requires_grad

@@ -226,7 +226,7 @@ class ZeroEngine:
         )
         reserve = self._settings.reserve
         if self._stage == 3:
-            zero_state.release_gathered(self._zero)
+            zero_state.release_gathered_parameters(self._zero)
         for buffer in self._partitions:
             with zero_state.writable_state(self._zero, self._stage, buffer, reserve) as state:
                 for span in buffer.spans:
@@ -281,10 +281,10 @@ class ZeroEngine:
             for group in parameter_groups(trained, optim)
         ]
         if self._stage == 3:
-            from hpc_tune.engine.zero.partition import partition
+            from hpc_tune.engine.zero.partition import partition_parameters
 
             _mark_leaf_modules(built.module)
-            partition(built, config, self._device, reserve)
+            partition_parameters(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
             load_weights(built, reserve)

@@ -32,7 +32,7 @@ from hpc_tune.model.tensor_sources import Reserve
 from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
 
-def partition(
+def partition_parameters(
     built: BuiltModel, config: dict[str, Any], device: torch.device, reserve: Reserve
 ) -> None:
     """Partition the parameters of a meta model and fill them; ``config`` is DeepSpeed's.
@@ -42,7 +42,7 @@ def partition(
     """
     partitioner = _Partitioner(built, config, device)
     owners, named = find_owners(built.module), list(built.module.named_parameters())
-    partitioner.pin(named, reserve)
+    partitioner.allocate_pinned(named, reserve)
     for name, meta in named:
         parameter = partitioner.make_partitioned(name, meta, reserve)
         for owner, attribute in owners[meta]:
@@ -76,7 +76,7 @@ class _Partitioner:
         )
         self._pinned: dict[str, torch.Tensor] = {}
 
-    def pin(self, named: Sequence[tuple[str, nn.Parameter]], reserve: Reserve) -> None:
+    def allocate_pinned(self, named: Sequence[tuple[str, nn.Parameter]], reserve: Reserve) -> None:
         """Allocate the parts of these that wait in host memory, if that is to be pinned."""
         if not self._init.pin_memory:
             return
@@ -98,7 +98,7 @@ class _Partitioner:
         is_swapped = self._is_swapped(meta, num_held)
         flat: Any = self._pinned.pop(name, None)
         if flat is None:
-            flat = self._buffer(parameter, meta.dtype, num_held, is_swapped)
+            flat = self._allocate_buffer(parameter, meta.dtype, num_held, is_swapped)
         flat.ds_numel = num_held
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
@@ -124,7 +124,9 @@ class _Partitioner:
             and self._swapper.swappable_tensor(numel=num_held)
         )
 
-    def _buffer(self, parameter: Any, dtype: torch.dtype, num_held: int, is_swapped: bool) -> Any:
+    def _allocate_buffer(
+        self, parameter: Any, dtype: torch.dtype, num_held: int, is_swapped: bool
+    ) -> Any:
         if is_swapped:
             flat = torch.empty(0, dtype=dtype)
             flat.data = self._swapper.get_buffer(parameter, num_held).data

@@ -265,7 +265,7 @@ def drop_gradients(zero: Any, stage: int) -> None:
         zero.averaged_gradients = {}
 
 
-def release_gathered(zero: Any) -> None:
+def release_gathered_parameters(zero: Any) -> None:
     """Let each rank have its own part of stage 3's weights alone."""
     zero._partition_all_parameters()
 

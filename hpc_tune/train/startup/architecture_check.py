@@ -28,7 +28,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.pipeline_parallel import cut_stages
-from hpc_tune.engine.tensor_parallel import Axis, slice_model
+from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
 from hpc_tune.files import write_file
 from hpc_tune.log import log
@@ -39,7 +39,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
-from hpc_tune.model.stock_reference import NoTrial, compute_reference, software_versions
+from hpc_tune.model.stock_reference import NotCheckable, compute_reference, software_versions
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
 from hpc_tune.step.layout import Layout, staging_problems
@@ -49,7 +49,7 @@ from hpc_tune.step.slices import slicing_problems
 # -- Two slices of a model in two threads of one process, where an axis has two ranks.
 
 
-class ThreadAxis(Axis):
+class ThreadAxis(TensorAxis):
     """Two threads where an axis has two ranks."""
 
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
@@ -181,7 +181,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
         try:
             documents = _random_documents()
             wanted, gradients = compute_reference(config, directory, documents)
-        except NoTrial as why:
+        except NotCheckable as why:
             return ArchitectureCheck(
                 loss=_ErrorText(f"no small model of this kind could be tried: {why}")
             )
@@ -212,7 +212,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
             tensor=_run_check(trial.check_slices),
             adapters=adapters,
             untrained=untrained,
-            score=trial.score(built),
+            score=trial.router_score(built),
         )
 
 
@@ -233,7 +233,9 @@ def _random_documents() -> list[torch.Tensor]:
     return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
 
 
-def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None) -> Batch:
+def _make_batch(
+    rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None
+) -> Batch:
     """Return a batch of rows of documents; all carry loss, or those numbered in ``learned``."""
     number = 0
     laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
@@ -278,7 +280,7 @@ class _Trial:
         built.module.within_documents &= self.within_documents
         return built
 
-    def wanted(self, built: BuiltModel) -> dict[str, torch.Tensor]:
+    def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
         """Return the gradients of transformers under our names, where we have them at all."""
         ours = {built.names.name_in_whole(n.removeprefix("model.")): n for n in built.base_names}
         return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
@@ -287,10 +289,10 @@ class _Trial:
         module = built.module
         module.zero_grad()
         for tokens_T, stock in zip(self.documents, self.losses, strict=True):
-            loss = module(_batch([[tokens_T]])).item()
+            loss = module(_make_batch([[tokens_T]])).item()
             if _is_different(loss, stock):
                 return f"a document's loss is {loss:.6g} here and {stock:.6g} in transformers"
-        total = module(_batch([[tokens_T] for tokens_T in self.documents]))
+        total = module(_make_batch([[tokens_T] for tokens_T in self.documents]))
         if _is_different(total.item(), sum(self.losses)):
             return (
                 f"three documents of other lengths have the loss {total.item():.6g} in one batch "
@@ -299,7 +301,7 @@ class _Trial:
         total.backward()
         if wrong := _compare_gradients(
             {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
-            self.wanted(built),
+            self.expected_gradients(built),
         ):
             return wrong
         first = self.documents[1]
@@ -314,7 +316,7 @@ class _Trial:
         with torch.no_grad():  # where the head is frozen, the loss is computed another way
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
-            frozen = module(_batch([self.documents[:1]])).item()
+            frozen = module(_make_batch([self.documents[:1]])).item()
             for parameter in module.parameters():
                 parameter.requires_grad_(parameter.is_floating_point())
         if _is_different(frozen, self.losses[0]):
@@ -324,7 +326,7 @@ class _Trial:
         return ""
 
     def check_packing(self, built: BuiltModel) -> str:
-        loss = built.module(_batch([self.documents])).item()
+        loss = built.module(_make_batch([self.documents])).item()
         if _is_different(loss, sum(self.losses)):
             return (
                 f"three documents in one row have the loss {loss:.6g}, each in its own "
@@ -332,7 +334,8 @@ class _Trial:
             )
         others = [(self.documents[0] + 7) % 256, *self.documents[1:]]
         losses = [
-            built.module(_batch([row], learned=(1, 2))).item() for row in (self.documents, others)
+            built.module(_make_batch([row], learned=(1, 2))).item()
+            for row in (self.documents, others)
         ]
         if _is_different(*losses):
             return (
@@ -349,8 +352,8 @@ class _Trial:
         finally:
             built.module.has_kernel = False
 
-    def score(self, built: BuiltModel) -> Score:
-        return find_router_score(built.module, lambda: built.module(_batch([self.documents])))
+    def router_score(self, built: BuiltModel) -> Score:
+        return find_router_score(built.module, lambda: built.module(_make_batch([self.documents])))
 
     def check_stages(self) -> str:
         built = self.build()
@@ -360,7 +363,7 @@ class _Trial:
         if blocks != said:  # LongCat's have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {said} layers"
         plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
-        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss
         for rank in range(2):
             (stage,) = cut_stages(built, plan, rank)
@@ -379,7 +382,7 @@ class _Trial:
             built = _load(build(self.directory, torch.float32, wanted, 0))
             built.module.within_documents &= self.within_documents
             use_lora_linear(find_blocks(built.module))  # peft's DoRA multiplies with bytes
-            loss = built.module(_batch([self.documents[:1]]))
+            loss = built.module(_make_batch([self.documents[:1]]))
             loss.backward()
         except ConfigError:  # the run's own model says it, or has targets that a small one lacks
             return "", ""
@@ -392,7 +395,7 @@ class _Trial:
 
     def _check_packed_weights(self, built: BuiltModel) -> str:
         """Return what shows that a model's own code takes packed bytes for weights."""
-        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         packed: float = built.module(batch).item()
         plain: float = unpack_linears(built.module)(batch).item()
         text = f"with packed weights the loss is {packed:.6g}, of the same values {plain:.6g}"
@@ -403,7 +406,7 @@ class _Trial:
             return ""  # refused elsewhere, with a reason
         shared: list[Any] = [None, None]
         barrier = threading.Barrier(2, timeout=60)
-        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         losses, errors = [0.0, 0.0], []
         models: list[tuple[BuiltModel, frozenset[str]] | None] = [None, None]
 
@@ -431,7 +434,7 @@ class _Trial:
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
         if name := find_unlike_gradient(models):
             return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
-        return _compare_gradients(merge_gradients(models), self.wanted(self.build()))
+        return _compare_gradients(merge_gradients(models), self.expected_gradients(self.build()))
 
 
 def _list_without_gradient(built: BuiltModel) -> str:

@@ -40,7 +40,7 @@ from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.language import read_config
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.stock_reference import NoTrial, write_small_model
+from hpc_tune.model.stock_reference import NotCheckable, write_small_model
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
@@ -99,7 +99,7 @@ def check_compiled_cached(
     log.info("compiling a small %s model, to compare it with one that is not", model.model_type)
     try:
         why = check_compiled(model, built.tune, built.dtype, device, recompute)
-    except NoTrial as error:
+    except NotCheckable as error:
         return f"no small model of this kind could be tried: {error}"
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the next may do better
         return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
@@ -187,7 +187,7 @@ def _run_step(
     losses = []
     casts = tune.method == "full" and dtype != torch.float32
     for rows in BATCHES:
-        batch = _batch(rows).to(device)
+        batch = _make_batch(rows).to(device)
         with torch.autocast(device.type, dtype, enabled=casts):
             loss = built.module(batch)
         loss.backward()
@@ -196,7 +196,7 @@ def _run_step(
     return _StepValues(tuple(losses), gradients)
 
 
-def _batch(rows: Sequence[Sequence[int]]) -> Batch:
+def _make_batch(rows: Sequence[Sequence[int]]) -> Batch:
     generator = np.random.default_rng(1)
     laid = [
         [(generator.integers(3, 256, length), np.full(length, True)) for length in row]

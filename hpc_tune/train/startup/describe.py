@@ -37,7 +37,7 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.sources import OpenSource
-from hpc_tune.train.startup.preflight import Forecast
+from hpc_tune.train.startup.preflight import MemoryForecast
 from hpc_tune.units import count_of, format_count
 from hpc_tune.world.affinity import SYS
 from hpc_tune.world.architecture import Architecture, find_architecture
@@ -54,7 +54,7 @@ _QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)
 
 
 def log_start(
-    job: Job, model: Model, resolved: ResolvedLayout, forecast: Forecast, data: Data
+    job: Job, model: Model, resolved: ResolvedLayout, forecast: MemoryForecast, data: Data
 ) -> None:
     """Log the model, method, data, layout, memory, batch and learning rate, a line each, and write
     them into events.jsonl with what a bug report needs (kind ``start``).
@@ -75,7 +75,8 @@ def log_start(
         **_describe_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict + describe_allocator(comm.device, os.environ),
-        "kernels": str(model.kernels(comm.device)) + describe_float8_base(model, comm.device),
+        "kernels": str(model.choose_kernels(comm.device))
+        + describe_float8_base(model, comm.device),
         "batch": _describe_batch(rows, layout, data),
         "rate": describe_rate(config.optim, config.tune, rows, total_steps),
     }

@@ -21,7 +21,7 @@ from hpc_tune.memory.host import PLAN_BYTES, find_limit, spare_bytes
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
 from hpc_tune.plan.hardware import Machine, run_plan
 from hpc_tune.plan.memory_model import PhaseMemory, surely_fits, upper_bound_bytes
-from hpc_tune.plan.report import MemoryPlan, fits, from_json
+from hpc_tune.plan.report import MemoryPlan, from_json, phase_fits
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
 from hpc_tune.rundir import owner
 from hpc_tune.train.job import Job
@@ -34,7 +34,7 @@ _SIGNAL_SHOWS_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MemoryForecast:
     """What ``plan --json`` says of a run, and the verdict in words.
 
     ``plan`` is None where a bound says that the run fits, or the plan fails.
@@ -44,7 +44,7 @@ class Forecast:
     verdict: str
 
 
-def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> Forecast:
+def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> MemoryForecast:
     """Return what this run will take. Collective.
 
     Raises:
@@ -57,18 +57,18 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
     if surely_fits(most, machine):
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
-        return Forecast(None, verdict)
+        return MemoryForecast(None, verdict)
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
-    masked = ["--masked"] if on_gpu and model.kernels(comm.device).mask_reason else []
+    masked = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
     plan = comm.on_rank_0("planning", lambda: _run_plan_command(job, machine, masked, limit_s))
     if plan is None:
-        return Forecast(None, "not planned; see the warning above")
-    job.monitor.expect_usage(plan.steady.node_bytes(machine))
+        return MemoryForecast(None, "not planned; see the warning above")
+    job.monitor.expect_usage(plan.steady_phase.node_bytes(machine))
     if plan.fits:
-        return Forecast(plan, _describe_fit(plan))
-    bad = [p for p in plan.phases if not fits(p, machine) and not p.optional]
+        return MemoryForecast(plan, _describe_fit(plan))
+    bad = [p for p in plan.phases if not phase_fits(p, machine) and not p.optional]
     text = "this run does not fit into memory:\n" + "\n".join(
         f"  - {line}" for phase in bad for line in _describe_shortage(phase, machine)
     )
@@ -78,7 +78,7 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
         raise MemoryBudgetError(f"{text}\nUse --force to start it anyway.")
     if comm.is_rank_0:
         log.warning("%s", text)
-    return Forecast(plan, "does not fit by the plan; started with --force")
+    return MemoryForecast(plan, "does not fit by the plan; started with --force")
 
 
 def _describe_shortage(phase: PhaseMemory, machine: Machine) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _describe_fit(plan: MemoryPlan) -> str:
     return text
 
 
-def compare_memory(job: Job, forecast: Forecast) -> None:
+def compare_memory(job: Job, forecast: MemoryForecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
     measured: dict[Phase, int] = {}
     for peaks in job.setup_comm.gather(job.monitor.peaks):
@@ -190,7 +190,7 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
         for name, value in differing.items():
             ranks_of[name, str(value)].append(rank)
     lines = [
-        f"{name}={value} on {_ranks(ranks)}, {first[name]} on rank 0"
+        f"{name}={value} on {_format_ranks(ranks)}, {first[name]} on rank 0"
         for (name, value), ranks in ranks_of.items()
     ]
     error = ConfigError(
@@ -200,5 +200,5 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
     comm.agree_on_error(error if comm.is_rank_0 else None, "comparing the settings")
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, _MAX_NAMED)}"

@@ -322,7 +322,7 @@ def test_measured_links_survive_the_way_to_the_plan(tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(told.to_json())
     assert Measurements.read(file) == told
-    assert told.positions([0, 1]) == [1, 0]
+    assert told.link_positions([0, 1]) == [1, 0]
     without = {**json.loads(told.to_json()), "compute": None}
     file.write_text(json.dumps(without))
     assert Measurements.read(file).compute is None

@@ -130,15 +130,15 @@ def test_the_best_of_each_held_out_data_stays(tmp_path):
 def test_a_loss_that_is_measured_late_makes_a_checkpoint_the_best(tmp_path, warnings):
     store = Store(tmp_path, keep=1, keep_best=True)
     path = save(store, 10)
-    store.amend(10, {"eval_loss": 1.5})
-    store.amend(11, {"eval_loss": 0.5})  # there is none
+    store.change_state(10, {"eval_loss": 1.5})
+    store.change_state(11, {"eval_loss": 0.5})  # there is none
     verify(path)
     assert read_state(path) == {"step": 10, "eval_loss": 1.5}
     save(store, 20)
     save(store, 30)
     assert names(store) == ["step-00000010", "step-00000030"]
     tear(path / MANIFEST)
-    store.amend(10, {"eval_loss": 0.1})
+    store.change_state(10, {"eval_loss": 0.1})
     assert f"{path} stays without its held-out loss" in warnings()[0]
 
 
@@ -215,7 +215,7 @@ def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warn
     assert store.latest() != (path := save(store, 11))
     assert store.latest() == path
     aside = [path.with_name(f"{path.name}.superseded") for path in paths[1:]]
-    assert store.superseded() == aside
+    assert store.list_superseded() == aside
     assert names(store) == ["step-00000010", "step-00000011", *(path.name for path in aside)]
     for path, content in zip(aside, held[1:], strict=True):
         verify(path)
@@ -223,7 +223,7 @@ def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warn
     assert [str(path) in said for path, said in zip(aside, warnings(), strict=True)] == [True] * 2
     save(store, 20)
     save(store, 12)
-    assert [path.name for path in store.superseded()] == [
+    assert [path.name for path in store.list_superseded()] == [
         "step-00000020.2.superseded",
         "step-00000020.superseded",
         "step-00000030.superseded",

@@ -15,7 +15,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import stock_class
 from hpc_tune.model.load import use_init_adapter
-from hpc_tune.model.loss import decoder_of
+from hpc_tune.model.loss import find_decoder
 from hpc_tune.model.stock_reference import write_small_model
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
@@ -193,7 +193,7 @@ def test_a_mistral_large_4_is_merged_as_its_files_are(tmp_path, family, tune):
     module = trained(base, tune, tmp_path / "step")
     lm = module.causal_lm()  # its class is that of the whole model, and wants more than its decoder
     with torch.no_grad():
-        hidden = decoder_of(lm)(input_ids=TOKENS_BT, use_cache=False).last_hidden_state
+        hidden = find_decoder(lm)(input_ids=TOKENS_BT, use_cache=False).last_hidden_state
         ours = lm.get_output_embeddings()(hidden)
     if cap := getattr(config.get_text_config(), "final_logit_softcapping", None):
         ours = cap * torch.tanh(ours / cap)

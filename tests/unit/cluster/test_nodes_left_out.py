@@ -205,7 +205,7 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     nodes = cluster.of()
     cluster.states["n3"] = "down*"
     cluster.write()
-    found, lost = nodes.examine(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
+    found, lost = nodes.exclude_faulty(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
     assert (list(found), lost) == (["n3"], True)
     assert found["n3"] == "Slurm says that it is down and does not respond"
     assert cluster.of()._slurm.find_sick(["n1"]) == {}
@@ -215,7 +215,7 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     cluster.states["n1"] = "mixed"
     cluster.mute = ["n2"]
     cluster.write()
-    found, lost = nodes.examine(["n1", "n2"], {}, False)
+    found, lost = nodes.exclude_faulty(["n1", "n2"], {}, False)
     assert (list(found), lost) == (["n2"], True)
     assert "probe" in found["n2"]
     command = nodes.command()
@@ -227,7 +227,7 @@ def test_a_node_that_slurm_has_taken_from_the_job_is_not_used(cluster):
     nodes = cluster.of()
     cluster.nodes = "n[1,3]"
     cluster.write()
-    found, lost = nodes.examine(["n1", "n2", "n3"], {}, True)
+    found, lost = nodes.exclude_faulty(["n1", "n2", "n3"], {}, True)
     assert (found, lost) == ({"n2": "Slurm has taken it out of the job"}, True)
 
 
@@ -235,28 +235,35 @@ def test_accusations_against_all_nodes_say_nothing_and_a_spare_is_tried_after_a_
     cluster,
 ):
     nodes, used = cluster.of(spares=1), ["n1", "n2"]
-    assert nodes.examine(used, {"n1": "x", "n2": "x"}, False) == ({}, False)
-    found, lost = nodes.examine(used, {}, False)
+    assert nodes.exclude_faulty(used, {"n1": "x", "n2": "x"}, False) == ({}, False)
+    found, lost = nodes.exclude_faulty(used, {}, False)
     assert (list(found), lost) == (["n2"], False)
     assert list(nodes.command().nodes) == ["n1", "n3"]
     # No spare is left.
-    assert nodes.examine(["n1", "n3"], {}, False) == ({}, False)
+    assert nodes.exclude_faulty(["n1", "n3"], {}, False) == ({}, False)
 
 
 def test_an_accused_node_is_found_by_its_name_with_and_without_a_domain(cluster):
     accused = {"n2.site.org": "the report"}
-    found, lost = cluster.of(spares=1).examine(["n1", "n2"], accused, False, certain=[*accused])
+    found, lost = cluster.of(spares=1).exclude_faulty(
+        ["n1", "n2"], accused, False, certain=[*accused]
+    )
     assert (found, lost) == ({"n2": "the report"}, False)
 
 
 @pytest.mark.parametrize("progressed", [False, True])
 def test_a_node_that_answers_is_tried_once_more_before_it_is_left_out(cluster, caplog, progressed):
     nodes, used = cluster.of(spares=1), ["n1", "n2"]
-    assert nodes.examine(used, {"n1": "killed"}, progressed) == ({}, False)
+    assert nodes.exclude_faulty(used, {"n1": "killed"}, progressed) == ({}, False)
     assert "node n1 is tried once more before it is left out: killed" in caplog.text
     assert list(nodes.command().nodes) == used
-    assert nodes.examine(used, {"n2": "killed"}, progressed) == ({}, False), "another's first"
-    assert nodes.examine(used, {"n1": "killed"}, progressed) == ({"n1": "killed"}, True)
+    assert nodes.exclude_faulty(used, {"n2": "killed"}, progressed) == ({}, False), (
+        "another's first"
+    )
+    assert nodes.exclude_faulty(used, {"n1": "killed"}, progressed) == (
+        {"n1": "killed"},
+        True,
+    )
     assert list(nodes.command().nodes) == ["n2", "n3"]
 
 
@@ -276,7 +283,7 @@ def test_nodes_that_are_lost_or_whose_ranks_exit_without_a_word_are_not_tried_ag
 def test_probes_that_fail_everywhere_accuse_nobody(cluster):
     cluster.mute = ["n1", "n2", "n3"]
     cluster.write()
-    assert cluster.of().examine(["n1", "n2", "n3"], {}, False) == ({}, False)
+    assert cluster.of().exclude_faulty(["n1", "n2", "n3"], {}, False) == ({}, False)
 
 
 def test_on_fewer_nodes_a_layout_that_divides_and_not_below_the_fewest(cluster):

@@ -4,7 +4,7 @@ import pytest
 
 from hpc_tune.cluster import slurm
 from hpc_tune.cluster.protocol import JobEnergy
-from hpc_tune.cluster.schedulers import ask_energy, counts_energy
+from hpc_tune.cluster.schedulers import ask_job_energy, counts_energy
 from hpc_tune.cluster.slurm import parse_energies
 
 BEGAN = 1_700_000_000
@@ -70,7 +70,7 @@ def sacct(tmp_path, monkeypatch):
 
 
 def asked(*jobs):
-    return ask_energy("Slurm", [(job, BEGAN + 100.0) for job in jobs])
+    return ask_job_energy("Slurm", [(job, BEGAN + 100.0) for job in jobs])
 
 
 def test_sacct_is_asked_once_for_all_jobs_with_times_in_seconds(sacct, tmp_path):
@@ -108,4 +108,4 @@ def test_a_sacct_that_does_not_tell_says_why(sacct, monkeypatch, script, why):
 
 def test_only_slurm_tells_energy():
     assert [name for name in ("Slurm", "PBS", "", "None") if counts_energy(name)] == ["Slurm"]
-    assert ask_energy("PBS", [("7.head", 1.0)]) == []
+    assert ask_job_energy("PBS", [("7.head", 1.0)]) == []

@@ -12,7 +12,7 @@ from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.convert import convert as tool
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.rules import ForeignConfig, table
+from hpc_tune.convert.rules import ForeignConfig, rule_table
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
 from tests.support.converting import (
@@ -296,7 +296,7 @@ DATASETS = [
 
 @EXAMPLES
 def test_a_config_becomes_ours(name, ours):
-    assert tool.convert(yaml.safe_load(CONFIGS[name]), 4).config == yaml.safe_load(ours)
+    assert tool.convert_config(yaml.safe_load(CONFIGS[name]), 4).config == yaml.safe_load(ours)
 
 
 @EXAMPLES
@@ -315,7 +315,7 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, na
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
 def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     config = theirs(text, my_own_key=3)
-    converted = tool.convert(config, 4)
+    converted = tool.convert_config(config, 4)
     groups = (converted.taken, converted.decided, converted.left)
     for key, _ in tool.flatten_keys(config, tool.recognise_tool(config).lists):
         assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
@@ -353,7 +353,7 @@ def test_no_key_has_two_rows(file):
 
 def test_no_key_is_in_two_tables():
     with pytest.raises(AssertionError, match="seed.*have two rules"):
-        table({"seed": "train.seed"}, {"it is so": "tf32 seed"})
+        rule_table({"seed": "train.seed"}, {"it is so": "tf32 seed"})
 
 
 @pytest.mark.parametrize(
@@ -371,21 +371,21 @@ def test_no_key_is_in_two_tables():
     ],
 )
 def test_what_is_different_in_8_bits_is_said(text, changes, key, words):
-    converted = tool.convert(theirs(text, **changes), 1)
+    converted = tool.convert_config(theirs(text, **changes), 1)
     assert words in line_of([*converted.left, *converted.taken], key)
 
 
 def test_fp16_is_named_and_the_dtype_left_to_the_device():
-    converted = tool.convert(theirs(FACTORY_LORA, bf16=None, fp16=True), 1)
+    converted = tool.convert_config(theirs(FACTORY_LORA, bf16=None, fp16=True), 1)
     assert "bf16 or fp32" in line_of(converted.left, "fp16")
     assert "model.dtype" not in settings(converted)
-    converted = tool.convert(theirs(TUNE_LORA, dtype="fp16"), 1)
+    converted = tool.convert_config(theirs(TUNE_LORA, dtype="fp16"), 1)
     assert "bf16 or fp32" in line_of(converted.left, "dtype")
 
 
 def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
     columns = {"dataset__conversation_column": "turns", "dataset__column": "body"}
-    converted = tool.convert(theirs(TUNE_LORA, **columns), 1)
+    converted = tool.convert_config(theirs(TUNE_LORA, **columns), 1)
     assert settings(converted)["data.columns"] == {"turns": "messages"}
     assert "data.columns = {'turns': 'messages'} already" in line_of(
         converted.left, "dataset.column"
@@ -410,7 +410,7 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
 )
 def test_what_cannot_be_converted_is_one_message(config, ranks, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        tool.convert(config, ranks)
+        tool.convert_config(config, ranks)
 
 
 def test_without_ranks_one_is_assumed_and_said_in_the_file_too(tmp_path, capsys):

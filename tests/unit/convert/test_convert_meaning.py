@@ -40,7 +40,7 @@ from tests.support.converting import (
     ],
 )
 def test_what_is_switched_off_refuses_nothing(text, changes):
-    assert command.convert(theirs(text, **changes), 1).tool
+    assert command.convert_config(theirs(text, **changes), 1).tool
 
 
 @pytest.mark.parametrize("name", ["alpaca_dataset", "alpaca_cleaned_dataset"])
@@ -48,7 +48,9 @@ def test_that_alpacas_preamble_is_lost_is_said_and_starred(name):
     for files in ("/data/a.json", None):
         changes = {"dataset___component_": f"torchtune.datasets.{name}"}
         changes |= {"dataset__source": None} if files is None else {}
-        converted = command.convert(theirs(TUNE_LORA, dataset__data_files=files, **changes), 1)
+        converted = command.convert_config(
+            theirs(TUNE_LORA, dataset__data_files=files, **changes), 1
+        )
         line = line_of(converted.left, "dataset._component_")
         assert "Below is an instruction" in line
         assert line in converted.to_do
@@ -57,7 +59,7 @@ def test_that_alpacas_preamble_is_lost_is_said_and_starred(name):
 def test_a_remark_is_said_once_with_all_its_keys():
     changes = {"logging_steps": 10, "plot_loss": True, "use_galore": True, "galore_rank": 128}
     changes |= {"cache_dir": None, "tokenized_path": None, "other_key": None}
-    converted = command.convert(theirs(FACTORY_LORA, **changes), 2)
+    converted = command.convert_config(theirs(FACTORY_LORA, **changes), 2)
     assert "logging_steps, plot_loss: metrics.jsonl" in line_of(converted.decided, "plot_loss")
     assert line_of(converted.left, "use_galore").startswith("use_galore = true, galore_rank = 128:")
     for group in (converted.taken, converted.decided, converted.left):
@@ -92,7 +94,7 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
         changes = {"datasets": [{"path": str(data), "type": "completion", **changes}]}
     elif text == TUNE_LORA:
         changes = {"dataset__data_files": str(data), **changes}
-    line = line_of(command.convert(theirs(text, **changes), 1).left, key)
+    line = line_of(command.convert_config(theirs(text, **changes), 1).left, key)
     shown = line[line.index("python -c") : line.index(" > part.jsonl")]
     shown = shown.replace(" FILE", f" {shlex.quote(str(data))}")
     shown = shown.replace("python", shlex.quote(sys.executable), 1)
@@ -104,7 +106,7 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
 @pytest.mark.parametrize(("split", "part"), [("train[:5%]", ":round(their number*5/100)")])
 def test_a_part_of_a_file_of_another_kind_is_named_without_a_command(split, part):
     changes = {"dataset__data_files": "/d/a.parquet", "dataset__split": split}
-    line = line_of(command.convert(theirs(TUNE_LORA, **changes), 1).left, "dataset.split")
+    line = line_of(command.convert_config(theirs(TUNE_LORA, **changes), 1).left, "dataset.split")
     assert f"write records {part} of /d/a.parquet" in line
     assert "python -c" not in line
 
@@ -128,7 +130,7 @@ def test_a_part_of_a_file_of_another_kind_is_named_without_a_command(split, part
     ],
 )
 def test_a_part_that_leaves_a_rest_is_what_eval_fraction_does(text, changes):
-    converted = command.convert(theirs(text, **changes), 1)
+    converted = command.convert_config(theirs(text, **changes), 1)
     came = settings(converted)
     assert came["data.eval_fraction"] == 0.05
     assert came["data.path"].startswith("/d")
@@ -183,7 +185,7 @@ def directory(folder, names, is_indexed):
 def test_targets_that_the_model_does_not_have_are_named(tmp_path, text, key, model, is_indexed):
     fused = directory(tmp_path / "fused", ["qkv_proj", "o_proj"], is_indexed)
     changes = {key.replace(".", "__"): ["q_proj", "v_proj"]}
-    converted = command.convert(theirs(text, **changes, **{model: fused}), 1)
+    converted = command.convert_config(theirs(text, **changes, **{model: fused}), 1)
     line = line_of(converted.left, key)
     assert "has no layers q_proj, v_proj" in line
     assert "some of lm_head, o_proj, qkv_proj" in line
@@ -196,7 +198,7 @@ def test_targets_that_the_model_does_not_have_are_named(tmp_path, text, key, mod
 def test_config_json_tells_the_layers_where_there_are_no_weights(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
     changes = {"model_name_or_path": str(tmp_path)}
-    line = line_of(command.convert(theirs(FACTORY_LORA, **changes), 1).left, "lora_target")
+    line = line_of(command.convert_config(theirs(FACTORY_LORA, **changes), 1).left, "lora_target")
     assert "gate_up_proj" in line
     (tmp_path / "config.json").write_text('{"model_type": "of my own"}')
     assert on_four_ranks(FACTORY_LORA, changes)["tune.targets"] == ["q_proj", "v_proj"]
@@ -205,7 +207,7 @@ def test_config_json_tells_the_layers_where_there_are_no_weights(tmp_path):
 def test_layers_that_a_builder_splits_and_the_files_do_not_are_one_target():
     changes = {"model___component_": "torchtune.models.phi3.lora_phi3_mini"}
     changes |= {"model__lora_attn_modules": ["q_proj", "v_proj"]}
-    converted = command.convert(theirs(TUNE_LORA, **changes), 1)
+    converted = command.convert_config(theirs(TUNE_LORA, **changes), 1)
     assert settings(converted)["tune.targets"] == ["qkv_proj"]
     line = line_of(converted.taken, "model.lora_attn_modules")
     assert "one adapter" in line
@@ -214,23 +216,23 @@ def test_layers_that_a_builder_splits_and_the_files_do_not_are_one_target():
 
 
 def test_what_is_neither_told_nor_known_is_named_once():
-    converted = command.convert(theirs(TUNE_LORA, checkpointer__checkpoint_dir=None), 1)
+    converted = command.convert_config(theirs(TUNE_LORA, checkpointer__checkpoint_dir=None), 1)
     missing = f"model.path: {command.PLACEHOLDER} stands for what their config does not tell"
     assert converted.further == (missing,)
     with pytest.raises(ConfigError, match="expected a training config"):
-        command.convert({"policy_model": "x"}, 1)
+        command.convert_config({"policy_model": "x"}, 1)
 
 
 def test_what_is_learned_from_text_alone_is_taken_over():
     text = theirs(AXOLOTL_LORA, datasets=None, max_steps=9)
     dataset = {"path": "/data/books", "text_column": "body"}
     for text["pretraining_dataset"] in (dataset, [dataset]):
-        came = settings(command.convert(text, 4))
+        came = settings(command.convert_config(text, 4))
         assert (came["data.path"], came["data.columns"]) == ("/data/books", {"body": "text"})
 
 
 def test_a_secret_in_a_config_is_not_printed():
-    converted = command.convert(theirs(AXOLOTL_LORA, comet_api_key="s3cret"), 1)
+    converted = command.convert_config(theirs(AXOLOTL_LORA, comet_api_key="s3cret"), 1)
     assert "s3cret" not in "\n".join(command.report_lines(converted, converted.to_do))
     assert line_of(converted.left, "comet_api_key") is not None
 
@@ -238,7 +240,7 @@ def test_a_secret_in_a_config_is_not_printed():
 def test_data_held_out_twice_is_one_message():
     changes = {"test_datasets": [{"path": "held.jsonl"}]}
     with pytest.raises(ConfigError, match="both say what is held out"):
-        command.convert(theirs(AXOLOTL_LORA, **changes), 1)
+        command.convert_config(theirs(AXOLOTL_LORA, **changes), 1)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_data_held_out_twice_is_one_message():
     ],
 )
 def test_that_a_first_adapter_belongs_to_the_reference_here_is_said(text, changes, key, is_starred):
-    converted = command.convert(theirs(text, **changes), 1)
+    converted = command.convert_config(theirs(text, **changes), 1)
     line = line_of(converted.taken, key)
     assert ("the reference is the model with this adapter" in line) is is_starred
     assert (line in converted.to_do) is is_starred
@@ -278,13 +280,13 @@ def test_that_a_first_adapter_belongs_to_the_reference_here_is_said(text, change
     ],
 )
 def test_where_a_value_means_something_else_it_is_said(text, key, words):
-    assert words in line_of(command.convert(theirs(text), 1).taken, key)
-    others = command.convert(theirs(FACTORY_DPO, pref_ftx=0.1), 1)
+    assert words in line_of(command.convert_config(theirs(text), 1).taken, key)
+    others = command.convert_config(theirs(FACTORY_DPO, pref_ftx=0.1), 1)
     assert line_of(others.taken, "pref_ftx").endswith("tune.sft_weight = 0.1")  # the same
 
 
 def test_what_they_add_by_default_is_written_out():
-    converted = command.convert(theirs(AXOLOTL_DPO, rl="simpo"), 1)
+    converted = command.convert_config(theirs(AXOLOTL_DPO, rl="simpo"), 1)
     assert "micro-batch" in line_of(converted.taken, "cpo_alpha")
     assert "(their default)" in line_of(converted.taken, "simpo_gamma")
 
@@ -316,7 +318,7 @@ def test_what_they_add_by_default_is_written_out():
 )
 def test_what_is_trained_beside_adapters_is_left_out_without_them(text, method, key, value):
     is_full = method in ({"finetuning_type": "full"}, {"adapter": None})
-    converted = command.convert(theirs(text, **method, **{key: value}), 1)
+    converted = command.convert_config(theirs(text, **method, **{key: value}), 1)
     names = {"tune.modules_to_save", "tune.trainable_tokens"} & settings(converted).keys()
     assert len(names) == (not is_full)
     where = converted.decided if is_full else converted.taken

@@ -65,7 +65,7 @@ def test_a_config_that_writes_1e_5_ends_at_the_rate_that_it_says(tmp_path):
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}",
     )
     file.write_text(body)
-    came = settings(command.convert(command.read_yaml(file), 1))
+    came = settings(command.convert_config(command.read_yaml(file), 1))
     assert came["optim.lr"] == 1e-4
     assert came["optim.min_lr_ratio"] == pytest.approx(0.1)
 
@@ -73,7 +73,7 @@ def test_a_config_that_writes_1e_5_ends_at_the_rate_that_it_says(tmp_path):
 @pytest.mark.parametrize("name", ["1e5", 20261128, "2026-11-28"])
 def test_a_name_that_looks_like_a_number_stays_a_name(name):
     tree = yaml.safe_load(f"{FACTORY_LORA}\nrun_name: {name}\n")
-    assert settings(command.convert(tree, 1))["run.name"] == str(name)
+    assert settings(command.convert_config(tree, 1))["run.name"] == str(name)
 
 
 def test_steps_with_a_point_are_steps_and_end_the_run():
@@ -84,7 +84,7 @@ def test_steps_with_a_point_are_steps_and_end_the_run():
 
 def test_the_report_shows_a_number_as_it_was_written():
     tree = yaml.safe_load(FACTORY_LORA.replace("1.0e-4", "1e-4"))
-    taken = "\n".join(map(str, command.convert(tree, 1).taken))
+    taken = "\n".join(map(str, command.convert_config(tree, 1).taken))
     assert "learning_rate = 1e-4 -> optim.lr = 0.0001" in taken
 
 

@@ -398,7 +398,7 @@ def test_what_is_taken_over(name, changes, expected):
 @pytest.mark.parametrize(("name", "changes", "what"), rows(STARRED))
 def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
     key, _, words = what.partition(":")
-    converted = command.convert(theirs(CONFIGS[name], **changes), 4)
+    converted = command.convert_config(theirs(CONFIGS[name], **changes), 4)
     line = line_of(converted.left, key)
     assert words.strip() in line
     assert line in converted.to_do
@@ -411,7 +411,7 @@ def test_what_must_be_seen_to_has_a_star_and_a_placeholder(name, changes, what):
 @pytest.mark.parametrize(("name", "changes", "what"), rows(DECIDED))
 def test_what_is_decided_has_no_star(name, changes, what):
     key, _, words = what.partition(":")
-    converted = command.convert(theirs(CONFIGS[name], **changes), 4)
+    converted = command.convert_config(theirs(CONFIGS[name], **changes), 4)
     line = line_of(converted.decided, key)
     assert words.strip() in line
     assert line not in converted.to_do

@@ -267,9 +267,9 @@ def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_sa
     monkeypatch.setattr(encode, "BATCH_CHARS", 700)
     monkeypatch.setattr(encode, "UNSURE_CHARS", 100)
     sizes = []
-    head = Encoder._head
+    head = Encoder._cut_long_chat
     monkeypatch.setattr(
-        Encoder, "_head", lambda self, item: sizes.append(r := head(self, item)) or r
+        Encoder, "_cut_long_chat", lambda self, item: sizes.append(r := head(self, item)) or r
     )
     encoder = Encoder(tokenizer, seq_len, "answers")
     found = _documents(encoder, examples)

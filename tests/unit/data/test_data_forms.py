@@ -13,9 +13,9 @@ import pytest
 
 from hpc_tune.data import chunks, raw_files, records
 from hpc_tune.data.chunks import list_chunks, read_chunk
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import DEFAULT_READING, read_example
 from hpc_tune.data.records import to_example
 from hpc_tune.errors import DataError
@@ -216,7 +216,7 @@ def test_prepared_files_do_not_depend_on_the_form(tmp_path):
     for name in ("d.jsonl", "d.csv", "d.parquet", "d.jsonl.zst"):
         if name != "d.jsonl":
             FORMS[name](tmp_path / name, PAIRS[:60])
-        prepare(str(tmp_path / name), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
+        prepare_data(str(tmp_path / name), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
         contents.add(TokenStore.open(tmp_path / "d.h5").attributes.content)
     assert len(contents) == 1
 
@@ -267,12 +267,12 @@ def test_rows_of_others_forms_are_refused_with_what_to_do(record, said):
 
 
 def test_a_second_answer_beside_the_one_that_is_read_is_named_as_not_read():
-    findings = Findings()
+    findings = ReadFindings()
     row = {"prompt": "a", "completion": "b", "response": "c"}
     example = read_example(row, DEFAULT_READING, findings)
     assert (example.prompt, example.completion) == ("a", "b")
     assert "response" in findings.unread
-    findings = Findings()
+    findings = ReadFindings()
     assert (
         read_example({"prompt": "a", "response": "c"}, DEFAULT_READING, findings).completion == "c"
     )
@@ -289,4 +289,6 @@ def test_a_packed_file_whose_name_does_not_say_so_is_told(tmp_path):
 def test_the_docs_name_the_fields_of_each_form():
     text = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     for form in records.FORMS:
-        assert not [name for name in form.own + form.shares if f"`{name}`" not in text], form.needs
+        assert not [name for name in form.own_fields + form.shares if f"`{name}`" not in text], (
+            form.needs
+        )

@@ -15,11 +15,11 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import (
     PreparePlan,
     PrepareSettings,
-    Ranks,
+    PreparingRanks,
     cache_name,
     join_parts,
     plan_preparation,
-    prepare,
+    prepare_data,
     tokenize_chunks,
 )
 from hpc_tune.data.tokenizer import fingerprint
@@ -64,7 +64,7 @@ def _prepare_with(source, out, size):
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, out, tokenizer, PrepareSettings(200))
     for rank in reversed(range(size)):
-        tokenize_chunks(work, tokenizer, Ranks(rank, size))
+        tokenize_chunks(work, tokenizer, PreparingRanks(rank, size))
     return join_parts(work)
 
 
@@ -80,7 +80,7 @@ def test_any_number_of_ranks_gives_the_same_bytes(source, tmp_path):
 
 def test_documents_are_in_the_order_of_the_source_and_counted(source, tmp_path):
     tokenizer = byte_tokenizer()
-    counters = prepare(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    counters = prepare_data(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     store = TokenStore.open(tmp_path / "d.h5")
     store.require_tokenizer(tokenizer, fingerprint(tokenizer))
     asked = [tokenizer.decode(store.document(d)[0]) for d in range(store.num_documents)]
@@ -103,7 +103,7 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
 ):
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
-    tokenize_chunks(work, tokenizer, Ranks(0, 2))
+    tokenize_chunks(work, tokenizer, PreparingRanks(0, 2))
     (work.parts / "00000001.part").write_bytes(b"cut off by the kill")
     written = []
     write_part = module._write_part
@@ -111,7 +111,7 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
         module, "_write_part", lambda w, n, e: (written.append(n), write_part(w, n, e))
     )
     for rank in range(3):
-        tokenize_chunks(work, tokenizer, Ranks(rank, 3))
+        tokenize_chunks(work, tokenizer, PreparingRanks(rank, 3))
     assert sorted(written) == list(range(1, len(work.chunks), 2))
     join_parts(work)
     _prepare_with(source, tmp_path / "plain.h5", 1)
@@ -153,7 +153,7 @@ def test_where_all_answers_begin_too_late_the_length_to_raise_is_named(tmp_path)
 def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
-    tokenize_chunks(work, tokenizer, Ranks(0, 2))
+    tokenize_chunks(work, tokenizer, PreparingRanks(0, 2))
     with pytest.raises(DataError, match=r"chunk 2 of \d+ are missing .* all nodes share"):
         join_parts(work)
     assert not (tmp_path / "d.h5").exists()
@@ -163,9 +163,9 @@ def test_a_part_that_was_damaged_since_is_refused_by_name(source, tmp_path):
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     tokenize_chunks(work, tokenizer)
-    data = bytearray(work.part(2).read_bytes())
+    data = bytearray(work.part_file(2).read_bytes())
     data[len(data) // 2] ^= 1  # within the tokens or the mask of its one block
-    work.part(2).write_bytes(data)
+    work.part_file(2).write_bytes(data)
     with pytest.raises(DataError, match=r"00000002\.part is damaged .*remove its folder"):
         join_parts(work)
     assert not (tmp_path / "d.h5").exists()
@@ -193,7 +193,13 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     for rank in range(2):
         with pytest.raises(Stop):
-            prepare(str(source), out, tokenizer, PrepareSettings(64), Ranks(rank, 2, run_and_agree))
+            prepare_data(
+                str(source),
+                out,
+                tokenizer,
+                PrepareSettings(64),
+                PreparingRanks(rank, 2, run_and_agree),
+            )
     assert sum(error is not None for error in errors) == 1
     assert not (tmp_path / "d.h5").exists()
 
@@ -219,9 +225,9 @@ def test_rank_0_alone_looks_for_the_file_before_it_is_there(source, tmp_path, mo
     out = tmp_path / "d.h5"
     for rank, looks in ((1, False), (0, True)):
         calls.clear()
-        ranks = Ranks(rank, 2, run_and_agree)
+        ranks = PreparingRanks(rank, 2, run_and_agree)
         with pytest.raises(Stop):
-            prepare(source, out, byte_tokenizer(), PrepareSettings(200), ranks)
+            prepare_data(source, out, byte_tokenizer(), PrepareSettings(200), ranks)
         assert calls == ["preparing the data"] * 3
         assert (out in looked) == looks
 
@@ -234,7 +240,7 @@ def test_a_job_that_is_overtaken_by_another_takes_its_file(source, tmp_path, whe
         if done == (total if when == "last" else when):
             _prepare_with(source, out, 1)
 
-    counters = prepare(source, out, byte_tokenizer(), PrepareSettings(200), report=report)
+    counters = prepare_data(source, out, byte_tokenizer(), PrepareSettings(200), report=report)
     assert counters == _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["alone.h5", "d.h5", "raw.jsonl"]
@@ -251,14 +257,14 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
 
     os.utime(source, (1, 1))
     assert plan_preparation(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
-    prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=share))
+    prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(share=share))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     data = Path(source).read_bytes()
     for other in (data[:-1] + b" ", data + b"\n"):
         Path(source).write_bytes(other)
         with pytest.raises(DataError, match="is not the same on all nodes: .*bytes on this one"):
-            prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=share))
+            prepare_data(source, out, tokenizer, PrepareSettings(200), PreparingRanks(share=share))
 
 
 def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
@@ -270,7 +276,7 @@ def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
         tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="<|im_end|>"
     )
     source = write_jsonl(tmp_path / "d.jsonl", [{"text": "near"}, {"text": "a <far> b"}])
-    prepare(str(source), tmp_path / "d.h5", far, PrepareSettings(200))
+    prepare_data(str(source), tmp_path / "d.h5", far, PrepareSettings(200))
     store = TokenStore.open(tmp_path / "d.h5")
     assert store.attributes.vocab_size == 66001
     assert (store.attributes.highest_token, store.tokens.dtype.itemsize) == (66000, 4)
@@ -310,10 +316,10 @@ def test_jobs_that_prepare_into_one_cache_at_once_all_get_the_whole_file(tmp_pat
 def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
     source = write_jsonl(tmp_path / "raw.jsonl", [chat("no answer"), chat("nor here")])
     with pytest.raises(DataError, match="no example .*2 dropped: no answer of the assistant"):
-        prepare(str(source), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
+        prepare_data(str(source), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="no example .*it holds no records"):
-        prepare(
+        prepare_data(
             str(tmp_path / "blank.jsonl"), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64)
         )
 
@@ -349,7 +355,7 @@ def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
         tokenize_chunks(
             work,
             tokenizer,
-            Ranks(threads=threads),
+            PreparingRanks(threads=threads),
             report=lambda done, total: seen.append(os.environ.get("TOKENIZERS_PARALLELISM")),
         )
     assert list(dict.fromkeys(seen)) == [None, "false", "true"]
@@ -361,7 +367,9 @@ def test_progress_counts_the_chunks_of_this_rank(source, tmp_path):
     tokenizer = byte_tokenizer()
     work = plan_preparation(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     seen = []
-    tokenize_chunks(work, tokenizer, Ranks(1, 3), report=lambda *counts: seen.append(counts))
+    tokenize_chunks(
+        work, tokenizer, PreparingRanks(1, 3), report=lambda *counts: seen.append(counts)
+    )
     total = len(range(1, len(work.chunks), 3))
     assert seen == [(n, total) for n in range(1, total + 1)]
 

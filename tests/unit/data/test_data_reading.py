@@ -7,10 +7,10 @@ from pyarrow.csv import write_csv
 
 from hpc_tune.data import chunks
 from hpc_tune.data.chunks import list_chunks, read_chunk
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import DEFAULT_READING, Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import DEFAULT_READING, ReadOptions
 from hpc_tune.data.records import Completion, to_example
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl
@@ -23,9 +23,9 @@ def _read(path, reading=DEFAULT_READING, findings=None):
 
 def _one(folder, row, columns=None):
     """Return the example of one row, and what is said of it."""
-    findings = Findings()
+    findings = ReadFindings()
     write_jsonl(folder / "one.jsonl", [row])
-    reading = Reading(tuple((columns or {}).items()))
+    reading = ReadOptions(tuple((columns or {}).items()))
     (example,) = _read(folder / "one.jsonl", reading, findings)
     return example, findings.lines()
 
@@ -104,7 +104,7 @@ def test_what_is_read_under_another_name_and_what_is_not_read_is_said(tmp_path):
 
 def test_rows_left_out_for_their_own_marks_are_counted(tmp_path):
     rows = [{"prompt": "q", "completion": "a", "train": n > 2} for n in range(5)]
-    findings = Findings()
+    findings = ReadFindings()
     assert len(_read(write_jsonl(tmp_path / "d.jsonl", rows), DEFAULT_READING, findings)) == 2
     assert findings.lines() == ["3 rows left out, as their own marks say"]
 
@@ -147,13 +147,13 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     rows = [{"prompt": "q", "completion": "a", "note": "n"}] * 3
     write_jsonl(tmp_path / "d.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
-    reading = Reading((("systm", "system"),))
+    reading = ReadOptions((("systm", "system"),))
     message = r"data\.columns names systm, but .* has the columns completion, note, prompt"
     with pytest.raises(DataError, match=message):
         _read(tmp_path / "d.parquet", reading)
     for name in ("d.jsonl", "d.parquet"):
         with pytest.raises(DataError, match=message):
-            prepare(
+            prepare_data(
                 str(tmp_path / name),
                 tmp_path / "d.h5",
                 byte_tokenizer(),
@@ -194,8 +194,8 @@ def test_a_bad_row_is_refused_with_its_place_or_skipped_and_counted(tmp_path, li
     (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
     with pytest.raises(DataError, match=rf"d\.jsonl, line 3: .*({why})"):
         _read(tmp_path / "d.jsonl")
-    findings = Findings()
-    assert len(_read(tmp_path / "d.jsonl", Reading(bad_rows="skip"), findings)) == 3
+    findings = ReadFindings()
+    assert len(_read(tmp_path / "d.jsonl", ReadOptions(bad_rows="skip"), findings)) == 3
     assert (findings.num_bad, len(findings.first_bad)) == (1, 1)
     assert "d.jsonl, line 3: " in findings.first_bad[0]
 
@@ -206,8 +206,8 @@ def test_bad_rows_of_tables_are_skipped_alone(tmp_path):
     pq.write_table(pa.table({"text": text}), tmp_path / "d.parquet")
     (tmp_path / "d.csv").write_bytes(b"text,n\na,1\n\xff,1\nragged\nc,1\n" + b"c,1,2\n")
     for name, num_bad in (("d.parquet", 2), ("d.csv", 3)):
-        findings = Findings()
-        found = _read(tmp_path / name, Reading(bad_rows="skip"), findings)
+        findings = ReadFindings()
+        found = _read(tmp_path / name, ReadOptions(bad_rows="skip"), findings)
         assert [example.text for example in found] == ["a", "c"]
         assert findings.num_bad == num_bad
     assert [bad.partition(":")[0].rpartition(" ")[2] for bad in findings.first_bad] == list("235")
@@ -220,11 +220,11 @@ def test_skipped_rows_are_counted_over_all_chunks_and_the_first_reasons_said(
     lines = ['{"text": "good"}' if n % 3 else "{" for n in range(60)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     with caplog.at_level("INFO", logger="hpc_tune"):
-        counters = prepare(
+        counters = prepare_data(
             str(tmp_path / "d.jsonl"),
             tmp_path / "d.h5",
             byte_tokenizer(),
-            PrepareSettings(64, reading=Reading(bad_rows="skip")),
+            PrepareSettings(64, reading=ReadOptions(bad_rows="skip")),
         )
     assert (counters.examples, counters.bad_rows) == (40, 20)
     assert "20 bad rows skipped" in str(counters)
@@ -232,11 +232,11 @@ def test_skipped_rows_are_counted_over_all_chunks_and_the_first_reasons_said(
     assert "; and 15 more" in caplog.text
     (tmp_path / "d.jsonl").write_text("{\n{\n")
     with pytest.raises(DataError, match="no example to learn from .*2 bad rows skipped"):
-        prepare(
+        prepare_data(
             str(tmp_path / "d.jsonl"),
             tmp_path / "e.h5",
             byte_tokenizer(),
-            PrepareSettings(64, reading=Reading(bad_rows="skip")),
+            PrepareSettings(64, reading=ReadOptions(bad_rows="skip")),
         )
 
 
@@ -245,7 +245,7 @@ ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(
 
 def _parts(path, fraction=0.25):
     return [
-        [e.prompt for e in _read(path, Reading(held_out=fraction, part=part))]
+        [e.prompt for e in _read(path, ReadOptions(held_out=fraction, part=part))]
         for part in ("train", "held-out")
     ]
 
@@ -270,9 +270,9 @@ def test_both_parts_are_prepared_apart_on_any_number_of_ranks(tmp_path, monkeypa
     path, tokenizer = write_jsonl(tmp_path / "d.jsonl", ROWS), byte_tokenizer()
     num = {}
     for part in ("train", "held-out"):
-        reading = Reading(held_out=0.25, part=part)
+        reading = ReadOptions(held_out=0.25, part=part)
         out = tmp_path / f"{part}.h5"
-        num[part] = prepare(
+        num[part] = prepare_data(
             str(path), out, tokenizer, PrepareSettings(64, reading=reading)
         ).documents
     assert num["train"] + num["held-out"] == 400
@@ -287,11 +287,11 @@ def test_both_parts_are_prepared_apart_on_any_number_of_ranks(tmp_path, monkeypa
 def test_a_fraction_that_leaves_nothing_is_refused(tmp_path):
     write_jsonl(tmp_path / "d.jsonl", ROWS[:3])
     with pytest.raises(DataError, match=r"eval_fraction=0\.001 leaves no example of .*held-out"):
-        prepare(
+        prepare_data(
             str(tmp_path / "d.jsonl"),
             tmp_path / "d.h5",
             byte_tokenizer(),
-            PrepareSettings(64, reading=Reading(held_out=0.001, part="held-out")),
+            PrepareSettings(64, reading=ReadOptions(held_out=0.001, part="held-out")),
         )
 
 
@@ -299,12 +299,12 @@ def test_one_long_text_is_not_split_by_a_fraction(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     (tmp_path / "d.txt").write_text("line\n" * 100)
     with pytest.raises(DataError, match="a text of several MiB is one document"):
-        _read(tmp_path / "d.txt", Reading(held_out=0.5, part="train"))
+        _read(tmp_path / "d.txt", ReadOptions(held_out=0.5, part="train"))
     for n in range(40):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{n:02}.txt").write_text(json.dumps(n))
     parts = [
-        [e.text for e in _read(tmp_path / "texts", Reading(held_out=0.5, part=part))]
+        [e.text for e in _read(tmp_path / "texts", ReadOptions(held_out=0.5, part=part))]
         for part in ("train", "held-out")
     ]
     assert sorted(map(int, parts[0] + parts[1])) == list(range(40))
@@ -316,4 +316,4 @@ def test_a_table_whose_answer_has_another_name_is_refused_with_all_its_columns(t
     file, rows = tmp_path / f"d.{suffix}", pa.table({"prompt": ["p"], "solution": ["s"], "n": [1]})
     (write_csv if suffix == "csv" else pq.write_table)(rows, file)
     with pytest.raises(DataError, match=r"completion is missing.*further columns: n, solution"):
-        _read(file, findings=Findings())
+        _read(file, findings=ReadFindings())

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.data.order import PackedSampler, SampleOrder, Shuffle, one_per_row, pack_documents
+from hpc_tune.data.order import (
+    PackedSampler,
+    SampleOrder,
+    Shuffle,
+    pack_documents,
+    pack_one_per_row,
+)
 from tests.support.data import histogram_of
 
 
@@ -47,7 +53,7 @@ def test_rows_by_hand():
     patterns = pack_documents({7: 1, 5: 2, 4: 2, 3: 1, 1: 2}, 10)
     rows = sorted((p.items, p.num_rows) for p in patterns)
     assert rows == [(((4, 2), (1, 2)), 1), (((5, 2),), 1), (((7, 1), (3, 1)), 1)]
-    assert one_per_row({3: 2, 8: 1})[0].items == ((3, 1),)
+    assert pack_one_per_row({3: 2, 8: 1})[0].items == ((3, 1),)
 
 
 @pytest.mark.parametrize("seq_len", [1024, 2048, 8192])

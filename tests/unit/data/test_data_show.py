@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_tune import cli
 from hpc_tune.data import show as showing
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import Reading
-from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, DocumentDecoder, show
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import ReadOptions
+from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, DocumentDecoder, show_documents
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, write_jsonl, zero_tokens
 
@@ -22,7 +22,7 @@ ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", 
 
 def lines_of(path, tokenizer=None, num_rows=9, look=PLAIN_STYLE, seq_len=200):
     tokenizer = tokenizer or byte_tokenizer()
-    lines = show(str(path), tokenizer, PrepareSettings(seq_len), num_rows, look)
+    lines = show_documents(str(path), tokenizer, PrepareSettings(seq_len), num_rows, look)
     return "\n".join(lines).split("\n")
 
 
@@ -54,7 +54,7 @@ def test_rows_are_shown_with_what_is_learned_and_why_others_are_dropped(tmp_path
 
 def test_the_counts_are_those_of_prepare(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", ROWS)
-    counters = prepare(str(file), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(200))
+    counters = prepare_data(str(file), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(200))
     assert lines_of(file, num_rows=1)[-1] == f"all 3 rows: {counters}"
 
 
@@ -168,7 +168,7 @@ def test_inspect_tells_what_a_prepared_file_holds_and_finds_a_changed_byte(at_ho
 
 def test_a_misspelt_column_is_refused_when_all_rows_have_been_shown(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "completion": "a"}])
-    settings = PrepareSettings(64, reading=Reading((("systm", "system"),)))
-    shown = show(str(file), byte_tokenizer(), settings, 3, PLAIN_STYLE)
+    settings = PrepareSettings(64, reading=ReadOptions((("systm", "system"),)))
+    shown = show_documents(str(file), byte_tokenizer(), settings, 3, PLAIN_STYLE)
     with pytest.raises(DataError, match="names systm, but .* has the columns completion, prompt"):
         list(shown)

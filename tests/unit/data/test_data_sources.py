@@ -7,7 +7,7 @@ import pytest
 
 from hpc_tune.data import chunks, raw_files
 from hpc_tune.data.chunks import list_chunks, read_chunk, source_identity
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.files import find_files
 from hpc_tune.data.reading import DEFAULT_READING
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
@@ -390,7 +390,7 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     rows = [
         row
         for a, b in parts
-        for _, row in raw_files.read_arrow(file, a, b, DEFAULT_READING, Findings())
+        for _, row in raw_files.read_arrow(file, a, b, DEFAULT_READING, ReadFindings())
     ]
     assert [row["text"] for row in rows] == [f"t{n}" for n in range(1000)]
     whole = file.read_bytes()

@@ -19,8 +19,8 @@ from hpc_tune.data.packed_rows import (
     micro_batches,
     select_documents,
 )
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import ReadOptions
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
 from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_prepared
 from hpc_tune.data.writer import verify_content
@@ -124,9 +124,9 @@ def test_a_mark_beside_a_weight_only_says_that_it_is_learned():
 
 def _prepare(folder, rows, name="one", **settings):
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reading = settings.pop("reading", Reading())
+    reading = settings.pop("reading", ReadOptions())
     settings = PrepareSettings(seq_len=64, loss_on="answers", reading=reading, **settings)
-    counters = prepare(
+    counters = prepare_data(
         str(folder / f"{name}.jsonl"), folder / f"{name}.h5", byte_tokenizer(), settings
     )
     return TokenStore.open(folder / f"{name}.h5"), counters
@@ -181,7 +181,7 @@ def test_weights_do_not_move_rows_between_training_and_held_out(tmp_path):
             {**r, "messages": [{"role": "system", "content": str(n)}, *r["messages"]]}
             for n, r in enumerate(rows)
         ]
-        reading = Reading(part="held-out", held_out=0.4)
+        reading = ReadOptions(part="held-out", held_out=0.4)
         store, _ = _prepare(tmp_path, rows, f"part{len(sides)}", reading=reading)
         sides.append([store.document(d)[0].tolist() for d in range(store.num_documents)])
     assert sides[0] == sides[1]
@@ -223,10 +223,10 @@ def test_advantages_are_refused_by_name(tmp_path, form):
     if form == "labels":
         row["label"] = True
     with pytest.raises(DataError, match="advantage: advantages are of reinforcement learning"):
-        _prepare(tmp_path, [row], reading=Reading(form=form))
+        _prepare(tmp_path, [row], reading=ReadOptions(form=form))
     if form == "answers":
         columns = (("advantage", "weight"),)
-        reading = Reading(columns=columns)
+        reading = ReadOptions(columns=columns)
         store, _ = _prepare(tmp_path, [{**row, "advantage": 0.5}], "renamed", reading=reading)
         assert store.attributes.has_weights
         with pytest.raises(DataError, match=r"weight is -0\.5, expected a number from 0 on"):
@@ -244,7 +244,7 @@ def test_advantages_are_refused_by_name(tmp_path, form):
 )
 def test_preferences_with_weights_are_refused_by_name(tmp_path, form, row):
     with pytest.raises(DataError, match=r"weights other than 0 and 1 are for answers"):
-        _prepare(tmp_path, [row], reading=Reading(form=form))
+        _prepare(tmp_path, [row], reading=ReadOptions(form=form))
 
 
 def test_beside_weighted_documents_the_tokens_of_others_count_one():

@@ -18,8 +18,8 @@ from hpc_tune.data.chunks import (
     read_megatron_documents,
 )
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import ReadOptions
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
 
@@ -54,8 +54,8 @@ def flat(documents):
 
 
 def prepared(path, out, **reading):
-    settings = PrepareSettings(16, "answers", Reading(**reading))
-    prepare(str(path), out, byte_tokenizer(), settings)
+    settings = PrepareSettings(16, "answers", ReadOptions(**reading))
+    prepare_data(str(path), out, byte_tokenizer(), settings)
     store = TokenStore.open(out)
     return [tuple(part.tolist() for part in store.document(n)) for n in range(store.num_documents)]
 

@@ -89,7 +89,7 @@ def test_each_document_comes_as_often_as_its_source_says(packed):
     rows = MixedRows(packed, [MixturePhase(parts)])
     seen = collections.Counter()
     for number in range(rows.num_rows):
-        source, row = rows.place_of(number)
+        source, row = rows.source_and_row(number)
         name = rows.names[source]
         seen.update((name, document) for document in packed[name].sampler.documents_of(row))
     assert seen == {(name, d): epochs[name] for name in SIZES for d in range(SIZES[name])}
@@ -116,7 +116,7 @@ def test_a_loader_goes_on_at_any_step_in_another_world(packed, steps_before):
 
 def test_a_source_has_its_own_order_whatever_is_beside_it(packed):
     def rows_of_a(rows):
-        places = map(rows.place_of, range(200))
+        places = map(rows.source_and_row, range(200))
         at = rows.names.index("a")
         return [row for source, row in places if source == at][:40]
 

@@ -37,7 +37,7 @@ def test_two_sources_follow_the_largest_deficit(seed):
         behind = [share * (place + 1) - count for share, count in zip(shares, counts, strict=True)]
         first = min(range(2), key=lambda at: (rates[at], at))
         due = first if behind[first] >= Fraction(1, 2) else 1 - first
-        assert order.at(place) == (due, counts[due])
+        assert order.source_at(place) == (due, counts[due])
         counts[due] += 1
         assert order.counts(place + 1) == counts
 
@@ -49,7 +49,7 @@ def test_every_source_is_near_its_share_after_every_row(num, bound):
         rates = rates_of(random.Random(seed), num)
         order, counts = Interleaving(rates), [0] * num
         for place in range(400):
-            source, before = order.at(place)
+            source, before = order.source_at(place)
             assert counts[source] == before, "its rows come one after the other"
             counts[source] += 1
             due = [float(rate * (place + 1) / sum(rates)) for rate in rates]
@@ -67,7 +67,7 @@ def test_a_place_far_away_is_found_at_once():
     order = Interleaving([Fraction(n * n + 1, 7 * n + 3) for n in range(40)])
     far = 10**15  # counted row by row, it would take weeks
     for place in range(far, far + 100):
-        source, before = order.at(place)
+        source, before = order.source_at(place)
         assert order.counts(place)[source] == before
 
 
@@ -143,7 +143,7 @@ def test_the_order_of_phases_from_a_file_is_that_of_names():
 
 def test_places_are_dealt_out_once_each():
     order = Interleaving([Fraction(3), Fraction(5), Fraction(11)])
-    seen = [order.at(place) for place in range(19 * 4)]
+    seen = [order.source_at(place) for place in range(19 * 4)]
     assert sorted(seen) == [
         *itertools.chain.from_iterable(
             [(s, k) for k in range(4 * n)] for s, n in enumerate((3, 5, 11))

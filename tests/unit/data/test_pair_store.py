@@ -19,15 +19,15 @@ from hpc_tune.data.packed_rows import MixedRows, PackedRows, count_learned_token
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
-    Ranks,
+    PreparingRanks,
     cache_name,
     join_parts,
     plan_preparation,
-    prepare,
+    prepare_data,
     tokenize_chunks,
 )
-from hpc_tune.data.reading import Reading
-from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show, show_prepared
+from hpc_tune.data.reading import ReadOptions
+from hpc_tune.data.show import PLAIN_STYLE, describe_prepared, show_documents, show_prepared
 from hpc_tune.data.writer import verify_content
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import prepare_settings
@@ -57,13 +57,13 @@ LABELLED = [
 
 
 def settings(form, seq_len=256):
-    return PrepareSettings(seq_len, reading=Reading(form=form))
+    return PrepareSettings(seq_len, reading=ReadOptions(form=form))
 
 
 def prepared(tmp_path, rows, form, seq_len=256, tokenizer=None, name="p"):
     source = write_jsonl(tmp_path / f"{name}.jsonl", rows)
     out = tmp_path / f"{name}.h5"
-    prepare(str(source), out, tokenizer or byte_tokenizer(), settings(form, seq_len))
+    prepare_data(str(source), out, tokenizer or byte_tokenizer(), settings(form, seq_len))
     return TokenStore.open(out)
 
 
@@ -316,7 +316,7 @@ def test_the_same_bytes_for_any_number_of_ranks(tmp_path, monkeypatch, rows, for
         work = plan_preparation(source, tmp_path / f"{size}.h5", tokenizer, settings(form))
         assert len(work.chunks) > 3
         for rank in range(size):
-            tokenize_chunks(work, tokenizer, Ranks(rank, size))
+            tokenize_chunks(work, tokenizer, PreparingRanks(rank, size))
         join_parts(work)
         files.append(work.out.read_bytes())
     assert files[0] == files[1]
@@ -409,7 +409,7 @@ def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path
     monkeypatch.setattr("hpc_tune.data.prepare.__version__", "0")
     rows = [chat(f"question {n}", "answer " * (n % 40)) for n in range(1, 300)]
     write_jsonl(tmp_path / "raw.jsonl", rows)
-    prepare("raw.jsonl", "p.h5", byte_tokenizer(), PrepareSettings(128))
+    prepare_data("raw.jsonl", "p.h5", byte_tokenizer(), PrepareSettings(128))
     with h5py.File("p.h5") as file:
         assert file.attrs["version"] == 4
         assert file.attrs["content"] == PLAIN_CONTENT
@@ -487,7 +487,7 @@ def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
     while batches := loader.next_step():
         for batch in batches:
             assert batch.form == "pairs"
-            places = [mixed.place_of(row) for row in batch.rows]
+            places = [mixed.source_and_row(row) for row in batch.rows]
             packed = [sources[mixed.names[source]] for source, _ in places]
             numbers = [
                 1000 * source + 2 * document
@@ -582,7 +582,7 @@ def test_show_prints_the_prompt_once_and_both_answers(tmp_path):
     source, tokenizer = str(write_jsonl(tmp_path / "p.jsonl", rows)), byte_tokenizer(None)
     store = prepared(tmp_path, rows, "pairs", tokenizer=tokenizer)
     for lines in (
-        show(source, tokenizer, settings("pairs"), 3, PLAIN_STYLE),
+        show_documents(source, tokenizer, settings("pairs"), 3, PLAIN_STYLE),
         show_prepared(store, tokenizer, 3, PLAIN_STYLE),
     ):
         text = "\n".join(lines)
@@ -598,7 +598,7 @@ def test_show_prints_the_label_of_an_answer(tmp_path):
     source, tokenizer = str(write_jsonl(tmp_path / "p.jsonl", LABELLED)), byte_tokenizer(None)
     store = prepared(tmp_path, LABELLED, "labels", tokenizer=tokenizer)
     for lines in (
-        show(source, tokenizer, settings("labels"), 2, PLAIN_STYLE),
+        show_documents(source, tokenizer, settings("labels"), 2, PLAIN_STYLE),
         show_prepared(store, tokenizer, 2, PLAIN_STYLE),
     ):
         text = "\n".join(lines)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpc_tune.data.chunks import list_chunks, read_chunk
-from hpc_tune.data.counts import Findings
+from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.fields import WrongRecord
 from hpc_tune.data.preferences import (
     LabelledAnswers,
@@ -14,7 +14,7 @@ from hpc_tune.data.preferences import (
     to_labelled,
     to_pair,
 )
-from hpc_tune.data.reading import Reading, read_example
+from hpc_tune.data.reading import ReadOptions, read_example
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text
 from hpc_tune.errors import DataError
 from tests.support.data import write_jsonl
@@ -423,15 +423,18 @@ def test_a_wrong_labelled_answer_is_refused_with_what_is_expected(row, message):
     ],
 )
 def test_columns_name_what_is_chosen_and_what_is_rejected(columns, row):
-    reading, findings = Reading(tuple(columns.items()), form="pairs"), Findings()
+    reading, findings = ReadOptions(tuple(columns.items()), form="pairs"), ReadFindings()
     pair = read_example(row, reading, findings)
     assert pair == PreferencePair(Completion("x", "a", "x"), Completion("x", "b", "x"))
     assert findings.unread == [name for name in ("chosen_response",) if name in row]
 
 
 def test_question_and_answer_are_known_beside_a_label():
-    row, reading = {"question": "q", "answer": "a", "label": False, "id": 3}, Reading(form="labels")
-    findings = Findings()
+    row, reading = (
+        {"question": "q", "answer": "a", "label": False, "id": 3},
+        ReadOptions(form="labels"),
+    )
+    findings = ReadFindings()
     assert read_example(row, reading, findings).answers == (Completion("q", "a", "q"),)
     assert findings.unread == ["id"]
 
@@ -439,7 +442,7 @@ def test_question_and_answer_are_known_beside_a_label():
 def test_rows_of_answers_stay_refused_where_answers_are_learned():
     for row in (PAIRS["trl, text"], LABELLED["trl"]):
         with pytest.raises(WrongRecord, match="rows of preferences.*tune.objective=dpo"):
-            read_example(row, Reading(), Findings())
+            read_example(row, ReadOptions(), ReadFindings())
 
 
 # Without chosen, and text that begins with its prompt.
@@ -454,25 +457,25 @@ BOTH += [LABELLED[n] for n in sorted(LABELLED.keys() - BY_NUMBER)]
 
 def columns_of(row):
     with pytest.raises(WrongRecord, match="are not for this kind of tuning") as raised:
-        read_example(row, Reading(), Findings())
+        read_example(row, ReadOptions(), ReadFindings())
     advice = str(raised.value).partition("data.columns={")[2].partition("}")[0]
     return tuple(tuple(part.split(": ")) for part in advice.split(", "))
 
 
 @pytest.mark.parametrize("row", BOTH, ids=str)
 def test_the_columns_that_a_refusal_names_learn_the_better_answers(row):
-    learned = read_example(row, Reading(columns_of(row)), Findings())
+    learned = read_example(row, ReadOptions(columns_of(row)), ReadFindings())
     assert messages_of(learned) == [*ASKED, says("4")]
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_TEXTS))
 def test_the_columns_that_a_refusal_names_learn_texts_as_a_whole(name):
     row = PAIRS[name]
-    assert read_example(row, Reading(columns_of(row)), Findings()) == Text(row["chosen"])
+    assert read_example(row, ReadOptions(columns_of(row)), ReadFindings()) == Text(row["chosen"])
 
 
 def test_messages_beside_preferences_are_learned_where_columns_say_so():
-    reading, findings = Reading((("messages", "messages"),)), Findings()
+    reading, findings = ReadOptions((("messages", "messages"),)), ReadFindings()
     learned = read_example(PAIRS["UltraFeedback"], reading, findings)
     assert learned == Chat([*ASKED, says("4")])
     assert {"chosen", "rejected"} <= {*findings.unread}
@@ -482,18 +485,18 @@ def test_wrong_rows_are_named_by_their_place_or_skipped(tmp_path):
     rows = [PAIRS["trl, text"], {"prompt": "q", "chosen": "a", "rejected": "a"}]
     (chunk,) = list_chunks(str(write_jsonl(tmp_path / "p.jsonl", rows)))
     with pytest.raises(DataError, match=r"p\.jsonl, line 2: chosen and rejected are the same"):
-        list(read_chunk(chunk, Reading(form="pairs")))
+        list(read_chunk(chunk, ReadOptions(form="pairs")))
     rows[1] = {"prompt": "q", "completion": "a", "label": "yes"}
     rows[0] = LABELLED["trl"]
     (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
     with pytest.raises(DataError, match="l.jsonl, line 2: label is .*; data.bad_rows=skip leaves"):
-        list(read_chunk(labelled, Reading(form="labels")))
+        list(read_chunk(labelled, ReadOptions(form="labels")))
     rows.reverse()  # of other data, from the first row on: there is nothing to skip
     (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
     with pytest.raises(DataError, match="l.jsonl, line 1: label is .*desirable$"):
-        list(read_chunk(labelled, Reading(form="labels")))
-    findings = Findings()
-    assert len(list(read_chunk(chunk, Reading(form="pairs", bad_rows="skip"), findings))) == 1
+        list(read_chunk(labelled, ReadOptions(form="labels")))
+    findings = ReadFindings()
+    assert len(list(read_chunk(chunk, ReadOptions(form="pairs", bad_rows="skip"), findings))) == 1
     assert findings.num_bad == 1
 
 
@@ -507,18 +510,21 @@ def test_csv_and_parquet_give_the_same_pairs(tmp_path):
     pq.write_table(openai, tmp_path / "o.parquet")
     for name in ("p.csv", "p.parquet", "o.parquet"):
         (chunk,) = list_chunks(str(tmp_path / name))
-        (pair,) = read_chunk(chunk, Reading(form="pairs"))
+        (pair,) = read_chunk(chunk, ReadOptions(form="pairs"))
         assert messages_of(pair.chosen) == [*ASKED, says("4")]
     (tmp_path / "l.csv").write_text("prompt,completion,label\n2 + 2?,4,true\n2 + 2?,5,false\n")
     (chunk,) = list_chunks(str(tmp_path / "l.csv"))
-    assert [row.labels for row in read_chunk(chunk, Reading(form="labels"))] == [(True,), (False,)]
+    assert [row.labels for row in read_chunk(chunk, ReadOptions(form="labels"))] == [
+        (True,),
+        (False,),
+    ]
 
 
 def test_text_and_built_in_answers_are_no_preferences(tmp_path):
     (tmp_path / "t.txt").write_text("some text")
     for path in (str(tmp_path / "t.txt"), "builtin:pydocs:heldout"):
         with pytest.raises(DataError, match="expected rows with fields for preferences"):
-            list(read_chunk(list_chunks(path)[0], Reading(form="pairs")))
+            list(read_chunk(list_chunks(path)[0], ReadOptions(form="pairs")))
 
 
 def test_a_pair_is_held_out_or_not_by_its_content():
@@ -527,7 +533,8 @@ def test_a_pair_is_held_out_or_not_by_its_content():
         {
             n
             for n, row in enumerate(rows)
-            if read_example(row, Reading((), "refuse", 0.3, part, form), Findings()) is not None
+            if read_example(row, ReadOptions((), "refuse", 0.3, part, form), ReadFindings())
+            is not None
         }
         for form in ("pairs", "labels")
         for part in ("train", "held-out")
@@ -541,4 +548,4 @@ def test_a_pair_is_held_out_or_not_by_its_content():
 def test_half_a_character_in_a_pair_is_refused():
     row = {"prompt": "q \ud83d", "chosen": "a", "rejected": "b"}
     with pytest.raises(WrongRecord, match="one half of a surrogate pair"):
-        read_example(row, Reading(form="pairs"), Findings())
+        read_example(row, ReadOptions(form="pairs"), ReadFindings())

@@ -25,9 +25,9 @@ def exchange(group):
     """Return a function that makes a layer's exchange, and notes what it counts in ``read``."""
 
     class Noting(_TokenExchange):
-        def _counted(self, sent, num_rows):
+        def _exchange_row_counts(self, sent, num_rows):
             self.read.append(sent.tolist())
-            return super()._counted(sent, num_rows)
+            return super()._exchange_row_counts(sent, num_rows)
 
     def make():
         made = Noting(group, CountedCollectives(torch.device("cpu")), NUM_EXPERTS)

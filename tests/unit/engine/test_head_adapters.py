@@ -20,7 +20,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import find_roles
 from hpc_tune.train.startup.architecture_check import (
     ThreadAxis,
-    _batch,
+    _make_batch,
     _random_documents,
     find_unlike_gradient,
     merge_gradients,
@@ -60,7 +60,7 @@ def loaded(built):
 
 @pytest.mark.parametrize("targets", TARGETS)
 def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
-    batch = _batch([[tokens_T] for tokens_T in _random_documents()])
+    batch = _make_batch([[tokens_T] for tokens_T in _random_documents()])
     whole = loaded(built_for(base, targets)).module
     wanted = whole(batch)
     wanted.backward()

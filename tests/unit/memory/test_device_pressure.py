@@ -25,12 +25,12 @@ from hpc_tune.memory.policy import (
     PolicyState,
     decide_action,
     device_level,
-    level_of,
+    host_level,
     relieve_device,
 )
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import GPU_SLACK, PhaseMemory
-from hpc_tune.plan.report import fits
+from hpc_tune.plan.report import phase_fits
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.train.governor import Governor, outcome_facts
@@ -165,12 +165,12 @@ def test_what_one_table_says_of_a_share_agrees():
 def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act(percent):
     machine = Machine(1, 1, LIMIT, 10 * LIMIT)
     used = percent * LIMIT // 100
-    if fits(PhaseMemory("steady", used, LIMIT), machine):
+    if phase_fits(PhaseMemory("steady", used, LIMIT), machine):
         assert device_level(CALM, used, LIMIT, [False] * 8) == CALM
-    assert fits(PhaseMemory("steady", used, LIMIT), machine) == (percent <= 97)
+    assert phase_fits(PhaseMemory("steady", used, LIMIT), machine) == (percent <= 97)
     # A host that full is relieved, but the run does not leave.
-    if fits(PhaseMemory("steady", 0, 10 * used + 1), machine):
-        assert level_of(CALM, 10 * used, 10 * LIMIT) < CRITICAL
+    if phase_fits(PhaseMemory("steady", 0, 10 * used + 1), machine):
+        assert host_level(CALM, 10 * used, 10 * LIMIT) < CRITICAL
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,12 @@ def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed
 
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
     governor, watching, _ = governed(Device())
-    for memory, need in (("device", watching.device_shortage(SAMPLE)), ("host", watching.need(1))):
+    for memory, need in (
+        ("device", watching.device_shortage(SAMPLE)),
+        ("host", watching.describe_shortage(1)),
+    ):
         outcome.write_outcome(
-            outcome.stopped("why", 4, outcome_facts(need, governor.taken)), tmp_path
+            outcome.stopped_outcome("why", 4, outcome_facts(need, governor.taken)), tmp_path
         )
         assert outcome.read_previous_run(tmp_path).short_of == memory
 

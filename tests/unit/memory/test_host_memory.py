@@ -277,7 +277,7 @@ def test_what_is_read_often_is_the_same(machine):
     usage = HostUsage(HostLimit(RAM, MACHINE_SOURCE), machine.proc)
     page = os.sysconf("SC_PAGESIZE")
     assert usage.used_bytes() == 112 * GIB
-    assert usage.own_pages() == (200 * page, 200 * page)
+    assert usage.private_bytes() == (200 * page, 200 * page)
     usage.close()
 
 

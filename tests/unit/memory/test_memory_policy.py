@@ -11,7 +11,7 @@ from hpc_tune.memory.policy import (
     decide_action,
     free_bytes_below,
     growth_per_step,
-    level_of,
+    host_level,
     must_leave,
     next_actions_after_oom,
     reserved_bytes,
@@ -51,7 +51,7 @@ ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
     ],
 )
 def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percent, level):
-    assert level_of(before, round(percent * 10_000), 1_000_000) == level
+    assert host_level(before, round(percent * 10_000), 1_000_000) == level
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percen
 def test_growth_is_forecast(percent, growth_percent, level):
     limit = 100 * GIB
     used, growth = limit * percent / 100, limit * growth_percent / 100
-    assert level_of(CALM, int(used), limit, growth) == level
+    assert host_level(CALM, int(used), limit, growth) == level
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_words_that_cannot_be_read_are_none(tmp_path):
 
 def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
     error = ResumableStop("why", 4, {"need": 2, "had": 1, "governor": ["shrink_buffers"]})
-    outcome.write_outcome(outcome.stopped(error.reason, error.step, error.facts), tmp_path)
+    outcome.write_outcome(outcome.stopped_outcome(error.reason, error.step, error.facts), tmp_path)
     told = json.loads((tmp_path / "outcome.json").read_text())
     assert told == {
         "status": "stopped",
@@ -281,7 +281,9 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
     }
     last = outcome.read_previous_run(tmp_path)
     assert (last.actions, last.short_of, last.death) == (("shrink_buffers",), "host", None)
-    outcome.write_outcome(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
+    outcome.write_outcome(
+        outcome.stopped_outcome("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path
+    )
     assert outcome.read_previous_run(tmp_path).short_of is None
 
 
@@ -290,7 +292,7 @@ def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():
         return resource.getrlimit(resource.RLIMIT_DATA)
 
     before, bound, usage = limit(), PrivateMemoryLimit(), HostUsage(HostLimit(1, "the machine"))
-    mapped = usage.own_pages()[1]
+    mapped = usage.private_bytes()[1]
     bound.set(mapped, 64 * MIB)
     try:
         assert limit() == (mapped + 64 * MIB, before[1])

@@ -160,9 +160,9 @@ def test_a_run_tries_the_product_on_a_gpu_at_its_start_and_says_why_not(monkeypa
         tune=SimpleNamespace(method="lora"), train=SimpleNamespace(compiles=False)
     )
     model = Model(built, None, settings)
-    assert str(model.kernels(GPU)).endswith("experts in a loop: it is wrong")
+    assert str(model.choose_kernels(GPU)).endswith("experts in a loop: it is wrong")
     assert tried == [(GPU, torch.bfloat16)]
-    assert model.kernels(CPU).loop_reason == ""
+    assert model.choose_kernels(CPU).loop_reason == ""
 
 
 def _kernels(attention):

@@ -277,7 +277,7 @@ def test_kept_copies_follow_the_adapters(dtype, settings):
                     if parameter.grad is not None:
                         parameter.sub_(1e-2 * parameter.grad.sign())
                         parameter.grad = None
-        copies.changed()
+        copies.mark_changed()
     assert not torch.allclose(outs[0], outs[2], rtol=1e-3)
 
 
@@ -294,7 +294,7 @@ def test_copies_are_made_once_for_each_change():
         weight.add_(1)
     copies.refresh()
     assert torch.equal(first[:4], before)
-    copies.changed()
+    copies.mark_changed()
     copies.refresh()
     assert groups[0].a_SI is first
     assert torch.equal(first[:4], weight.bfloat16())

@@ -86,9 +86,11 @@ def test_a_rank_reads_the_blocks_of_its_region_alone(tmp_path, monkeypatch):
         {f"{STACK}_blocks": blocks, f"{STACK}_scales": scales}, tmp_path / "model.safetensors"
     )
     index, read = index_model_directory(tmp_path), []
-    read_box = tensor_sources.Plain.read
+    read_box = tensor_sources.PlainTensor.read
     monkeypatch.setattr(
-        tensor_sources.Plain, "read", lambda source, box: read.append(box) or read_box(source, box)
+        tensor_sources.PlainTensor,
+        "read",
+        lambda source, box: read.append(box) or read_box(source, box),
     )
     index.fill(torch.empty(1, 40, 3, dtype=torch.bfloat16), STACK, (2, 30, 5))
     # inputs 30 to 69 are in the groups 0, 1 and 2

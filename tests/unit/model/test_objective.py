@@ -212,4 +212,4 @@ def test_an_objective_has_its_own_numbers():
     assert isinstance(make_objective(TuneConfig()), TokenSum)
     assert make_objective(TuneConfig(objective="simpo")) == Preference("simpo", 2.0, 1.0)
     assert make_objective(TuneConfig(objective="dpo", beta=0.3)) == Preference("dpo", 0.3)
-    assert TuneConfig(objective="dpo", gamma=1.0).unused == {"gamma": 1.0}
+    assert TuneConfig(objective="dpo", gamma=1.0).unused_coefficients == {"gamma": 1.0}

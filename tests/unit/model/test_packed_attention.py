@@ -13,7 +13,7 @@ from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import (
     _attend,
-    _tiling,
+    _make_tiling,
     make_documents,
     read_document_lengths,
     use_document_attention,
@@ -158,7 +158,7 @@ def test_heads_whose_values_are_of_another_size_attend_as_torchs_do(value_dim):
 @pytest.mark.parametrize("lengths", LONGER)
 def test_documents_of_any_length_attend_as_torchs_do(lengths, most_scores, monkeypatch):
     monkeypatch.setattr("hpc_tune.model.packed_attention.MAX_SCORES", most_scores)
-    _tiling.cache_clear()
+    _make_tiling.cache_clear()
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, h, sum(lengths), 8, generator=generator) for h in (6, 2, 2)]
     weight = torch.randn(2, 6, sum(lengths), 8, generator=generator)

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
+from hpc_tune.data.reading import ReadOptions
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.transformers_compat import has_length_scaling
@@ -73,8 +73,11 @@ def test_positions_are_scaled_for_the_longest_text_of_pairs_not_for_both_togethe
     directory = written(tmp_path / "model", "phi3", **said)
     rows = [{"prompt": "0123456", "chosen": "yes, yes", "rejected": "no"}]
     source, out = write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "p.h5"
-    prepare(
-        str(source), out, byte_tokenizer(None), PrepareSettings(32, reading=Reading(form="pairs"))
+    prepare_data(
+        str(source),
+        out,
+        byte_tokenizer(None),
+        PrepareSettings(32, reading=ReadOptions(form="pairs")),
     )
     store = TokenStore.open(out)
     assert (store.longest_side(), int(store.length_values[-1])) == (16, 26)

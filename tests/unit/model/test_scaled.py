@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.tensor_sources import Scaled
+from hpc_tune.model.tensor_sources import ScaledTensor
 from hpc_tune.model.weights import index_model_directory
 from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_loss, row, stock_loss
 
@@ -74,7 +74,7 @@ def test_any_region_of_a_float8_weight_is_read_as_what_it_stands_for(tmp_path, k
             index.fill(local, name, (top, left))
             assert torch.equal(local, whole[top:bottom, left:right].bfloat16()), name
         assert index.map_pages(name, torch.bfloat16) is None or not isinstance(
-            index.sources[name], Scaled
+            index.sources[name], ScaledTensor
         )
 
 

@@ -19,7 +19,7 @@ from hpc_tune.model import varlen_attention
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
-from hpc_tune.model.packed_attention import _attend, _mask, use_document_attention
+from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention
 from hpc_tune.model.varlen_attention import (
     DocumentStarts,
     decode_window,
@@ -265,7 +265,9 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
     with batch_context.of(MicroBatch(starts=make_starts([[16]], CPU))):
-        mask = _mask(**options, config=config, mask_function=masking_utils.causal_mask_function)
+        mask = _make_document_mask(
+            **options, config=config, mask_function=masking_utils.causal_mask_function
+        )
     assert masks
     assert mask is None or mask.shape[2] == 16
 

@@ -43,7 +43,7 @@ def test_where_nothing_is_enough_alone_it_is_said_how_much_together_is():
 
 def test_a_configuration_is_changed_by_whole_names():
     config = load_config(None, ["model.path=/m", "train.seed=3"])
-    changed = config.changed({"parallel.recompute": "full", "data.seq_len": 7})
+    changed = config.with_changes({"parallel.recompute": "full", "data.seq_len": 7})
     assert (changed.parallel.recompute, changed.data.seq_len, changed.train.seed) == ("full", 7, 3)
 
 

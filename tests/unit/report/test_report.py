@@ -650,7 +650,7 @@ def test_growing_files_are_read_once_and_replaced_ones_anew(tmp_path):
 
 def seen(run):
     console = Console(file=io.StringIO(), width=120)
-    console.print(watching._view(run))
+    console.print(watching._render_run(run))
     return console.file.getvalue()
 
 

@@ -16,7 +16,7 @@ from hpc_tune.engine.compile import compiling_in_process
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.loss import fusible_exponentials
+from hpc_tune.model.loss import write_exponentials_fusible
 from hpc_tune.train.startup import compile_trial
 from hpc_tune.train.startup.compile_trial import (
     MIN_TOLERANCES,
@@ -107,7 +107,7 @@ def test_a_compiled_loss_that_is_something_else_is_found(monkeypatch, which):
     def compile_wrongly(function):
         def computed(*args, **kwargs):
             out = function(*args, **kwargs)
-            if function is fusible_exponentials:
+            if function is write_exponentials_fusible:
                 logits_SV, _, losses_S1, _ = args
                 (losses_S1 if which == "losses" else logits_SV).mul_(1.01)
             return out

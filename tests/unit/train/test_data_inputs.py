@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_tune.config.data import DataConfig
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import LazyTokenizer, open_or_prepare, open_sources
 from hpc_tune.world.comm import Comm
@@ -33,7 +33,7 @@ def opened(path, model, run_dir):
 
 def test_zeroed_tokens_are_refused_by_the_name_of_their_file(tmp_path, model):
     rows = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a")])
-    prepare(
+    prepare_data(
         str(rows), tmp_path / "d.h5", LazyTokenizer(model, None).tokenizer, PrepareSettings(100)
     )
     zero_tokens(tmp_path / "d.h5")

@@ -212,7 +212,7 @@ def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, ca
 )
 def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
     model = model_of(kind, within, compiled)
-    assert model.kernels(torch.device(device)).mask_reason == why
+    assert model.choose_kernels(torch.device(device)).mask_reason == why
 
 
 @pytest.mark.parametrize(

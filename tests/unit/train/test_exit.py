@@ -33,7 +33,7 @@ def left(monkeypatch):
     """What the world was ended with, as soon as it was."""
     errors = []
     monkeypatch.setattr("hpc_tune.world.liveness.STOP_GRACE_S", 0.4)
-    monkeypatch.setattr(train_exit, "fail", lambda comm, error, run_dir: errors.append(error))
+    monkeypatch.setattr(train_exit, "fail_run", lambda comm, error, run_dir: errors.append(error))
     return errors
 
 
@@ -118,7 +118,7 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
         if before is not None:
             outcome.write_outcome(before, tmp_path, comm.nonce)
         with pytest.raises(SystemExit, match="1"):
-            train_exit.fail(comm, LostHostError("host b is lost"), tmp_path)
+            train_exit.fail_run(comm, LostHostError("host b is lost"), tmp_path)
         told = outcome.read_outcome(tmp_path)
         wanted = "host b is lost" if before is None else reason
         assert told["reason"].startswith(wanted)
@@ -129,8 +129,8 @@ def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, mon
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     comm, codes = comm_of(0), []
-    train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
-    train_exit.fail(comm, ResumableStop("SIGTERM", 3), tmp_path)
+    train_exit.fail_run(comm, ConfigError("a disk hangs"), tmp_path)
+    train_exit.fail_run(comm, ResumableStop("SIGTERM", 3), tmp_path)
     found = outcome.read_outcome(tmp_path)
     assert [found[name] for name in ("reason", "rank", "host")] == ["a disk hangs", 0, "n1"]
     assert codes == [2, 2]
@@ -150,14 +150,14 @@ def test_a_folder_in_the_place_of_the_stop_file_is_named_and_the_outcome_is_writ
 ):
     monkeypatch.setattr("hpc_tune.log.log.propagate", True)
     (tmp_path / "STOP").mkdir()
-    outcome.write_outcome(outcome.stopped("STOP file", 7), tmp_path)
+    outcome.write_outcome(outcome.stopped_outcome("STOP file", 7), tmp_path)
     assert outcome.read_outcome(tmp_path)["step"] == 7
     assert "STOP is a folder, which asks to stop as a file does: remove it" in caplog.text
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.read_outcome_of_start(tmp_path, None, 0.0) is None
-    outcome.write_outcome(outcome.stopped("SIGUSR1", None), tmp_path)
+    outcome.write_outcome(outcome.stopped_outcome("SIGUSR1", None), tmp_path)
     told = outcome.read_outcome_of_start(tmp_path, None, time.time() - 5)
     assert told["exit_code"] == EXIT_RESUMABLE
     assert outcome.read_outcome_of_start(tmp_path, None, time.time() + 5) is None
@@ -167,7 +167,7 @@ def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
 
 def test_once_the_ranks_have_met_an_outcome_counts_by_its_start_whatever_the_clocks_say(tmp_path):
     """The file system's clock may be hours behind this host's, and an older outcome be left."""
-    outcome.write_outcome(outcome.stopped("SIGUSR1", None), tmp_path, "of this start")
+    outcome.write_outcome(outcome.stopped_outcome("SIGUSR1", None), tmp_path, "of this start")
     os.utime(tmp_path / "outcome.json", (0, 0))
     assert outcome.read_outcome_of_start(tmp_path, "of this start", time.time()) is not None
     assert outcome.read_outcome_of_start(tmp_path, "of another", 0.0) is None
@@ -202,11 +202,11 @@ def test_what_the_end_of_a_rank_looks_like_elsewhere_takes_the_place_of_no_repor
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     error, code = ERRORS[cause]
-    train_exit.fail(comm_of(1), error, tmp_path)
+    train_exit.fail_run(comm_of(1), error, tmp_path)
     first = outcome.read_outcome(tmp_path)
     capsys.readouterr()
-    train_exit.fail(comm_of(2), ENDS[end], tmp_path)
-    train_exit.fail(comm_of(0), ENDS[end], tmp_path)
+    train_exit.fail_run(comm_of(2), ENDS[end], tmp_path)
+    train_exit.fail_run(comm_of(0), ENDS[end], tmp_path)
     assert outcome.read_outcome(tmp_path) == first
     assert first["exit_code"] == code
     assert codes == [code] * 3
@@ -220,8 +220,8 @@ def test_an_error_after_the_first_report_is_printed_and_written_nowhere(
     codes = []
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
-    outcome.write_outcome(outcome.done(60), tmp_path, comm_of(0).nonce)
-    train_exit.fail(comm_of(1), KeyError("in the shutdown"), tmp_path)
+    outcome.write_outcome(outcome.done_outcome(60), tmp_path, comm_of(0).nonce)
+    train_exit.fail_run(comm_of(1), KeyError("in the shutdown"), tmp_path)
     assert outcome.read_outcome(tmp_path)["status"] == "done"
     assert codes == [0]
     assert "in the shutdown" in capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_a_rank_that_was_told_of_a_report_reports_nothing_though_no_file_shows_i
     monkeypatch.setattr(liveness, "die", lambda who, code: codes.append(code))
     comm = comm_of(1)
     comm.watch = SimpleNamespace(reported_code=75)
-    train_exit.fail(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
+    train_exit.fail_run(comm, GoneError("host n1 (rank 0) is gone"), tmp_path)
     assert codes == [75]
     assert outcome.read_outcome(tmp_path) is None
 
@@ -250,7 +250,7 @@ def failed(monkeypatch, capsys):
     def fail(error, run_dir, **progress):
         comm = comm_of(1, **progress)
         comm.roster, comm.watch = (), None
-        train_exit.fail(comm, error, run_dir)
+        train_exit.fail_run(comm, error, run_dir)
         return capsys.readouterr().err, outcome.read_outcome(run_dir) if run_dir else None
 
     return fail
@@ -313,7 +313,7 @@ def test_an_error_of_the_user_is_told_as_it_is(tmp_path, failed):
 def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
     stop = StopFlag(None, time_limit_s=0.0, environ={})
     early = StartupWatchdog(comm_of(0, "loading the model"), stop, tmp_path, ResumePoint())
-    said = str(early._error_of("time limit"))
+    said = str(early._make_error("time limit"))
     early.close()
     assert said.startswith("the limit of 0s ended while loading the model, before a step was done")
     assert said.endswith(". Give more time")
@@ -351,7 +351,7 @@ def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monke
     assert [(type(e), e.exit_code) for e in left] == [(InterruptError, 130)]
     monkeypatch.undo()
     monkeypatch.setattr(liveness, "die", lambda who, code: None)
-    train_exit.fail(None, left[0], tmp_path)
+    train_exit.fail_run(None, left[0], tmp_path)
     ended = outcome.read_outcome(tmp_path)
     assert (ended["status"], ended["reason"], ended["exit_code"]) == (
         "stopped",

@@ -216,7 +216,7 @@ def test_ranks_and_alphas_by_pattern_are_trained_and_exported_as_by_peft(more, m
     assert [layer.lora_A["default"].weight.shape[0] for layer in adapted] == [8, 2, 4]
     for path, layer in built.module.causal_lm().named_modules():
         if hasattr(layer, "lora_A"):
-            assert layer.scaling["default"] == pytest.approx(config.tune.scale_of(path)), path
+            assert layer.scaling["default"] == pytest.approx(config.tune.adapter_scale(path)), path
     again = settings(
         tmp_path / "again", model_dir, *PATTERNS, *more, f"tune.init_from={tmp_path}/adapter"
     )

@@ -9,7 +9,7 @@ import pytest
 from hpc_tune.config.data import DataConfig, HeldOutSource, TrainedSource
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.order import MixturePhase, MixtureSource, SampleOrder, compute_progress
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.train.data import LazyTokenizer, open_sources, require_data
 from hpc_tune.train.sources import (
@@ -195,7 +195,7 @@ def test_sources_of_different_forms_and_templates_are_one_stream(tmp_path, model
     learned = dict.fromkeys(rows.names, 0)
     total = rows.num_rows * 3
     for number in range(total):
-        name = rows.names[rows.place_of(number)[0]]
+        name = rows.names[rows.source_and_row(number)[0]]
         learned[name] += sum(int(mask[:100].sum()) for ((_, mask),) in rows.read(number).sides)
     shares = {name: count / sum(learned.values()) for name, count in learned.items()}
     assert shares == {
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_one_source_is_said_by_its_name(tmp_path, model):
 def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_path, model):
     raw = write_jsonl(tmp_path / "raw.jsonl", [chat(f"q{n}", "a") for n in range(40)])
     tokenizer = LazyTokenizer(model, None).tokenizer
-    prepare(str(raw), tmp_path / "p.h5", tokenizer, PrepareSettings(100))
+    prepare_data(str(raw), tmp_path / "p.h5", tokenizer, PrepareSettings(100))
     sources = [TrainedSource(path=str(tmp_path / "p.h5"), name="p", epochs=2)]
     data = DataConfig(path=None, sources=sources, seq_len=100)
     ready, repeated = describe_planned_sources(data, TrainConfig(), 4)

@@ -30,7 +30,7 @@ from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
 from hpc_tune.report.page import write_report
-from hpc_tune.report.watch import watch
+from hpc_tune.report.watch import watch_runs
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.json_lines import drop_lines_after
 from hpc_tune.units import parse_bytes, parse_seconds
@@ -297,6 +297,6 @@ def test_what_lies_in_run_directories(folder, drawn):
     outcome.read_heartbeats(folder)
     write_report([folder])
     with contextlib.redirect_stdout(io.StringIO()):
-        watch(folder, 1.0, once=True)
+        watch_runs(folder, 1.0, once=True)
     drop_lines_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpc_tune.data.chats import find_answer_end
 from hpc_tune.data.files import find_files
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import KNOWN_FIELDS
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.weights import (
@@ -62,7 +62,7 @@ def prepare_all(path, tokenizer=TOKENIZER, template=""):
     """
     out = path.with_name(f"{path.name}.h5")
     try:
-        prepare(str(path), out, tokenizer, PrepareSettings(64))
+        prepare_data(str(path), out, tokenizer, PrepareSettings(64))
         store = TokenStore.open(out)
         for document in range(store.num_documents):
             tokens, mask = store.document(document)

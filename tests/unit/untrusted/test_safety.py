@@ -28,7 +28,7 @@ from hpc_tune.checkpoint.locate import locate
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import load_config, mask_secrets
 from hpc_tune.config.scheduler import SlurmConfig
-from hpc_tune.data.prepare import PrepareSettings, Ranks, prepare
+from hpc_tune.data.prepare import PrepareSettings, PreparingRanks, prepare_data
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.language import read_config
@@ -109,12 +109,12 @@ def test_a_pickle_among_the_parts_that_prepare_left_is_refused_unread(tmp_path, 
         return found
 
     with pytest.raises(DataError, match=r"\.part is damaged"):
-        prepare(
+        prepare_data(
             str(source),
             tmp_path / "out.h5",
             byte_tokenizer(),
             PrepareSettings(64),
-            Ranks(run_and_agree=plant),
+            PreparingRanks(run_and_agree=plant),
         )
     assert replaced
 
@@ -178,7 +178,7 @@ def test_no_yaml_that_we_read_makes_an_object_of_python(tmp_path, ran):
     folder.mkdir()
     write_jsonl(folder / "d.jsonl", [chat("Hi?", "Yes.")])
     (folder / "README.md").write_text(f"---\nconfigs: {text}\n---\n")
-    prepare(str(folder), tmp_path / "out.h5", byte_tokenizer(), PrepareSettings(64))
+    prepare_data(str(folder), tmp_path / "out.h5", byte_tokenizer(), PrepareSettings(64))
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.resolved.yaml").write_text(f"run:\n  name: {text}\n")

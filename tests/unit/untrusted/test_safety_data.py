@@ -11,7 +11,7 @@ import yaml
 
 from hpc_tune.data import raw_files
 from hpc_tune.data.hdf5_format import TokenStore, append_checksum
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer, chat, store_of_lengths, write_jsonl
 
@@ -74,7 +74,7 @@ def test_a_card_of_a_dataset_does_not_lead_out_of_its_folder(tmp_path, name):
     write_jsonl(folder / "d.jsonl", [chat("Hi?", "Yes.")])
     head = {"configs": [{"config_name": "x", "data_files": name.format(tmp=tmp_path)}]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(head)}---\n")
-    prepare(str(folder), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
+    prepare_data(str(folder), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
     assert b"my key" not in bytes(TokenStore.open(tmp_path / "o.h5").tokens[:].astype("uint8"))
     assert TokenStore.open(tmp_path / "o.h5").num_documents == 1
 
@@ -84,7 +84,7 @@ def test_the_name_of_a_prepared_file_is_no_pattern_of_what_is_removed(tmp_path):
     theirs.mkdir()
     os.utime(theirs, (0, 0))
     source = write_jsonl(tmp_path / "d.jsonl", [chat("Hi?", "Yes.")])
-    prepare(str(source), tmp_path / "*.h5", byte_tokenizer(), PrepareSettings(64))
+    prepare_data(str(source), tmp_path / "*.h5", byte_tokenizer(), PrepareSettings(64))
     assert theirs.is_dir()
 
 
@@ -110,7 +110,7 @@ def test_a_chat_template_reaches_neither_python_nor_files(tmp_path, template):
     with pytest.raises(
         DataError, match="the chat template (refused|does not show|of .* cannot be read)"
     ):
-        prepare(str(source), tmp_path / "o.h5", tokenizer, PrepareSettings(64))
+        prepare_data(str(source), tmp_path / "o.h5", tokenizer, PrepareSettings(64))
     assert not ran.exists()
 
 
@@ -144,7 +144,7 @@ def test_a_bomb_that_unpacks_to_one_line_is_refused_with_a_message(tmp_path, nam
     pack = gzip.compress if name.endswith(".gz") else bytes
     (tmp_path / name).write_bytes(pack(text))
     with pytest.raises(DataError, match=rf"{name}.*(128 MiB|cannot be read as CSV)"):
-        prepare(str(tmp_path / name), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
+        prepare_data(str(tmp_path / name), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
     assert not [f for f in tmp_path.rglob("*") if f.name.endswith((".tmp", ".h5", ".part"))]
 
 
@@ -160,4 +160,6 @@ def test_json_that_is_nested_too_deeply_is_a_message(tmp_path, depth, where):
     }[where]
     (tmp_path / "d.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"d\.jsonl"):
-        prepare(str(tmp_path / "d.jsonl"), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
+        prepare_data(
+            str(tmp_path / "d.jsonl"), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64)
+        )

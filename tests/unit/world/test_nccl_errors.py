@@ -87,13 +87,13 @@ def test_a_late_collective_ends_the_world_unless_the_job_was_suspended(ended, mo
     shown, looks = ["SUCCESS"], []
     watch = NcclWatch(comm(), 100.0, lambda *told: ended.put(told), lambda: [], 3600.0)
     watch._errors = lambda: looks.append(None) or [name for name in shown if name != "SUCCESS"]
-    assert not watch._look()
+    assert not watch._check_groups()
     now_s[0], shown[:] = 7200.0, ["TIMEOUT"]  # stopped for two hours
-    assert not watch._look()
-    assert not watch._look()
+    assert not watch._check_groups()
+    assert not watch._check_groups()
     assert ended.empty()
     shown[:] = ["COMM_ERROR"]
-    assert watch._look()
+    assert watch._check_groups()
     assert "NCCL has lost its connection" in str(ended.get(timeout=1)[1])
     watch.close()
 

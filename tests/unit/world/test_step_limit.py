@@ -78,7 +78,7 @@ def test_where_the_store_does_not_answer_rank_0_is_named_alone(stays):
     told = []
     limit = StepLimit(comm_of(rank=1, size=3, store=Silent()), 0.1, told.append)
     limit.enter("training step 7")
-    limit._end(wait_s=0.2)
+    limit._report_stall(wait_s=0.2)
     [error] = told
     assert "rank 0 (pid 4194304 on n0) does not answer" in str(error)
     assert error.facts["late_ranks"] == [0]
