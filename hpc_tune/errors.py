@@ -93,7 +93,7 @@ class DiskError(HpcTuneError):
     exit_code = EXIT_USER
 
     @classmethod
-    def of(cls, error: OSError, doing: str) -> "DiskError | None":
+    def from_os_error(cls, error: OSError, doing: str) -> "DiskError | None":
         """Return the error in words, None if it is of another kind; ``doing`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")

@@ -28,7 +28,7 @@ PLAIN_LINE_EVERY_S = 10.0
 
 
 class _RankFormatter(logging.Formatter):
-    """Puts the level, and on ranks above 0 the rank, in front of a message."""
+    """Puts the level, and on ranks above 0 the rank, before a message."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ SHOWN_LINES = 30
 LONGEST = (
     "ranks/test_layouts.py",
     "cluster/test_several_hosts.py",
-    "unit/train/test_proof.py",
+    "unit/train/test_architecture_check.py",
     "unit/step/test_messages.py",
     "unit/plan/test_trace.py",
     "ranks/test_pressure.py",

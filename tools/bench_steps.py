@@ -121,7 +121,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     layout = resolved.layout
     assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
-    plan = StepPlan.of(built, layout, resolved.parallel)
+    plan = StepPlan.for_model(built, layout, resolved.parallel)
     settings = EngineSettings(plan, device, config.optim, config.train, faults=faults)
     engine = NativeEngine(replace(built, index=index), settings)
     index.forget()

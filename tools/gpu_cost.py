@@ -128,7 +128,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     device = torch.device("cuda", 0)
     batch = full_batch(rows, config.data.seq_len)
     with _fake_world(layout.size - 1, layout.size), fake_cuda() as watch:
-        plan = StepPlan.of(built, layout, parallel)
+        plan = StepPlan.for_model(built, layout, parallel)
         engine = _engine(built, EngineSettings(plan, device, config.optim, config.train))
         batches = [batch.pinned() for _ in range(num_micro)]
         recorder = Recorder(watch, [config.data.seq_len] * rows)

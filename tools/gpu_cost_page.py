@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _COMPILED = "train.compile=true"
-# A rank of 70B holds an eighth of the weights, and recomputes; experts are dealt to eight.
+# A rank of 70B holds an eighth of the weights, and recomputes; experts are spread over eight.
 _OF_70B = ("llama3-70b", "parallel.shard=8", "parallel.recompute=full")
 _OF_30B = ("qwen3-30b-a3b", "parallel.shard=8", "parallel.expert=8")
 CASES = {

@@ -93,7 +93,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     layout = layout_of(row, comm.world.size)
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
     built.module.within_documents &= row["attention"]
-    plan = StepPlan.of(built, layout, config.parallel)
+    plan = StepPlan.for_model(built, layout, config.parallel)
     given = EngineSettings(plan, comm.device, config.optim, config.train)
     make: Any = ZeroEngine if name == "zero3" else NativeEngine
     engine: Engine | None = None

@@ -98,7 +98,7 @@ def legal_layouts(
 
     Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
     ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``;
-    ``num_experts`` can be dealt over ranks.
+    ``num_experts`` can be spread over ranks.
     """
     layouts = []
     for size in range(1, num_ranks + 1):

@@ -74,7 +74,7 @@ class BlockModels:
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._build_model, num_blocks, Path(folder))
             built = self.comm.run_and_agree("measuring a decoder block", make)
-            self.plan = StepPlan.of(built, layout, parallel)
+            self.plan = StepPlan.for_model(built, layout, parallel)
             settings = EngineSettings(
                 self.plan, self.comm.device, self.optim, run_and_agree=self.comm.run_and_agree
             )

@@ -52,7 +52,7 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
-PER_EXPERT_SUFFIX = "-per-expert"  # behind the name of an adapter's folder
+PER_EXPERT_SUFFIX = "-per-expert"  # after the name of an adapter's folder
 GGUF_FILE = "model.gguf"
 _COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
 _EXPORT_SUFFIXES = (*_COMPANION_SUFFIXES, ".safetensors", ".gguf")

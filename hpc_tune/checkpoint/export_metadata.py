@@ -128,7 +128,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     # Of a checkpoint that lies in its run directory.
     energy = read_energy(checkpoint.absolute().parent.parent)
     if energy is not None and energy.joules is not None:
-        rows["energy of training"] = f"{energy.words}; up to step {energy.step}"
+        rows["energy of training"] = f"{energy.full_text}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _auto_class(base) if whole else _CAUSAL_CLASS
     about = f"{title}\n\n{run.notes}" if run.notes else title

@@ -8,7 +8,7 @@ Writing step 100, in this order:
     4  manifest.json                             step, state, size and SHA-256 of each file; synced
     5  fsync of the .tmp folder
     6  rename to step-00000100, fsync of checkpoints/
-    7  later checkpoints, of a course that the run has left: renamed to step-N.superseded
+    7  later checkpoints, of an abandoned branch of the run: renamed to step-N.superseded
     8  older checkpoints that are not to stay: renamed to .tmp, then removed
 
 A full fine-tune has no weights-* and no adapter/: its ranks write all they hold into rank-*.
@@ -72,7 +72,7 @@ class Store:
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
     def list_superseded(self) -> list[Path]:
-        """Return the checkpoints of courses that the run has left, which are kept for the user."""
+        """Return the checkpoints of abandoned branches of the run, which are kept for the user."""
         return sorted(self.folder.glob(f"step-*{_SUPERSEDED}"))
 
     def latest(self) -> Path | None:
@@ -123,7 +123,7 @@ class Store:
         try:
             _write_manifest(temporary, body)
             require_wanted()
-            if final.exists():  # it was damaged, or the run has gone back behind it
+            if final.exists():  # it was damaged, or the run has gone back to before it
                 _supersede(final)
             temporary.rename(final)
             sync_folder(self.folder)
@@ -276,7 +276,7 @@ def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 def newest_valid(
     paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
 ) -> Path | None:
-    """Return the last of ``paths`` that has no damage; warn of the damaged ones behind it.
+    """Return the last of ``paths`` that has no damage; warn of the damaged ones after it.
 
     Not of those that are gone: a run that goes on removes old ones.
     """
@@ -355,7 +355,7 @@ def _remove_checkpoint(path: Path) -> None:
 
 
 def _supersede(path: Path) -> None:
-    """Put aside a checkpoint behind which the run has gone back: nothing resumes from it by itself.
+    """Put aside a checkpoint of an abandoned branch: nothing resumes from it by itself.
 
     Raises:
         OSError: if the file system refuses.

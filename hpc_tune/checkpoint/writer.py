@@ -236,7 +236,7 @@ class Writer:
         self._thread.start()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the thread has ended, well or with an error."""
         return self._over
 

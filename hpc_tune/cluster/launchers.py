@@ -419,7 +419,7 @@ def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
 def _launcher_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the launcher's own words: those before the program that it starts.
 
-    The program is the first word that can be no option's value, or the one behind a flag.
+    The program is the first word that can be no option's value, or the one after a flag.
     """
     values = 0
     for word in words[1:]:

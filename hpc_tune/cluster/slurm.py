@@ -377,7 +377,7 @@ def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
 OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
 GUARD_STEP = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
 _POLL_S = 0.5
-# What sinfo calls a node on which no rank can be started; * behind it: it does not answer.
+# What sinfo calls a node on which no rank can be started; a * after it: it does not answer.
 _SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
 
 

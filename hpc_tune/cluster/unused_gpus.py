@@ -47,7 +47,7 @@ class TorchBuild:
         return cls(torch.__version__, torch.version.cuda or "", torch.version.hip or "")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Return it in words."""
         kinds = (("CUDA", self.cuda), ("ROCm", self.rocm))
         built = next((f"for {name} {version}" for name, version in kinds if version), "")
@@ -158,11 +158,13 @@ def _why_unused(
     if list(present) == ["Intel"]:
         return "hpc_tune does not support Intel's GPUs (torch.xpu)"
     if not build.cuda and not build.rocm:
-        return f"{build.words}; {_REMEDY}, or install one that is"
+        return f"{build.description}; {_REMEDY}, or install one that is"
     maker: GpuVendor = "AMD" if build.rocm else "NVIDIA"
     if present and maker not in present:
         others = " and ".join(present)
-        return f"{build.words}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
+        return (
+            f"{build.description}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
+        )
     if maker == "NVIDIA":  # where the others' variables have no effect
         hidden = [said for said in hidden if said.startswith("CUDA_")]
     if hidden:
@@ -173,8 +175,8 @@ def _why_unused(
     if not present:
         where = "/sys/class/kfd" if maker == "AMD" else "/proc/driver/nvidia"
         return (
-            f"{build.words}, and no driver of {maker} shows one here ({where}); compare the job's "
-            "request with the node, and the options of its container"
+            f"{build.description}, and no driver of {maker} shows one here ({where}); compare the "
+            "job's request with the node, and the options of its container"
         )
     return (
         _why_amd_unused(build, why(), root)
@@ -193,7 +195,7 @@ def _why_amd_unused(build: TorchBuild, why: str, root: Path) -> str:
             "(video or render)"
         )
     driver = _read_text(root / "sys/module/amdgpu/version") or "of unknown version"
-    return f"{build.words}, the driver amdgpu is {driver}{_torch_error_clause(why)}"
+    return f"{build.description}, the driver amdgpu is {driver}{_torch_error_clause(why)}"
 
 
 def _why_nvidia_unused(build: TorchBuild, why: str, root: Path) -> str:
@@ -202,13 +204,13 @@ def _why_nvidia_unused(build: TorchBuild, why: str, root: Path) -> str:
     least = _OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]))
     if driver and least and (int(driver[1]), int(driver[2])) < least:
         return (
-            f"{build.words}, which needs driver {least[0]}.{least[1]} or newer, and the node has "
-            f"{driver[0]}; {_REMEDY}, or install one for an older CUDA"
+            f"{build.description}, which needs driver {least[0]}.{least[1]} or newer, and the node "
+            f"has {driver[0]}; {_REMEDY}, or install one for an older CUDA"
         )
     if not [*(root / "dev").glob("nvidia[0-9]*")]:
         return "there is no /dev/nvidia0; start the container with --nv, or the step with its GPUs"
     return (
-        f"{build.words}, the driver is "
+        f"{build.description}, the driver is "
         f"{driver[0] if driver else 'of unknown version'}{_torch_error_clause(why)}"
     )
 

@@ -90,7 +90,7 @@ def _check_zero_unused(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what these settings say against experts that are dealt over ranks."""
+    """Yield what these settings say against experts that are spread over ranks."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,

@@ -183,7 +183,7 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     if shard is None:
         axes = {"replicate": _largest_divisor(rest, replicate or 1)}
     else:
-        # Experts stay dealt over as many ranks if that can be, else over fewer.
+        # Experts stay spread over as many ranks if that can be, else over fewer.
         expert = math.gcd(rest, parallel.expert)
         axes = {
             "shard": expert * _largest_divisor(rest // expert, shard // expert),

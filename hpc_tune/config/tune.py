@@ -34,7 +34,7 @@ def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
 
 
 def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
-    """Return the patterns that match a layer's path, or its end behind a dot, as in peft."""
+    """Return the patterns that match a layer's path, or its end after a dot, as in peft."""
     return [key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)]
 
 

@@ -447,7 +447,7 @@ def _is_reasoning_written(message: dict[str, Any], learned: str) -> bool:
 
 
 def _read_reasoning(message: dict[str, Any]) -> str:
-    """Return the reasoning of an answer, as a field of its own or as a block in front of it."""
+    """Return the reasoning of an answer, as a field of its own or as a block before it."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.get(name), str):
             return str(message[name]).strip()

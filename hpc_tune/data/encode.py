@@ -498,7 +498,7 @@ class PreferenceEncoder:
     def _fit_sides(self, sides: list[Side]) -> list[Side] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
 
-        A BOS in front is kept. None if no token of the prompt would be left beside it.
+        A leading BOS is kept. None if no token of the prompt would be left beside it.
         """
         prompt = int(np.argmax(sides[0][1]))
         num_answers = sum(len(tokens) - prompt for tokens, _ in sides)

@@ -311,7 +311,7 @@ def read_turns(value: Any, field: str) -> list[dict[str, Any]]:
 def _prepend_system(
     messages: list[dict[str, Any]], field: str, record: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Put the system message that is a field of its own in front of the others."""
+    """Put the system message that is a field of its own before the others."""
     if not (system := _optional_string(record, "system")):
         return messages
     if messages[0]["role"] != "system":

@@ -3,7 +3,7 @@
     raw data -> one example at a time -> encode.py -> its documents, and counts -> lines
 
 What is learned is in colour or in marks, special tokens are bold. Text that only looks like a
-special token has a backslash in front, as have a terminal's control characters.
+special token is preceded by a backslash, as are a terminal's control characters.
 """
 
 import re

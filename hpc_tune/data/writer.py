@@ -191,7 +191,7 @@ def write_store(
     ``num_tokens``: of all documents, where their sizes do not add up to it.
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
-    anything fails, nothing is left behind, and what was at ``path`` before is untouched.
+    anything fails, nothing is left, and what was at ``path`` before is untouched.
     """
     with replace_atomically(path, durable=True) as temporary:
         if num_tokens is None:

@@ -57,7 +57,7 @@ def require_whole_slices(stage: BuiltModel) -> None:
 
     Raises:
         ConfigError: for fused experts, of which a rank of parallel.tensor has two slices, and
-        adapters on experts that parallel.expert deals, of which it has one for each of their ranks.
+        adapters on experts that parallel.expert spreads, one for each of their ranks.
     """
     for name, parameter in stage.module.named_parameters():
         cut = stage.slices.get(name)
@@ -78,7 +78,7 @@ class CodeTable:
     borders: torch.Tensor
 
     @classmethod
-    def of(cls, signed: bool, device: torch.device) -> "CodeTable":
+    def on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
         """Return torchao's table, on a device."""
         values, borders = _cached_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
@@ -126,7 +126,7 @@ class QuantizedMoment:
     @classmethod
     def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "QuantizedMoment":
         """Return a moment of zeros."""
-        table, num_blocks = CodeTable.of(signed, device), num_values // BLOCK_8BIT
+        table, num_blocks = CodeTable.on_device(signed, device), num_values // BLOCK_8BIT
         scales = torch.full((num_blocks,), _MIN_SCALE, device=device)
         zero = torch.full((num_blocks, BLOCK_8BIT), 127 if signed else 0, device=device)
         return cls(zero.to(torch.uint8), scales, table)

@@ -201,7 +201,7 @@ def _compile_forward(forward: Forward) -> Forward:
             return forward(self, hidden_BTD, *args, **kwargs)
         num_rows, num_tokens, _ = hidden_BTD.shape
         starts = DocumentStarts(starts_N, num_rows, num_tokens, longest_L.shape[0])
-        with batch_context.of(MicroBatch(starts=starts)):
+        with batch_context.using(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 
     compiled = torch.compile(within)

@@ -154,7 +154,7 @@ class CountedCollectives:
         event.record()
         return event
 
-    def take(self) -> tuple[dict[str, int], float]:
+    def pop_totals(self) -> tuple[dict[str, int], float]:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
         waited_ms = sum(max(0.0, a.elapsed_time(b)) for a, b in self._events)  # it may be done
         seconds = self._seconds + waited_ms / 1e3

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer are dealt over ranks, and tokens are sent to them.
+"""Expert parallelism: the experts of a layer are spread over ranks, and tokens are sent to them.
 
     distribute_experts  stacks -> this rank's experts of each, whole, on the meta device
     dispatch_tokens     an experts' module sends each token to its experts' ranks, and takes back
@@ -38,7 +38,7 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
     """Leave of each stack the experts of number ``rank`` of ``ranks``, and of their adapters.
 
     Raises:
-        ConfigError: if the experts cannot be dealt, or sent tokens.
+        ConfigError: if the experts cannot be spread, or sent tokens.
     """
     slices: dict[nn.Parameter, Slice] = {}
     for path, layer in find_stack_modules(built.module):
@@ -97,9 +97,9 @@ def _cut_stack(
         shape[dim] //= ranks
         with _disable_current_modes():  # a trace gives it memory as it does to all others
             values = torch.empty(shape, dtype=full.dtype, device=full.device)
-            dealt = nn.Parameter(values, full.requires_grad)
-        slices[dealt] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
-        setattr(part, name, dealt)
+            spread = nn.Parameter(values, full.requires_grad)
+        slices[spread] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
+        setattr(part, name, spread)
 
     cut(owner, stack.name, 0)
     if getattr(owner, bias := f"{stack.name}_bias", None) is not None:

@@ -6,7 +6,7 @@
 An embedding has done its part when the first block begins, and a head has none until the last has
 ended: each is gathered for itself, unless they are one weight.
 
-Experts that are dealt are units of their own, within their block's: other ranks hold the same.
+Experts that are spread are units of their own, within their block's: other ranks hold the same.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def shard(
     device: torch.device,
     collectives: CountedCollectives,
 ) -> None:
-    """Shard dealt experts, ``blocks_per_unit`` blocks at a time, untied ends, and the rest.
+    """Shard spread experts, ``blocks_per_unit`` blocks at a time, untied ends, and the rest.
 
     What stays whole on every rank is the plan's to say. Frozen
     weights are sharded within each replica and never reduced; trained ones are reduced over the
@@ -56,7 +56,7 @@ def shard(
     experts: list[nn.Module] = []
     if plan.shards_experts:
         experts = [part for _, part in find_stack_modules(built.module)]
-    elif mesh.layout.expert > 1:  # dealt, and nothing is left to shard
+    elif mesh.layout.expert > 1:  # spread, and nothing is left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:
         # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.

@@ -29,7 +29,7 @@ class TrainedWeight:
     ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
     hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
     stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it is of
-    experts that are dealt over ranks of the shard axis.
+    experts that are spread over ranks of the shard axis.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TrainedWeight:
         return self.stage.saved_names[self.name]
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether FSDP2 holds a part of it on each rank and reduces its gradient."""
         return isinstance(self.parameter, DTensor)
 
@@ -65,8 +65,8 @@ def list_trained(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list
         if not parameter.requires_grad:
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
-        dealt = sliced and layout.expert > 1
-        with_copy = layout.expert if dealt else 1  # ranks of the shard axis that hold one together
+        spread = sliced and layout.expert > 1
+        with_copy = layout.expert if spread else 1  # ranks of the shard axis that hold one together
         copies = layout.replicate
         copies *= 1 if sharded else layout.shard // with_copy
         copies *= 1 if sliced else layout.tensor
@@ -77,7 +77,7 @@ def list_trained(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list
             and (sliced or coordinates.tensor == 0)
             and not tied
         )
-        told = (name in partial, copies, tied, writes, dealt)
+        told = (name in partial, copies, tied, writes, spread)
         trained.append(TrainedWeight(name, stage, parameter, *told))
     return trained
 
@@ -157,11 +157,11 @@ def make_buckets(
     """Make the flat buffers: one for the gradients that are all-reduced over the same ranks."""
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained:
-        if not weight.sharded:
+        if not weight.is_sharded:
             key = weight.partial, weight.copies, weight.tied, weight.is_expert_parallel
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, copies, tied, dealt), parameters in groups.items():
+    for (partial, copies, tied, spread), parameters in groups.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
             reserve(num * parameters[0].dtype.itemsize)
@@ -170,7 +170,7 @@ def make_buckets(
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
-        group = mesh.group(*plan.reducing_axes(partial, dealt))
+        group = mesh.group(*plan.reducing_axes(partial, spread))
         buckets.append(Bucket(flat, group, copies, tied, parameters))
     return buckets
 

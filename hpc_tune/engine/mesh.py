@@ -71,7 +71,7 @@ class Mesh:
     def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
 
-        ``of_experts``: that of experts which are dealt.
+        ``of_experts``: that of experts which are spread.
         """
         assert self._shards is not None, "no weights are sharded"
         alone, replicated = self._shards_of_experts if of_experts else self._shards
@@ -193,7 +193,7 @@ def send_large_messages(
 ) -> None:
     """Send ``num_bytes`` by each collective of the engine over ``groups``. Collective.
 
-    ``exchanging``: the group of experts that are dealt; ``edges``: those of a pipeline, by the rank
+    ``exchanging``: the group of spread experts; ``edges``: those of a pipeline, by the rank
     that sends forward. All ranks have their groups in the same order.
     """
     whole = torch.zeros(num_bytes // 4, device=device)

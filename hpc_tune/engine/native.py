@@ -149,7 +149,7 @@ class NativeEngine:
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
         self.levers = recompute_levers(blocks, parallel.recompute)
-        self._sharded = [t for t in self._trained if t.sharded]
+        self._sharded = [t for t in self._trained if t.is_sharded]
         self.repeats_steps = plan.only_replicates
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
@@ -197,7 +197,7 @@ class NativeEngine:
         (self._offloaded or self._adamw).step()
         self._adapters.mark_changed()
         *sums, norm = self._step_sums.tolist()  # the host waits once
-        sent, comm_s = self._collectives.take()
+        sent, comm_s = self._collectives.pop_totals()
         sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
         routers = self._watch.read(of_routers)
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums, routers)

@@ -50,7 +50,7 @@ class Level(IntEnum):
     WILL_EXCEED = 4
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What memory is, in a sentence."""
         return "about to run out" if self == Level.WILL_EXCEED else self.name.lower()
 

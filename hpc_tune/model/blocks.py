@@ -42,7 +42,7 @@ def use_own_layers(
     use_float8_matmuls(blocks, device)
     groups = use_lora_linear(blocks, shares_inputs)
     if copies is not None:
-        copies.keep(blocks, groups)
+        copies.keep_copies(blocks, groups)
     use_grouped_experts(blocks, compiled)
     if not compiled:
         share_casts(blocks)

@@ -299,7 +299,7 @@ def _require_known_conversion(
 
 
 def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
-    """Return what to do where a tensor is stored behind the name of a module around the model."""
+    """Return what to do where a tensor is stored under the name of a module around the model."""
     found = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
     if found is None:
         return ""

@@ -45,12 +45,12 @@ def write_tiny(directory: Path) -> None:
     from safetensors import SafetensorError
 
     try:
-        _write(directory)
+        _write_model(directory)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {error}{find_remedy(error)}") from None
 
 
-def _write(directory: Path) -> None:
+def _write_model(directory: Path) -> None:
     from safetensors.numpy import save
     from transformers import LlamaConfig
 

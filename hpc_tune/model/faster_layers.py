@@ -83,7 +83,7 @@ def _computes_as(
 #
 # Computed in fp32 and rounded where transformers rounds. Only ``x`` is kept for the backward pass,
 # in its own dtype; autograd keeps it in fp32, and the normalised values too. A GPU has one kernel
-# for each pass, ``F.rms_norm``, which keeps as much, and rounds once, behind the weight; on a CPU
+# for each pass, ``F.rms_norm``, which keeps as much, and rounds once, after the weight; on a CPU
 # that is no kernel of its own.
 
 

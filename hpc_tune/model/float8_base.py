@@ -3,7 +3,7 @@
     w_OI = scale_O * code_OI    codes in e4m3, |code| <= 448; scale: the least power of two for that
 
 Powers of two lose no digit, so that values are the same in bf16 and fp32, and rounded once. A row's
-scale lies behind its codes, so that whoever holds a row can make its values: weights are sharded by
+scale follows its codes, so that whoever holds a row can make its values: weights are sharded by
 rows, and a rank reads those that it keeps and no others.
 
 Where a GPU multiplies float8, so are the products: the rows of the input are scaled and cast as

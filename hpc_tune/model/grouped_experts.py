@@ -11,7 +11,7 @@ token once for each of its experts, h, act and y. Under autocast, which torch's 
 not know, trained weights are cast for each product, and tokens once.
 
 Experts that transformers decorates (``use_experts_implementation``) are replaced, in all its
-variants but with a norm behind the experts; others keep their own forward, and peft's around it.
+variants but with a norm after the experts; others keep their own forward, and peft's around it.
 
 In 16 bits on a CPU adapters, whose products are narrow, are computed in fp32
 (``grouped_matmul.py``).
@@ -65,7 +65,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
 def has_grouped_form(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
-    Experts with a norm behind them are not; transformers before 5.20 has none.
+    Experts with a norm after them are not; transformers before 5.20 has none.
     """
     has_norm = getattr(part, "has_post_expert_norm", False)
     return vars(part).keys() >= _DECORATOR_FIELDS and not has_norm
@@ -134,7 +134,9 @@ class _ExpertLayer:
         weight_EIO = stack if self.experts.is_transposed else stack.transpose(1, 2)
         adapter = None
         if a is not None and b is not None:
-            adapter = _ExpertAdapter.of(a, b, self.wrappers[i].scaling["default"], weight_EIO)
+            adapter = _ExpertAdapter.from_peft(
+                a, b, self.wrappers[i].scaling["default"], weight_EIO
+            )
         return _ExpertMatmul(weight_EIO, bias, adapter)
 
     def gate(self, h_SM: torch.Tensor) -> torch.Tensor:
@@ -154,7 +156,7 @@ class _ExpertAdapter:
     rank: int
 
     @classmethod
-    def of(
+    def from_peft(
         cls, a: torch.Tensor, b: torch.Tensor, scale: float, weight_EIO: torch.Tensor
     ) -> "_ExpertAdapter":
         """Cut what peft has in one matrix each: A's rows by expert, B's columns by rank."""
@@ -263,7 +265,7 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         up = layer.product(0, weights, _autocast_dtype(x_TI.device, weights))
         dtype = up.weight_EIO.dtype
-        rows = SortedRows.of(index_TK, len(up.weight_EIO), dtype)
+        rows = SortedRows.sort_by_expert(index_TK, len(up.weight_EIO), dtype)
         ctx.layer, ctx.x_dtype = layer, x_TI.dtype
         if dtype.itemsize < x_TI.dtype.itemsize:  # a token is cast once, not for each expert
             x_TI = x_TI.to(dtype)

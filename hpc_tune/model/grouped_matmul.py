@@ -247,8 +247,10 @@ class SortedRows:
     num_rows: int
 
     @classmethod
-    def of(cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype) -> "SortedRows":
-        """Sort tokens by expert; in 16 bits on a CPU, with padding behind those of each."""
+    def sort_by_expert(
+        cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
+    ) -> "SortedRows":
+        """Sort tokens by expert; in 16 bits on a CPU, with padding after those of each."""
         expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
         numbers_E = torch.arange(num_experts, device=expert_S.device)
         ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)

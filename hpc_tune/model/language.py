@@ -319,7 +319,7 @@ def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorName
 def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what files hold beside the tensors ``used``, by the beginnings of their names.
 
-    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read; of blocks behind
+    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read; of blocks after
     the last one (of prediction of several tokens), their number. Constants that transformers
     computes itself, and which old versions have stored, are left out.
     """
@@ -341,7 +341,7 @@ def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ..
 
 
 def _cut_at_number(name: str) -> str:
-    """Return the beginning of a tensor's name in front of a number, such as of its block."""
+    """Return the beginning of a tensor's name before a number, such as of its block."""
     return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
 
 

@@ -162,7 +162,7 @@ def is_dora(layer: Any) -> bool:
 def _is_matrix(layer: Any) -> bool:
     """Whether a layer's base is a matrix, or a packed one, and its forward is that of its class.
 
-    Others are called: with float8, or as a slice whose bias is added behind a sum.
+    Others are called: with float8, or as a slice whose bias is added after a sum.
     """
     base = layer.base_layer
     return (type(base) is nn.Linear or _is_packed(base)) and "forward" not in base.__dict__
@@ -450,7 +450,7 @@ def _scale_features(values_NO: torch.Tensor, factors_O: torch.Tensor) -> torch.T
 class AdapterCopies:
     """Adapters in the dtype of products, as views of one buffer for each dtype.
 
-    B's are scaled, and the A's of layers that share an input lie behind each other, as one matrix.
+    B's are scaled, and the A's of layers that share an input follow each other, as one matrix.
     """
 
     def __init__(self) -> None:
@@ -463,7 +463,7 @@ class AdapterCopies:
         """Another number after each change of adapters."""
         return self._version
 
-    def keep(self, blocks: Sequence[nn.Module], groups: Iterable[LoraGroup]) -> None:
+    def keep_copies(self, blocks: Sequence[nn.Module], groups: Iterable[LoraGroup]) -> None:
         """Keep copies for groups of layers in ``blocks``, and the norms of DoRA's.
 
         Adapters in the dtype of products are taken as they are.

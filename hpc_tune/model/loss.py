@@ -137,7 +137,7 @@ class LossModel(nn.Module):
         if self.watch is not None and self.training:
             of_batch = replace(of_batch, real_BT=real_tokens(batch))
             first_pass = self.watch.first_pass()
-        with batch_context.of(of_batch), first_pass:
+        with batch_context.using(of_batch), first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
@@ -303,7 +303,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             ):
                 exponentials(logits_SV, labels_S.unsqueeze(1), loss_S1, sums_S1)
             if ctx.needs_input_grad[0]:
-                # (softmax - one-hot) W, the softmax's divisor behind the product: C x D, not C x V.
+                # (softmax - one-hot) W, the softmax's divisor after the product: C x D, not C x V.
                 grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
         ctx.save_for_backward(grad_ND)
         ctx.dtype = hidden_ND.dtype

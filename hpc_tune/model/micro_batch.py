@@ -1,6 +1,6 @@
 """The micro-batch that is being computed, for layers that transformers calls without it.
 
-    LossModel.forward   with batch_context.of(MicroBatch(...)):
+    LossModel.forward   with batch_context.using(MicroBatch(...)):
     a layer in it       batch_context.batch
 
 The one module state of the models. A global: the backward pass, which recomputes layers, has its
@@ -46,7 +46,7 @@ class CurrentBatch:
         self.batch = MicroBatch()
 
     @contextmanager
-    def of(self, batch: MicroBatch) -> Iterator[None]:
+    def using(self, batch: MicroBatch) -> Iterator[None]:
         """Make ``batch`` the current one."""
         before, self.batch = self.batch, batch
         try:
@@ -59,7 +59,7 @@ class CurrentBatch:
         batch = self.batch
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
-            with self.of(batch):
+            with self.using(batch):
                 return forward(*args, **kwargs)
 
         return recompute

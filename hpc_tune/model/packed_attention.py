@@ -108,7 +108,7 @@ class _DocumentGroup:
     tokens: torch.Tensor | None = None
     is_padding: torch.Tensor | None = None
 
-    def of(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
+    def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return the documents of a tensor as (M K, L G, D)."""
         tensor = tensor_BHTD.transpose(1, 2)
         if self.tokens is not None:
@@ -117,14 +117,14 @@ class _DocumentGroup:
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return what ``of`` returns as (M L, H, D)."""
+        """Return what ``as_documents`` returns as (M L, H, D)."""
         shape = self.num_documents, num_groups, self.length, -1, tensor.shape[-1]
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """The groups, and where each token of the rows is in all of them, one behind another."""
+    """The groups, and where each token of the rows is in all of them, one after another."""
 
     groups: Sequence[_DocumentGroup]
     token_places: torch.Tensor | None
@@ -180,7 +180,7 @@ def _tiled_forward(
 
     In 32 bits nothing is: the last size is 0.
 
-    Results are allocated first: what is freed behind them leaves no holes in the heap.
+    Results are allocated first: what is freed after them leaves no holes in the heap.
     """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
@@ -190,7 +190,9 @@ def _tiled_forward(
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
     outs, shifts = [], []
     for group in tiling.groups:
-        query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
+        query, key, value = (
+            group.as_documents(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD)
+        )
         out = query.new_empty(*query.shape[:2], value.shape[2])
         shift = query.new_empty(*query.shape[:2], has_shifts)
         for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
@@ -224,11 +226,11 @@ def _tiled_backward(
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
     for group in tiling.groups:
-        query, key, value = (group.of(tensor, num_groups) for tensor in inputs)
-        grad = group.of(out_grad_BTHD.transpose(1, 2), num_groups)
+        query, key, value = (group.as_documents(tensor, num_groups) for tensor in inputs)
+        grad = group.as_documents(out_grad_BTHD.transpose(1, 2), num_groups)
         shift = query.new_empty(*query.shape[:2], 0)
         if shifts_BTH1.numel():
-            shift = group.of(shifts_BTH1.transpose(1, 2), num_groups)
+            shift = group.as_documents(shifts_BTH1.transpose(1, 2), num_groups)
         if group.is_padding is not None:  # copies of a token: no gradient is theirs
             padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
             grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
@@ -473,7 +475,7 @@ def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return heads padded with zeros to the largest of them.
 
     In DeepSeek's latent attention values have fewer numbers than queries and keys: scores stay as
-    they are, and what is behind a result's own numbers is zero.
+    they are, and what follows a result's own numbers is zero.
     """
     most = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]

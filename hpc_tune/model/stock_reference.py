@@ -354,7 +354,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
                         values.add_(torch.randn(values.shape), alpha=_STANDARD_DEVIATION)
             use_plain_functions_on_cpu(model)
             _document_loss(model.eval(), torch.arange(3, 12))
-            _save(model, directory)
+            _save_model(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             why = f"{type(error).__name__}: {first_line(error)}"
             continue
@@ -420,7 +420,7 @@ def compute_reference(
     return found
 
 
-def _save(model: Any, directory: Path) -> None:
+def _save_model(model: Any, directory: Path) -> None:
     """Do what ``save_pretrained`` does, without the packages that it would import into a rank."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion

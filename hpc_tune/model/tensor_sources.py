@@ -352,7 +352,7 @@ class JoinedTensor(TensorSource):
     parts: tuple[StoredPart, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
+    def from_parts(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
         """Join parts; the tensor has the first one's name, dtype and file."""
         first, *others = parts
         stored = first.stored
@@ -434,7 +434,7 @@ def find_joined_tensors(
             unfollowed[name] = " and ".join(sorted(operations - _OPERATIONS.keys()))
             continue
         _require_all_experts(name, by_source, own.get(name, ()))
-        found = _convert(converter, by_source, own.get(name))
+        found = _apply_conversion(converter, by_source, own.get(name))
         if found is not None:
             joined[name] = replace(found, name=name)
     return joined, unfollowed
@@ -445,12 +445,15 @@ def _natural_sort_key(stored: TensorSource) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in stored.name.split(".")]
 
 
-def _convert(
+def _apply_conversion(
     converter: Any, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...] | None
 ) -> JoinedTensor | None:
     """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
     groups = [
-        [JoinedTensor.of(stored.shape, [StoredPart.whole(stored)]) for stored in by_source[pattern]]
+        [
+            JoinedTensor.from_parts(stored.shape, [StoredPart.whole(stored)])
+            for stored in by_source[pattern]
+        ]
         for pattern in converter.source_patterns
         if pattern in by_source
     ]
@@ -479,7 +482,7 @@ def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
             )
             for part in one.parts
         )
-        layers.append(JoinedTensor.of(shape, parts))
+        layers.append(JoinedTensor.from_parts(shape, parts))
     return _concatenate_tensors(layers, dim)
 
 
@@ -509,7 +512,7 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    return JoinedTensor.of(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
+    return JoinedTensor.from_parts(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
 
 
 def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
@@ -528,7 +531,7 @@ def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) 
             StoredPart(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
             for p in one.parts
         )
-        return JoinedTensor.of(swapped(one.shape), parts)
+        return JoinedTensor.from_parts(swapped(one.shape), parts)
 
     return [[turned(one) for one in group] for group in groups]
 

@@ -4,7 +4,7 @@
     from 5.21   families that cap attention's scores (Gemma 2, VaultGemma) take no SDPA, which
                 leaves the cap out; before, they do
                 Bloom's masks know where documents begin; before, a trial finds that they do not
-    from 5.20   experts with a norm behind them (``grouped_experts.py``)
+    from 5.20   experts with a norm after them (``grouped_experts.py``)
     from 5.18   LongCat stores one number of its blocks; before, two (``plan/resolve.py``)
                 Doge's masks are causal; before, a trial refuses it
 

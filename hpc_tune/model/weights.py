@@ -74,7 +74,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in tensor.aminmax())
 
 
-# -- Names of an adapter's tensors, as peft has them: LAYER and one of these behind it.
+# -- Names of an adapter's tensors, as peft has them: LAYER followed by one of these.
 #
 # In files ADAPTER_PREFIX is before them, and in a model the adapter's name, "default", is inside.
 # Modules that are trained in full beside an adapter have the prefix alone.
@@ -370,9 +370,9 @@ def index_checkpoint(directory: Path) -> TensorIndex:
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the weight's name; both are multiplied with
 _INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
-_BLOCKS, _SCALES = "_blocks", "_scales"  # behind the name of a stack in MXFP4
+_BLOCKS, _SCALES = "_blocks", "_scales"  # after the name of a stack in MXFP4
 Sources = Mapping[str, TensorSource]
 
 

@@ -475,12 +475,12 @@ def _model_bytes(
 
 
 def _gathered_values(built: BuiltModel, layout: Layout) -> int:
-    """Return the most values that are gathered at once: a block, its dealt experts, or a tensor."""
+    """Return the most values gathered at once: a block, its spread experts, or a tensor."""
     module, kinds = built.module, group_parameters(built.module)
-    dealt = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
-    others = [[p.numel() for p in b.parameters() if p not in dealt] for b in find_blocks(module)]
-    others += [[p.numel()] for p in module.parameters() if p not in dealt]
-    experts = [[p.numel() for p in b.parameters() if p in dealt] for b in find_blocks(module)]
+    spread = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
+    others = [[p.numel() for p in b.parameters() if p not in spread] for b in find_blocks(module)]
+    others += [[p.numel()] for p in module.parameters() if p not in spread]
+    experts = [[p.numel() for p in b.parameters() if p in spread] for b in find_blocks(module)]
     of_rank = max(map(sum, experts)) // layout.expert if layout.expert_shard > 1 else 0
     return max(*map(sum, others), of_rank)
 

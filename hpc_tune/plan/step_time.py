@@ -280,7 +280,7 @@ def step_time(
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
-        placed.hops_s(plan.values(micro) * plan.activation_itemsize),
+        placed.hops_s(plan.activation_values(micro) * plan.activation_itemsize),
         num_micro,
         parallel.stages_per_rank,
     )

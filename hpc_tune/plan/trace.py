@@ -167,7 +167,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     most = RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES
     memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    plan = StepPlan.of(built, layout, step.parallel)
+    plan = StepPlan.for_model(built, layout, step.parallel)
     world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
     with world, experts, fake, memory.watch(), _allocating_as_device(step):
         engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)

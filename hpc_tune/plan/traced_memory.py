@@ -53,7 +53,7 @@ class Heap:
         """``trims``: its free end is returned to the kernel, as glibc does unless it is told."""
         self.reach = 0
         self._trims = trims
-        self._end = 0  # behind it all is free
+        self._end = 0  # all after it is free
         self._pages, self._num_pages = bytearray(), 0  # 1 for each that is used, and their number
         self._left: list[int] = []
         self._sizes: dict[int, int] = {}  # of blocks in use, and of those that are kept
@@ -128,11 +128,11 @@ class Heap:
         return block
 
     def _allocate_aligned(self, num_bytes: int) -> int:
-        """As glibc's ``_int_memalign``: what lies before and behind the block is freed."""
+        """As glibc's ``_int_memalign``: what lies before and after the block is freed."""
         size = _size_of(num_bytes)
         block = self._allocate_block(size + ALIGNMENT + _LEAST)
         found = self._sizes[block]
-        # The caller's part begins _GRAIN bytes behind the start of a block.
+        # The caller's part begins _GRAIN bytes after the start of a block.
         if (before := -(block + _GRAIN) % ALIGNMENT) > 0:
             before += ALIGNMENT if before < _LEAST else 0
             self._sizes[block], found = before, found - before
@@ -238,7 +238,7 @@ class TracedMemory(TorchDispatchMode):
     """Adds up the live storages of fake tensors, and gives 1 for their values.
 
     Where a model asks which values are not zero, as experts' own code does for those that are hit
-    and then for the tokens of each, all experts are hit, and tokens are dealt evenly. Blocks below
+    and then for the tokens of each, all experts are hit, and tokens are spread evenly. Blocks below
     ``heap_block_bytes`` lie in a heap that never shrinks. ``peaks`` holds, for each part of a
     phase, the most bytes and the most with such a heap.
     """

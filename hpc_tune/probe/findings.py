@@ -136,7 +136,9 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("error", f"{who} cannot multiply matrices: {found.error}")
             continue
         if found.is_wrong:
-            yield Finding("error", f"{who} computes wrongly: {_describe_wrong(found)}. {leave}")
+            yield Finding(
+                "error", f"{who} computes wrongly: {_describe_wrong_products(found)}. {leave}"
+            )
         rates = alike.get((found.model, found.dtype), [])
         usual, least = median_high(rates or [0.0]), _SLOW_GPU if rank.device_bytes else _SLOW_CPU
         if rank.node in shared and not rank.device_bytes or found.flops_per_s >= least * usual:
@@ -168,7 +170,7 @@ def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
     return f"{number} of rank {rank.rank} ({', '.join(filter(None, where))})"
 
 
-def _describe_wrong(found: MatmulResult) -> str:
+def _describe_wrong_products(found: MatmulResult) -> str:
     parts = []
     if found.num_wrong:
         parts.append(

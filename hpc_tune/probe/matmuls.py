@@ -88,7 +88,7 @@ def measure_matmuls(
     who = comm.world.label
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
     # An error of CUDA, too little memory among them, is a finding; the other ranks go on.
-    with _one_thread(on_gpu), time_limit("a product of matrices", *limits):
+    with _single_threaded(on_gpu), time_limit("a product of matrices", *limits):
         try:
             work = MatmulWork(comm.device, multiply)
             work.warm_up()
@@ -97,7 +97,7 @@ def measure_matmuls(
     comm.barrier("all ranks to multiply matrices", liveness.START_LIMIT_S)
     if work is None or found.error:
         return found
-    with _one_thread(on_gpu), time_limit("products of matrices", *limits):
+    with _single_threaded(on_gpu), time_limit("products of matrices", *limits):
         try:
             return replace(time_matmuls(work, seconds, state), model=model)
         except RuntimeError as error:
@@ -105,7 +105,7 @@ def measure_matmuls(
 
 
 @contextlib.contextmanager
-def _one_thread(on_gpu: bool) -> Iterator[None]:
+def _single_threaded(on_gpu: bool) -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()
@@ -151,7 +151,7 @@ class MatmulWork:
         self._wrong.zero_()
 
     def start_batch(self) -> "list[Mark]":
-        """Start a batch and the check behind it; return the times between its products."""
+        """Start a batch and the check after it; return the times between its products."""
         marks = [self._record_event()]
         for _ in range(self._in_batch):
             self.multiply(self._left, self._right, out=self._out)
@@ -194,7 +194,7 @@ class MatmulWork:
 def time_matmuls(
     work: MatmulWork, seconds: float, state: Callable[[], GpuState | None]
 ) -> MatmulResult:
-    """Multiply for about ``seconds``; one batch is queued behind that which is waited for."""
+    """Multiply for about ``seconds``; one batch is queued after the one that is waited for."""
     idle = state()
     until_s = time.monotonic() + seconds
     batches = [work.start_batch(), work.start_batch()]

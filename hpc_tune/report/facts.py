@@ -290,7 +290,7 @@ def list_start_facts(run: Run) -> Rows:
         ("learning rate", start.get("rate")),
         ("memory", start.get("memory")),
         ("slowest rank", describe_straggler(run)),
-        ("energy", energy.words if (energy := sum_energy(run.events)) else ""),
+        ("energy", energy.full_text if (energy := sum_energy(run.events)) else ""),
         ("energy of the jobs", run.jobs_energy.words if run.jobs_energy else ""),
         ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
     ]
@@ -440,7 +440,7 @@ def event_text(event: Record) -> str:
             return str(event.get("reason"))
         case "energy":
             told = sum_energy([event])
-            return told.words if told else ""
+            return told.full_text if told else ""
         case "mixture":
             return f"from here on: {event.get('changes')}"
         case "held_out":

@@ -43,7 +43,7 @@ def _plot_loss(runs: Sequence[Run]) -> Figure | None:
         if run.evals:
             label = _make_label(runs, run, "held-out")
             _plot_held_out(axes, run.evals, "step", "eval_loss", color=color, label=label)
-    return _finish(figure, axes)
+    return _finish_figure(figure, axes)
 
 
 def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: Any) -> None:
@@ -67,7 +67,7 @@ def _plot_eval(runs: Sequence[Run]) -> Figure | None:
         look |= {"ls": ("-", "--", ":", "-.")[number // len(COLORS) % 4]}
         label = _make_label(runs, run, _shorten(name))
         _plot_held_out(axes, rows, "step", "loss", **look, label=label)
-    return _finish(figure, axes)
+    return _finish_figure(figure, axes)
 
 
 def _plot_rate(runs: Sequence[Run]) -> Figure | None:
@@ -80,7 +80,7 @@ def _plot_rate(runs: Sequence[Run]) -> Figure | None:
         )
         below.plot(*curve_points(run.steps, "step", "grad_norm"), color=color, lw=1)
     above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    return _finish(figure, above, below)
+    return _finish_figure(figure, above, below)
 
 
 def _plot_speed(runs: Sequence[Run]) -> Figure | None:
@@ -103,7 +103,7 @@ def _plot_speed(runs: Sequence[Run]) -> Figure | None:
             below.plot(*shares, color=color, lw=1.2)
     for axes in {above, below}:
         _begin_at_zero(axes)
-    return _finish(figure, above, *([below] if has_mfu else []))
+    return _finish_figure(figure, above, *([below] if has_mfu else []))
 
 
 def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
@@ -120,7 +120,7 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
         )
         axes.set_xlim(steps[0], steps[-1])
         axes.set_ylim(0, _axis_top([sum(row[name] for name in names) for row in rows]))
-        return _finish(figure, axes)
+        return _finish_figure(figure, axes)
     figure, axes = _new_figure("mean seconds per step", "")
     means = [_mean_row(_step_time_shares(run)) for run in runs if run.steps]
     if not means:
@@ -133,7 +133,7 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
     labels = [_shorten(run.name) for run in runs if run.steps]
     axes.set_yticks(range(len(means)), labels)
     axes.invert_yaxis()
-    return _finish(figure, axes)
+    return _finish_figure(figure, axes)
 
 
 def _plot_memory(runs: Sequence[Run]) -> Figure | None:
@@ -170,7 +170,7 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
         if len(runs) == 1:
             _mark_events(axes, runs[0], factor)
         _begin_at_zero(axes)
-    return _finish(figure, *all_axes)
+    return _finish_figure(figure, *all_axes)
 
 
 def _mark_events(axes: Axes, run: Run, factor: float) -> None:
@@ -204,7 +204,7 @@ def _plot_ranks(runs: Sequence[Run]) -> Figure | None:
         axes.plot(steps, least, color=color, lw=0.8, ls="--",
                   label=_make_label(runs, run, "fastest rank"))  # fmt: skip
     _begin_at_zero(axes)
-    return _finish(figure, axes)
+    return _finish_figure(figure, axes)
 
 
 def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
@@ -225,7 +225,7 @@ def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
         axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
     axes.set_yticks(rows, list(phases))
     axes.invert_yaxis()
-    return _finish(figure, axes)
+    return _finish_figure(figure, axes)
 
 
 def _step_time_shares(run: Run) -> list[dict[str, float]]:
@@ -337,7 +337,7 @@ def _two_axes(x_label: str, **layout: Any) -> tuple[Figure, tuple[Axes, Axes]]:
     return figure, (above, below)
 
 
-def _finish(figure: Figure, *all_axes: Any) -> Figure | None:
+def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
     """Give the axes what all have; None where nothing was drawn."""
     if not any(_has_data(axes) for axes in all_axes):
         return None
@@ -387,7 +387,7 @@ def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
     above.set_ylabel(_loss_label(runs))
     _draw_bands(above, below, run, factor)
     _draw_lanes(below, run, factor)
-    return _finish(figure, above, below)
+    return _finish_figure(figure, above, below)
 
 
 def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
@@ -564,7 +564,7 @@ def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
             axes.plot(*trained, color=color, lw=1.3, label=_make_label(runs, run, "training"))
             look = {"color": color, "label": _make_label(runs, run, "held-out")}
             _plot_held_out(axes, run.evals, "step", f"eval_preferences.{name}", **look)
-    return _finish(figure, *both)
+    return _finish_figure(figure, *both)
 
 
 # The share of pairs that are the right way round, and by how much.

@@ -58,7 +58,7 @@ class RunEnergy:
         return text
 
     @property
-    def words(self) -> str:
+    def full_text(self) -> str:
         """All of it: what was counted, what was not, and for how many starts."""
         notes = [f"not known: {what}" for what in self.missing]
         notes += [_OTHER_JOBS_NOTE] if self.has_others and self.joules is not None else []

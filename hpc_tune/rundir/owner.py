@@ -390,7 +390,7 @@ _MAX_HINTS = 3
 
 
 def similar_runs_hint(path: Path) -> str:
-    """Return what to say behind a path that is no run: the runs in it, or of similar names."""
+    """Return what to say after a path that is no run: the runs in it, or of similar names."""
     if path.is_dir():
         newest = sorted(_runs_in(path), key=lambda run: run.stat().st_mtime, reverse=True)
         named = ", ".join(map(str, newest[:_MAX_HINTS]))

@@ -21,7 +21,7 @@ class Layout:
     together, each with rows of its own. The ranks of the ``tensor`` axis share each matrix product,
     those of the ``pipeline`` axis hold different decoder blocks; both work on the same rows.
 
-    A mixture's routed experts are dealt over ``expert`` neighbours of the shard axis, and those of
+    A mixture's routed experts are spread over ``expert`` neighbours of the shard axis, and those of
     one rank are sharded over the ``expert_shard`` ranks that have the same: for experts the shard
     axis is expert_shard x expert.
     """
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def saved(self) -> dict[str, int]:
-        """What checkpoints say of it: ranks by axis, and by ``expert`` where experts are dealt."""
+        """What checkpoints say of it: ranks by axis, and by ``expert`` where experts are spread."""
         return {name: n for name, n in asdict(self).items() if name != "expert" or n > 1}
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ class Layout:
 def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate", "shard")) -> str:
     """Return ranks by axis in words; of those of one rank only the ones that are ``always`` told.
 
-    Experts are dealt over ranks that are counted already.
+    Experts are spread over ranks that are counted already.
     """
     shown = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
-    dealt = f", expert {n}" if (n := shown.pop("expert", 1)) > 1 else ""
-    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + dealt
+    spread = f", expert {n}" if (n := shown.pop("expert", 1)) > 1 else ""
+    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + spread
 
 
 @dataclass(frozen=True)

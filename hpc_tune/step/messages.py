@@ -79,7 +79,11 @@ def step_messages(
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
         yield Message(
-            "send", ("pipeline",), 2, plan.values(computed) * plan.activation_itemsize, hops
+            "send",
+            ("pipeline",),
+            2,
+            plan.activation_values(computed) * plan.activation_itemsize,
+            hops,
         )
 
 
@@ -190,7 +194,7 @@ def _summed_activations(
     backward, is_first = sum(block.backward for block in sums), pp_rank == 0
     # A block that runs again does its first sums again, and stops before its last.
     again = max(0, forward - len(sums)) if recomputes else 0
-    # A frozen embedding, behind which no norm is trained, needs no gradient from the first block.
+    # A frozen embedding, after which no norm is trained, needs no gradient from the first block.
     unneeded = sums[0].of_input and is_first and not size.trains_block_input
     yield hidden * plan.itemsize, forward - routed + again
     # Experts give values of the dtype of what flows between blocks, and are a block's last sum.
@@ -205,19 +209,19 @@ def _summed_activations(
 def expert_messages(
     plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
-    """Yield the messages of tokens to experts that are dealt over ranks, and back.
+    """Yield the messages of tokens to experts that are spread over ranks, and back.
 
     Where routers choose evenly: each of a token's experts gets its hidden values and sends as many
     back, and so their gradients. Before them goes how many there are for each expert, in 8 bytes. A
     block that runs again sends the values again, not how many, and a first block with nothing
-    trained in front of its experts sends back no gradients of its input: not counted off.
+    trained before its experts sends back no gradients of its input: not counted off.
     """
     if plan.layout.expert == 1:
         return
     over = partial(_collective, plan, "all_to_all", ("expert",))
     mixtures = plan.num_mixture_blocks(pp_rank)
     forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
-    rows = plan.values(computed) * num_chosen_experts(plan.model)
+    rows = plan.activation_values(computed) * num_chosen_experts(plan.model)
     yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
     yield over(8 * num_experts(plan.model), mixtures * len(computed))
 

@@ -53,7 +53,7 @@ class StepPlan:
     num_router_sums: int = 0
 
     @classmethod
-    def of(
+    def for_model(
         cls,
         built: BuiltModel,
         layout: Layout,
@@ -125,23 +125,23 @@ class StepPlan:
             part = weights.num_values
             if weights.part == "blocks":
                 part = weights.num_values_in(self.rank_blocks(pp_rank), num_blocks)
-            dealt = layout.expert if weights.kind == ROUTED else 1
-            ways = dealt * (layout.tensor if weights.role in SLICES else 1)
+            expert_ranks = layout.expert if weights.kind == ROUTED else 1
+            ways = expert_ranks * (layout.tensor if weights.role in SLICES else 1)
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
             shape = weights.row_shard_shape(
-                dealt * (layout.tensor if weights.role == "slice" else 1)
+                expert_ranks * (layout.tensor if weights.role == "slice" else 1)
             )
             cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
             held.append(cut)
         return held
 
     def is_expert_parallel(self, kind: str) -> bool:
-        """Whether weights of a kind are experts that are dealt over ranks of the shard axis."""
+        """Whether weights of a kind are experts that are spread over ranks of the shard axis."""
         return self.layout.expert > 1 and kind == ROUTED
 
     @property
     def shards_experts(self) -> bool:
-        """Whether experts are dealt, and FSDP2 has them: to shard those of a rank, or to cast them.
+        """Whether FSDP2 has experts that are spread: to shard those of a rank, or to cast them.
 
         torch's grouped products know no autocast.
         """
@@ -162,7 +162,7 @@ class StepPlan:
         return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
 
     def shard_axis(self, kind: str) -> str:
-        """Return over which axis weights of a kind are sharded: dealt experts by a part of it."""
+        """Return over which axis weights of a kind are sharded: spread experts by a part of it."""
         return "expert_shard" if self.is_expert_parallel(kind) else "shard"
 
     def num_shards(self, weights: WeightGroup) -> int:
@@ -210,7 +210,7 @@ class StepPlan:
         kept = [micro for micro in micros if micro[1] or not self.skips_empty()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
 
-    def values(self, computed: Sequence[MicroTokens]) -> int:
+    def activation_values(self, computed: Sequence[MicroTokens]) -> int:
         """Return the values between two blocks: tokens with padding x hidden."""
         return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
 
@@ -248,11 +248,11 @@ class StepPlan:
         shards = (self.size.is_full and self.uses_fsdp) or self.layout.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def reducing_axes(self, is_partial: bool, is_dealt: bool = False) -> tuple[str, ...]:
+    def reducing_axes(self, is_partial: bool, is_spread: bool = False) -> tuple[str, ...]:
         """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
 
-        ``is_dealt``: of experts, whose ranks have had the tokens of all that they are dealt over.
+        ``is_spread``: of experts, whose ranks have had the tokens of all that they are spread over.
         """
-        if is_dealt:
+        if is_spread:
             return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")

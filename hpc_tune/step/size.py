@@ -48,7 +48,7 @@ class WeightGroup:
     """All of a model's parameters that every layout treats alike, added up.
 
     ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
-    what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
+    what follows the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms, and
     what has fewer than two dims. ``kind``: what they are in a mixture of experts
     (``experts.group_parameters``). ``by_block``: the values in each decoder block, where they
@@ -68,7 +68,7 @@ class WeightGroup:
     def padded(self, num: int, shards: int, along_any: bool = False) -> int:
         """Return ``num`` values or bytes of these with what makes their shards equally large.
 
-        FSDP2 deals the rows of each tensor, the same number to each shard: some get empty ones.
+        FSDP2 splits the rows of each tensor, the same number to each shard: some get empty ones.
         ``along_any``: it is sharded along another dimension where the shards divide that.
         """
         divided = self.shape if along_any else self.shape[:1]
@@ -127,7 +127,7 @@ class ModelSize:
 
     @property
     def trains_block_input(self) -> bool:
-        """Whether something in front of the first block's products is trained."""
+        """Whether something before the first block's products is trained."""
         blocks = [w for w in self.weights if w.part == "blocks" and w.is_vector]
         return self.trains_embedding or any(w.is_trained for w in blocks)
 
@@ -227,7 +227,7 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
     Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded, but those on
-    experts are dealt with them; all else is divided by the shards, with padding. The tensor and
+    experts are spread with them; all else is divided by the shards, with padding. The tensor and
     pipeline axes divide everything, but for norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
@@ -250,8 +250,8 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
     padded = 0
     for weights in sharded:
         if weights.kind == ROUTED and layout.expert > 1:
-            dealt = replace(weights, shape=weights.row_shard_shape(layout.expert))
-            padded += dealt.padded(weights.num_bytes, layout.expert_shard, along_any=True)
+            spread = replace(weights, shape=weights.row_shard_shape(layout.expert))
+            padded += spread.padded(weights.num_bytes, layout.expert_shard, along_any=True)
         else:
             padded += weights.padded(weights.num_bytes, layout.shard)
     return num_bytes * padded // whole if whole else num_bytes

@@ -177,7 +177,7 @@ class Control:
             self._save()
         if stop_reason:
             saver.finish()
-            facts = outcome_facts(need, self._governor.taken) if need else {}
+            facts = outcome_facts(need, self._governor.actions_taken) if need else {}
             self._stop_outcome = stopped_outcome(stop_reason, saver.committed_step, facts)
             return StepDecision(goes_on=False)
         if trainer.loader.micro_size != micro_size:
@@ -232,7 +232,7 @@ class Control:
             trainer.data_s,
             [int(tokens) for tokens in status.by_source],
         )
-        recomputes = Action.RECOMPUTE.value in self._governor.taken
+        recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
         self.recorder.take(finished, sample, recomputes)
         self._profile.finish_step(step, result, trainer.data_s)
         every = self._settings.every_steps
@@ -270,7 +270,7 @@ class Control:
     def _own_status(self, reason: str | None) -> StepStatus:
         """Return what this rank says. The clock that says when to save is rank 0's."""
         return StepStatus(
-            *self.recorder.counts(self._batches),
+            *self.recorder.count_tokens(self._batches),
             save=self._clock.due_in_s <= 0,
             stop=reason is not None,
             saves_done=self.saver.status(),
@@ -323,7 +323,7 @@ class Control:
             loader=self.trainer.position,
             eval_loss=evals.loss_at(step),
             evals=asdict(evals),
-            governor=self._governor.taken,
+            governor=self._governor.actions_taken,
         )
 
     def _evaluate(self) -> None:
@@ -336,7 +336,7 @@ class Control:
         measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
         if measured is not None:
             _, loss = self._evaluation.evals.last or (step, math.nan)
-            self.recorder.metrics.evaluation(step, loss, measured)
+            self.recorder.metrics.record_evaluation(step, loss, measured)
 
 
 def prepare_control(

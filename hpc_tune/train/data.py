@@ -76,7 +76,7 @@ class Data:
         return stream if isinstance(stream, MixedRows) else None
 
     @property
-    def packed(self) -> list[PackedRows]:
+    def packed_sources(self) -> list[PackedRows]:
         """The rows of each source, in the order of ``sources``."""
         stream = self.loader.stream
         if isinstance(stream, MixedRows):

@@ -63,7 +63,7 @@ class RunEnergyMeter:
         this_start = sum_energy([{"kind": ENERGY_EVENT, "step": step, **fields}])
         energy = read_energy(self._job.dir) or this_start
         assert energy is not None
-        log.info("energy  %s", energy.words)
+        log.info("energy  %s", energy.full_text)
 
 
 def _gpus_of_node(comm: Comm) -> list[str] | None:

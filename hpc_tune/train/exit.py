@@ -119,7 +119,10 @@ def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> N
     release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
     if isinstance(error, OSError):
-        error = DiskError.of(error, comm.activity[0] if comm is not None else "starting") or error
+        error = (
+            DiskError.from_os_error(error, comm.activity[0] if comm is not None else "starting")
+            or error
+        )
     end_world(comm, error, partial(_report_and_release, run_dir=run_dir))
 
 
@@ -374,7 +377,7 @@ class MemoryExit:
         advice = f"Before training there is no memory-saving action: {MORE_MEMORY_ADVICE}"
         taken: list[str] = []
         if self.governor is not None:
-            advice, taken = self.governor.advice(need), self.governor.taken
+            advice, taken = self.governor.advice(need), self.governor.actions_taken
         step = self._resume_point.step or 0
         words = (
             f"stopped before memory ran out while {self._comm.activity[0]}: {need.words}. {advice}"

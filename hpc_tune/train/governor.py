@@ -77,10 +77,12 @@ class Governor:
         for action in dict.fromkeys(self._policy.taken):
             self._set_level(action)
         if self._policy.taken:
-            log.info("memory  actions of the last run stay in effect: %s", ", ".join(self.taken))
+            log.info(
+                "memory  actions of the last run stay in effect: %s", ", ".join(self.actions_taken)
+            )
 
     @property
-    def taken(self) -> list[str]:
+    def actions_taken(self) -> list[str]:
         """What was done and holds, in order."""
         return [action.value for action in self._policy.taken]
 
@@ -120,7 +122,7 @@ class Governor:
         worst = max(self._comm.gather(own), key=lambda share: share.full)
         if level != self._reported:
             self._reported = level
-            self._report(step, worst, f"memory is {level.words}", level=level.name.lower())
+            self._report(step, worst, f"memory is {level.description}", level=level.name.lower())
         if decision is None:
             return None
         if decision.action == Action.LEAVE:

@@ -121,7 +121,7 @@ def open_job(
                 events.write("warning", message=last.death, began_s=process_start_s())
             monitor.start(memory_exit.stop)
             try:
-                with RollCall(comm, config.run.timeout, lost).over():
+                with RollCall(comm, config.run.timeout, lost).watching():
                     yield Job(
                         *(config, comm, training, run_dir, last, store, events),
                         *(monitor, memory_exit, resume_point, owner, stop, watchdog),

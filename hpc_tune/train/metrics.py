@@ -207,7 +207,7 @@ class Metrics:
         self._lines = JsonLines(run_dir / METRICS if run_dir else None)
         self._trackers = trackers or Trackers()
 
-    def step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
+    def record_step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
         """Record one optimizer step, with what the routers of a mixture did in it."""
         if self._experts is not None and routers is not None:
             self._experts.add(metrics.step, routers)
@@ -234,7 +234,7 @@ class Metrics:
                 100 * metrics.comm_s / metrics.step_s,
             )
 
-    def evaluation(self, step: int, eval_loss: float, measured: EvalResult) -> None:
+    def record_evaluation(self, step: int, eval_loss: float, measured: EvalResult) -> None:
         """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
         terms = {"eval_pairs" if measured.measures else "eval_tokens": measured.terms}
         row = to_row(
@@ -359,7 +359,7 @@ class Recorder:
         self._taken: tuple[StepMetrics, RouterSums | None, Extremes] | None = None
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
-    def counts(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
+    def count_tokens(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
         rank counts.
         """
@@ -445,7 +445,7 @@ class Recorder:
             return
         (metrics, routers, _), self._taken = self._taken, None
         self._rank_work.add(metrics.step, of_ranks.work_s)
-        self.metrics.step(replace(metrics, **_find_extremes(metrics, of_ranks)), routers)
+        self.metrics.record_step(replace(metrics, **_find_extremes(metrics, of_ranks)), routers)
 
     def record_now(self) -> None:
         """Do that by a message of its own: before an evaluation or a save. Collective."""

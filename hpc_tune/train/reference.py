@@ -66,7 +66,7 @@ def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: En
     """
     if not model.config.tune.has_reference:
         return data
-    for source, rows in zip(data.sources, data.packed, strict=True):
+    for source, rows in zip(data.sources, data.packed_sources, strict=True):
         rows.set_reference(_load_or_compute(job, model, plan, source, engine))
     data.loader.read_again()
     references = [_load_or_compute(job, model, plan, source, engine) for source in data.held_out]
@@ -83,14 +83,16 @@ def _load_or_compute(
         "looking for the reference",
         lambda: folder / f"reference-{_cache_key(model, store, comm.device)}.npy",
     )
-    kept = comm.on_rank_0("reading the reference", partial(_read, file, store.num_documents))
+    kept = comm.on_rank_0(
+        "reading the reference", partial(_read_reference, file, store.num_documents)
+    )
     if kept is not None:
         log.info("reference of %s: %s", source.setting, file)
         return np.asarray(kept)
     began_s = time.monotonic()
     job.monitor.enter(Phase.REFERENCE, "computing the reference", tell=True)
-    reference = _compute(job, model, plan, store, engine)
-    comm.on_rank_0("keeping the reference", partial(_write, file, reference))
+    reference = _compute_reference(job, model, plan, store, engine)
+    comm.on_rank_0("keeping the reference", partial(_write_reference, file, reference))
     log.info(
         "reference of %s: the log-probabilities of %d rows of preferences, in %s; kept in %s",
         *(source.setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
@@ -98,7 +100,7 @@ def _load_or_compute(
     return reference
 
 
-def _compute(
+def _compute_reference(
     job: Job, model: Model, plan: StepPlan, store: TokenStore, engine: Engine
 ) -> np.ndarray:
     comm, config = job.setup_comm, model.config
@@ -217,7 +219,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _read(file: Path, num_documents: int) -> np.ndarray | None:
+def _read_reference(file: Path, num_documents: int) -> np.ndarray | None:
     if not file.exists():
         return None
     try:
@@ -237,7 +239,7 @@ def _read(file: Path, num_documents: int) -> np.ndarray | None:
     return kept
 
 
-def _write(file: Path, reference: np.ndarray) -> None:
+def _write_reference(file: Path, reference: np.ndarray) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()

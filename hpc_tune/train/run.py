@@ -208,14 +208,14 @@ def _train(
         model = with_scaled_positions(model, learned, job.setup_comm)
         log_start(job, model, resolved, forecast, data)
         layout, parallel = resolved.layout, resolved.parallel
-        plan = StepPlan.of(model.built, layout, parallel, data.loss_share, model.size)
+        plan = StepPlan.for_model(model.built, layout, parallel, data.loss_share, model.size)
         engine = load_engine(job, model, plan)
         data = use_reference(job, model, plan, data, engine)
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
         energy = RunEnergyMeter(job)
-        with control.step_limit.over(), defer_collection():
+        with control.step_limit.watching(), defer_collection():
             outcome = train(control.trainer, control)
         finish(job, model, forecast, control, energy, outcome)
     return outcome

@@ -215,7 +215,7 @@ class Saver:
             self._last_progress, self._last_progress_s = progress, now_s
         elif now_s - self._last_progress_s > (limit_s := self._writing.limit_s):
             why = f"no byte was written for {limit_s:.0f} s: the file system hangs"
-            if not save.writer.over:
+            if not save.writer.has_ended:
                 save.writer.cancel(why)  # and its task tells rank 0
             else:
                 save.task.cancel(why)

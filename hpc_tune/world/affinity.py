@@ -4,7 +4,7 @@
     apply_core_share
 
 It runs before torch is imported, since the threads that torch starts inherit the mask. Which GPU
-each rank has is known only after that: then the cores are dealt again, by the GPUs' NUMA nodes.
+each rank has is known only after that: then the cores are assigned again, by the GPUs' NUMA nodes.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ class Architecture:
 
     @property
     def has_tf32(self) -> bool:
-        """Whether it multiplies fp32 matrices as TF32 where torch is told to."""
+        """Whether it multiplies fp32 matrices as TF32 where torch is set to."""
         return self._is_supported((8, 0), ())
 
     @property

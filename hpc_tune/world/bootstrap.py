@@ -326,7 +326,7 @@ def _choose_device(
     if wanted == "auto" and own == VisibleGpus() and not refuses_unused:
         wanted = "cpu"
     device, report = pick_device(wanted, world, seen)
-    reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
+    reports = [DeviceReport.from_json(row) for row in exchange.all_gather(asdict(report))]
     warning = check_devices(reports, claim.launcher != "single") or hidden_gpus_warning(reports)
     nodes = gpu_numa_nodes(seen) if device.type == "cuda" else []
     near = [None if n is None else affinity.NumaNode(n, read_node_cpus(SYS, n)) for n in nodes]

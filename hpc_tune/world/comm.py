@@ -52,7 +52,7 @@ class RankWatch(Protocol):
     def renumber(self, comm: "Comm", ranks: Sequence[int]) -> None:
         """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
 
-    def leave(self, exit_code: int) -> None:
+    def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this one has said why the world ends."""
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class Comm:
         except HpcTuneError as caught:
             error = caught
         except OSError as caught:
-            if (error := DiskError.of(caught, what)) is None:
+            if (error := DiskError.from_os_error(caught, what)) is None:
                 raise
         finally:
             self.alone.pop()
@@ -247,7 +247,7 @@ class Comm:
 
     def watch_for_hang(self, what: str) -> AbstractContextManager[None]:
         """Watch a block in which this rank works alone: if it hangs, the world ends."""
-        return self.hang.over(what) if self.hang is not None else nullcontext()
+        return self.hang.watching(what) if self.hang is not None else nullcontext()
 
     def with_step_timeout(self) -> "Comm":
         """Return this communicator with control traffic that waits no longer than run.timeout.

@@ -110,7 +110,7 @@ class DeviceReport:
     reachable: int = 0
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "DeviceReport":
+    def from_json(cls, row: Mapping[str, Any]) -> "DeviceReport":
         """Return the report of another rank, which came as JSON."""
         return cls(**{**row, "visible": tuple(row["visible"])})
 

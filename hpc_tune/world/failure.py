@@ -127,7 +127,7 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
     if isinstance(error, RemoteError):
         return None
     if isinstance(error, OSError):
-        error = DiskError.of(error, comm.activity[0] if comm else "starting") or error
+        error = DiskError.from_os_error(error, comm.activity[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(liveness.FIRST_REPORT_S)
@@ -297,7 +297,7 @@ def watch_launcher(who: str) -> None:
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
     """Tell the ranks of other hosts that this one has reported why the world ends."""
     if comm is not None and comm.watch is not None:
-        comm.watch.leave(exit_code)
+        comm.watch.announce_exit(exit_code)
 
 
 def label_of(comm: Comm | None) -> str:

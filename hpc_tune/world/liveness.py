@@ -107,7 +107,7 @@ class Watcher:
             threading.Thread(target=self._run, args=(look,), name=self._name, daemon=True).start()
 
     @contextmanager
-    def over(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Look during the block."""
         self.start()
         try:
@@ -230,18 +230,18 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
 
 
 class HangWatch:
-    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread."""
+    """Watches the main thread in ``watching``; ``lost`` ends the world, called in a thread."""
 
     def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
         """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
         self._limit_s, self._end_world = limit_s, lost
 
     @contextmanager
-    def over(self, what: str) -> Iterator[None]:
+    def watching(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
         every_s = min(HANG_LOOK_EVERY_S, self._limit_s / HANG_NUM_LOOKS)
         ends_if_still = make_stall_check(
-            read_progress, self._limit_s, every_s, partial(self._end, what)
+            read_progress, self._limit_s, every_s, partial(self._report_hang, what)
         )
 
         def look() -> bool:
@@ -251,12 +251,12 @@ class HangWatch:
         watcher = Watcher("hang", every_s, look)
         self._reset_timer()
         try:
-            with watcher.over():
+            with watcher.watching():
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, what: str) -> None:
+    def _report_hang(self, what: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         exit_soon()  # reporting it may wait for the same disk
         self._end_world(

@@ -114,7 +114,7 @@ _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
 
 class StepLimit:
-    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread.
+    """Watches the main thread in ``watching``; ``lost`` ends the world, and is called in a thread.
 
     torch's limit on a collective of NCCL counts while a job is suspended, and has no word about the
     rank that is missing. So it is later than this one.
@@ -149,9 +149,9 @@ class StepLimit:
         self._num_entered, self._activity = self._num_entered + 1, doing
         self._comm.begin(doing)
 
-    def over(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
-        return self._watcher.over() if self._comm.world.size > 1 else nullcontext()
+        return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
     def _stall_sign(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
@@ -225,7 +225,7 @@ class StepLimit:
 
 
 class RollCall:
-    """Calls the ranks of ``comm`` in ``over``; ``lost`` ends the world, in a thread.
+    """Calls the ranks of ``comm`` in ``watching``; ``lost`` ends the world, in a thread.
 
     Rank 0 calls by a number in the store, again and again, and a thread of each rank answers with
     it. In training ``StepLimit`` asks sooner, and knows who is late. Before it a rank may work
@@ -251,9 +251,9 @@ class RollCall:
             "roll-call", every_s, partial(self._stop_if_store_gone, self._answer_call), look
         )
 
-    def over(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Call and answer during the block."""
-        return self._watcher.over() if self._comm.world.size > 1 else nullcontext()
+        return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
     def _stop_if_store_gone(self, look: Callable[[], bool]) -> bool:
         try:
@@ -357,7 +357,7 @@ class HostWatch:
             return with_0 | ended.keys()
         return set(ended)
 
-    def leave(self, exit_code: int) -> None:
+    def announce_exit(self, exit_code: int) -> None:
         """Tell the ranks of other hosts that this one has said why the world ends."""
         self.reported_code = exit_code
         self._send_to_all(_LEAVE + str(exit_code).encode())

@@ -107,7 +107,7 @@ def test_families_have_one_loss_in_more_layouts(tmp_path, family, trained):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("packed", ["tune.method=qlora", "tune.base_dtype=fp8"])
-def test_packed_experts_have_one_loss_wherever_they_are_dealt(tmp_path, packed):
+def test_packed_experts_have_one_loss_wherever_they_are_spread(tmp_path, packed):
     if packed == "tune.method=qlora":
         pytest.importorskip("bitsandbytes")
     words = [*words_of(tmp_path, "mixtral", num_local_experts=8), *EXPERTS, packed]

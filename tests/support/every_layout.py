@@ -54,7 +54,7 @@ def batches_of(config, layout, rank):
 def steps_of(config, built, layout, reshard, comm):
     """Return the seconds of each step, and those in which this rank waited for messages."""
     parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
-    plan = StepPlan.of(built, layout, parallel)
+    plan = StepPlan.for_model(built, layout, parallel)
     engine = NativeEngine(built, EngineSettings(plan, comm.device, config.optim))
     batches, tokens = batches_of(config, layout, comm.world.rank)
     times, waits = [], []

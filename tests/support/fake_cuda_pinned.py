@@ -61,7 +61,7 @@ def main() -> None:
 
 def engine_of(built, **words):
     parallel = ParallelConfig(shard=RANKS, recompute="none", reshard="block", **words)
-    plan = StepPlan.of(built, Layout(1, RANKS), parallel)
+    plan = StepPlan.for_model(built, Layout(1, RANKS), parallel)
     settings = EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3))
     return NativeEngine(built, settings, make_fake_mesh(settings))
 

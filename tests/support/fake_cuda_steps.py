@@ -129,7 +129,7 @@ def main() -> None:
         built = build(shape, DTYPES[dtype], tune, 0, weights=False)
         native.send_large_messages, first = noting_groups()
         with _fake_world(rank, world.size), fake_cuda() as watch:
-            plan = StepPlan.of(built, world, parallel)
+            plan = StepPlan.for_model(built, world, parallel)
             optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
             settings = EngineSettings(plan, DEVICE, optim)
             store = stores[tune.objective]
@@ -215,7 +215,7 @@ def timed(engine, watch):
     it: waits for events of streams that gather or sum, or that come after them.
     """
     found, collectives = set(), engine._collectives
-    take, pairs, waits, sent = collectives.take, [], [], {}
+    take, pairs, waits, sent = collectives.pop_totals, [], [], {}
 
     def noting():
         kind = {True: "compute", False: "beside"}
@@ -250,9 +250,9 @@ def timed(engine, watch):
         return event
 
     kinds, untimed = [], []
-    collectives.take, collectives.record_end, watch.told = noting, noting_done, told
+    collectives.pop_totals, collectives.record_end, watch.told = noting, noting_done, told
     yield kinds, untimed
-    collectives.take, collectives.record_end, watch.told = take, done, lambda *_: None
+    collectives.pop_totals, collectives.record_end, watch.told = take, done, lambda *_: None
     for now, stream, at, place in waits:
         if stream in sent and not is_timed(now, stream, at):
             untimed.append(place)

@@ -34,14 +34,14 @@ MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "nu
 
 
 def layouts(size: int) -> list[Layout]:
-    """Return all layouts of ``size`` ranks; experts are dealt where no axis cuts them."""
+    """Return all layouts of ``size`` ranks; experts are spread where no axis cuts them."""
     numbers = range(1, size + 1)
     found = []
     for replicate, shard, tensor, pipeline in itertools.product(numbers, repeat=4):
         whole = Layout(replicate, shard, tensor, pipeline)
         if whole.size == size:
-            dealt = [n for n in numbers if shard % n == 0 and tensor == pipeline == 1]
-            found += [Layout(replicate, shard, tensor, pipeline, n) for n in dealt or [1]]
+            spread = [n for n in numbers if shard % n == 0 and tensor == pipeline == 1]
+            found += [Layout(replicate, shard, tensor, pipeline, n) for n in spread or [1]]
     return found
 
 
@@ -71,7 +71,7 @@ def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str,
     """Return what one rank does in turn, and the sizes of the groups that there are then."""
     targets = {"targets": ["q_proj", "experts"]} if layout.expert > 1 else {}
     built = build(model, torch.float32, TuneConfig(method=method, **targets), 0, weights=False)
-    plan = StepPlan.of(built, layout, ParallelConfig(reshard="block", **said))
+    plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block", **said))
     done: list[tuple[list[int], bool]] = []
     new_group, aside = dist.new_group, mesh.mirror_group_creation
 

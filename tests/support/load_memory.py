@@ -80,7 +80,7 @@ def main() -> None:
     comm.barrier("all ranks to have built the model")
     before, read_before = own_bytes(), bytes_read()
     with Peak() as loading:
-        plan = StepPlan.of(built, layout, parallel)
+        plan = StepPlan.for_model(built, layout, parallel)
         engine = engine_type(built, EngineSettings(plan, comm.device, config.optim))
     loaded = own_bytes()
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)

@@ -65,7 +65,7 @@ def main() -> None:
     def begin() -> None:
         nonlocal engine
         parallel = config.parallel.model_copy(update={"reshard": "block"})
-        plan = StepPlan.of(built, layout, parallel)
+        plan = StepPlan.for_model(built, layout, parallel)
         engine = NativeEngine(built, EngineSettings(plan, comm.device, config.optim))
         if newest is not None:
             engine.load(index_checkpoint(newest), 1)

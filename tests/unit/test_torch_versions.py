@@ -77,7 +77,7 @@ def test_the_operator_below_is_given_what_the_newer_function_gives_it(monkeypatc
 def test_a_product_that_wants_aligned_operands_goes_another_way(monkeypatch):
     pytest.importorskip("transformers.integrations.moe")  # it has the other way
     torch.manual_seed(0)
-    rows = SortedRows.of(torch.tensor([[0], [1], [1]]), 2, torch.float32)
+    rows = SortedRows.sort_by_expert(torch.tensor([[0], [1], [1]]), 2, torch.float32)
     x = torch.randn(3 * 8 + 1)[1:].view(3, 8)  # 4 bytes behind a multiple of 16
     weight = torch.randn(2, 8, 8)
     plain, gradient = rows.multiply_by_expert(x, weight), rows.gradient(x, x, weight)

@@ -205,7 +205,7 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
     told = opened(tmp_path / "run", "tensorboard,wandb,mlflow")
     metrics = Metrics(tmp_path / "run", 4, 0, told)
     for step in range(1, 5):
-        metrics.step(dataclasses.replace(STEP, step=step, comm_s=0.0))
+        metrics.record_step(dataclasses.replace(STEP, step=step, comm_s=0.0))
     metrics.close()
     assert [line for line in said if line.startswith("tracker ")] == [
         "tracker mlflow cannot be opened, and the run goes on without it: OSError: "

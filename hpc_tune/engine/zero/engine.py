@@ -177,7 +177,7 @@ class ZeroEngine:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         sums = self._step_sums.tolist()  # a GPU has done its work
-        sent_bytes, comm_s = self._collectives.take()
+        sent_bytes, comm_s = self._collectives.pop_totals()
         num_sums = self._settings.plan.num_sums
         sums, routers = sums[:num_sums], self._watch.read(sums[num_sums:])
         return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)

@@ -149,7 +149,7 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
             os.environ[launchers.OPENMPI_LOCAL_RANK] = from_mpi
 
 
-# -- DeepSpeed's library for NVMe: compiled at its first use, behind a lock file of torch's.
+# -- DeepSpeed's library for NVMe: compiled at its first use, under a lock file of torch's.
 #
 # torch's extension loader waits for that file without a timeout, and a compiler that is killed (a
 # cancelled job, a node that fails) leaves it behind: every later run would wait for ever.

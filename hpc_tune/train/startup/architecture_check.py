@@ -116,7 +116,8 @@ def find_unlike_gradient(models: list[Any]) -> str:
 # -- The small model, and what is tried with it.
 
 
-LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
+# Tokens of the documents: none divides another, and each is longer than a window.
+LENGTHS = (24, 40, 17)
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
 FULL_TUNING = TuneConfig(method="full")
@@ -362,7 +363,7 @@ class _Trial:
         blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
         if blocks != said:  # LongCat's have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {said} layers"
-        plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
+        plan = StepPlan.for_model(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss
         for rank in range(2):
@@ -423,7 +424,7 @@ class _Trial:
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
         # Both set and take back the one state, in any order: to what it is for either.
-        with batch_context.of(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+        with batch_context.using(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -51,7 +51,7 @@ def decide_micro_size(
     most_rows = max_micro_rows(config.batch, layout)
     limit = job.step_limit()
     limit.enter("measuring micro-batches")
-    with limit.over():
+    with limit.watching():
         return largest_micro_size(
             job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
         )

@@ -134,22 +134,22 @@ def test_pipelines_are_counted_with_the_micro_batches_that_a_run_takes(micro_siz
     assert max_micro_rows(settings.batch, layout) == rows
 
 
-def test_experts_are_dealt_over_every_number_of_shards_that_divides_them():
-    def dealt(num_experts, **parts):
+def test_experts_are_spread_over_every_number_of_shards_that_divides_them():
+    def spread(num_experts, **parts):
         parallel = config(**parts).parallel
         found = legal_layouts(parallel, MODEL, 4, True, num_experts)
         return {(one.shard, one.tensor, one.expert) for one in found if one.size == 4}
 
-    dense = dealt(1)
+    dense = spread(1)
     assert {expert for *_, expert in dense} == {1}
-    assert dealt(8) - dense == {(2, 1, 2), (4, 1, 2), (4, 1, 4)}
-    assert dealt(6) - dense == {(2, 1, 2), (4, 1, 2)}
-    assert dense <= dealt(8) & dealt(6)
-    assert dealt(8, parallel={"layout": "auto", "expert": 2}) == {(2, 1, 2), (4, 1, 2)}
-    assert not dealt(1, parallel={"layout": "auto", "expert": 2})
+    assert spread(8) - dense == {(2, 1, 2), (4, 1, 2), (4, 1, 4)}
+    assert spread(6) - dense == {(2, 1, 2), (4, 1, 2)}
+    assert dense <= spread(8) & spread(6)
+    assert spread(8, parallel={"layout": "auto", "expert": 2}) == {(2, 1, 2), (4, 1, 2)}
+    assert not spread(1, parallel={"layout": "auto", "expert": 2})
 
 
-def test_what_cannot_be_with_dealt_experts_is_known():
+def test_what_cannot_be_with_spread_experts_is_known():
     def allowed(**parts):
         settings = config(**parts)
         return allows_expert(settings.parallel, settings.train)
@@ -162,7 +162,7 @@ def test_what_cannot_be_with_dealt_experts_is_known():
     assert check_config(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
 
 
-def test_a_number_of_ranks_that_experts_cannot_be_dealt_over_is_refused():
+def test_a_number_of_ranks_that_experts_cannot_be_spread_over_is_refused():
     parallel = {"layout": "auto", "expert": 2}
     settings = config(model={"path": "shape:llama3-8b"}, parallel=parallel)
     with pytest.raises(ConfigError, match="experts of a llama model can be split over no ranks"):

@@ -35,7 +35,7 @@ def tensors(num=8):
 
 def finished(writer, limit_s=120.0):
     until_s = time.monotonic() + limit_s
-    while not writer.over:
+    while not writer.has_ended:
         assert time.monotonic() < until_s
         time.sleep(0.005)
     return writer.result()
@@ -131,7 +131,7 @@ def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monke
     os.mkfifo(pipe)  # nothing can be written before it has a reader
     writer = Writer({pipe: regions_of(live)}, 9 * BYTES, device=device)
     writer.release(60.0)
-    assert not writer.over
+    assert not writer.has_ended
     assert device.num_waits == 1
     for tensor in live.values():
         tensor.fill_(-1.0)

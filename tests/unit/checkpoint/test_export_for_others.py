@@ -27,7 +27,7 @@ from tests.unit.checkpoint.test_export import (
     trained,
     write_llama,
 )
-from tests.unit.model.test_scaled import stored
+from tests.unit.model.test_float8_checkpoints import stored
 
 LORA = METHODS["lora"]
 # The fields of LoraConfig in peft 0.6 (2023); use_dora came with 0.9.

@@ -115,7 +115,7 @@ def test_who_may_not_open_the_driver_is_told_of_its_group(tmp_path, monkeypatch)
     assert "this user may not open /dev/kfd; ask your centre for the group" in found.text
 
 
-def test_gpus_that_no_scheduler_has_dealt_are_told_of(tmp_path):
+def test_gpus_that_no_scheduler_has_granted_are_told_of(tmp_path):
     assert find_unused_gpus({}, "n0", CPU, root=tmp_path) is None, "a laptop"
     nvidia(tmp_path)
     alone = find_unused_gpus({}, "n0", CPU, root=tmp_path)

@@ -485,7 +485,7 @@ def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
 
 
 @pytest.mark.parametrize("shard", ["", "parallel.shard=6"])
-def test_experts_are_dealt_over_a_divisor_of_the_shards(write, shard):
+def test_experts_are_spread_over_a_divisor_of_the_shards(write, shard):
     words = ["parallel.expert=4", *shard.split()]
     said = "over ranks of parallel.shard, which is (unset|6); set that to 4 or a multiple of it"
     with pytest.raises(ConfigError, match=said):

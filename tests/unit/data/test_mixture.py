@@ -141,7 +141,7 @@ def test_the_order_of_phases_from_a_file_is_that_of_names():
             phases_from_json(wrong)
 
 
-def test_places_are_dealt_out_once_each():
+def test_each_place_is_used_once():
     order = Interleaving([Fraction(3), Fraction(5), Fraction(11)])
     seen = [order.source_at(place) for place in range(19 * 4)]
     assert sorted(seen) == [

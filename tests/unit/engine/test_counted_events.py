@@ -84,9 +84,9 @@ def test_what_is_no_step_records_nothing(events):
     with collectives.counted("all_gather", 3):
         pass
     with pytest.raises(RuntimeError, match="not ready"):
-        collectives.take()
+        collectives.pop_totals()
     torch.zeros(()).item()
-    collectives.take()
+    collectives.pop_totals()
     with collectives.uncounted():
         for _ in range(3):
             with collectives.counted("all_gather", 3):
@@ -96,4 +96,4 @@ def test_what_is_no_step_records_nothing(events):
     with collectives.counted("all_gather", 5):
         pass
     torch.zeros(()).item()
-    assert collectives.take() == ({"all_gather": 5}, 1e-3)
+    assert collectives.pop_totals() == ({"all_gather": 5}, 1e-3)

@@ -6,7 +6,7 @@ interpreter of its own). FakeTensorMode itself refuses tensors of two devices in
 results whose shapes depend on values. What it cannot carry, and is a stand-in: streams and events
 (their order is followed), pinned memory (it is remembered what was pinned), the generator's state,
 the compute capability (9.0), and the comparison of the variable-length kernel with masked
-attention. Experts that are dealt get their numbers of tokens without a value being read; on a
+attention. Experts that are spread get their numbers of tokens without a value being read; on a
 device the host waits for these in each such layer. Not run at all: DeepSpeed's ZeRO, torch.compile,
 float8 and 4-bit weights, whose libraries want real memory, and the thread of a checkpoint's writer,
 which has no fake tensors.

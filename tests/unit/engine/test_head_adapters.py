@@ -80,7 +80,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
             raise
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    with batch_context.of(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+    with batch_context.using(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -131,7 +131,7 @@ def test_targets_that_leave_a_stage_without_anything_to_train_are_refused(
 
 def in_two(built, stages_per_rank):
     parallel = ParallelConfig(stages_per_rank=stages_per_rank)
-    return StepPlan.of(built, Layout(1, 1, pipeline=2), parallel)
+    return StepPlan.for_model(built, Layout(1, 1, pipeline=2), parallel)
 
 
 def test_a_head_is_enough_for_the_last_stage(base):

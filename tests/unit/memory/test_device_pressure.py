@@ -225,7 +225,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
         "failed: CUDA out of memory. Tried to allocate 2.00 GiB. No further memory-saving"
         in need.words
     )
-    assert outcome_facts(need, governor.taken)["memory"] == "device"
+    assert outcome_facts(need, governor.actions_taken)["memory"] == "device"
     governor.observe(watching.take_peaks())
     assert governor.status() == (0.0,) * 8
 
@@ -251,14 +251,14 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
 )
 def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(governed, short_of, taken):
     governor, *_ = governed(Device(), PreviousRun(short_of=short_of))
-    assert governor.taken == taken
+    assert governor.actions_taken == taken
 
 
 def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed):
     before = PreviousRun(("split_micro_batches", "shrink_buffers"))
     governor, watching, events = governed(Device(), before)
     assert drive(governor, watching, 1000) is None
-    assert governor.taken == ["split_micro_batches"]
+    assert governor.actions_taken == ["split_micro_batches"]
     assert events.actions == ["shrink_buffers"], "undone: the host has room"
 
 
@@ -277,7 +277,7 @@ def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
         ("host", watching.describe_shortage(1)),
     ):
         outcome.write_outcome(
-            outcome.stopped_outcome("why", 4, outcome_facts(need, governor.taken)), tmp_path
+            outcome.stopped_outcome("why", 4, outcome_facts(need, governor.actions_taken)), tmp_path
         )
         assert outcome.read_previous_run(tmp_path).short_of == memory
 

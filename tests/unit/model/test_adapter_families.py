@@ -65,7 +65,7 @@ def blocks_of(model):
 
 def with_own_layers(model):
     copies, blocks = AdapterCopies(), blocks_of(model)
-    copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
+    copies.keep_copies(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
     assert groups
     copies.refresh()
     return model

@@ -13,7 +13,7 @@ P = 0.25
 
 def dropped(rows, seed=0, layer="a", x_BTD=None):
     x_BTD = torch.ones(len(rows), 16, 32) if x_BTD is None else x_BTD
-    with batch_context.of(MicroBatch(rows)):
+    with batch_context.using(MicroBatch(rows)):
         return RowDropout(P, seed, layer)(x_BTD)
 
 
@@ -33,7 +33,7 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
     for number in range(4):
         layer = RowDropout(P, 0, "a")
         layer.take_slice(number, 4)
-        with batch_context.of(MicroBatch([5, 6])):
+        with batch_context.using(MicroBatch([5, 6])):
             assert torch.equal(layer(torch.ones(2, 16, 8)), whole.chunk(4, -1)[number])
 
 
@@ -53,9 +53,9 @@ def test_the_mean_stays_and_evaluation_drops_nothing():
 
 def test_what_is_recomputed_later_drops_the_same():
     layer, x = RowDropout(P, 0, "a"), torch.ones(1, 16, 32, requires_grad=True)
-    with batch_context.of(MicroBatch([5])):
+    with batch_context.using(MicroBatch([5])):
         y = checkpoint(batch_context.bind(lambda v: layer(v).square()), x, use_reentrant=False)
-    with batch_context.of(
+    with batch_context.using(
         MicroBatch([9])
     ):  # another micro-batch runs before this one's backward pass
         y.sum().backward()

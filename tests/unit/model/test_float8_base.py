@@ -201,7 +201,7 @@ def test_a_step_is_that_of_stock_peft_on_the_rounded_weights(base, method):
         saved = name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
         parameter.data.copy_(by_saved[saved].data)
     copies, blocks = AdapterCopies(), list(find_blocks(built.module))
-    copies.keep(blocks, use_lora_linear(blocks, shares_inputs=True))
+    copies.keep_copies(blocks, use_lora_linear(blocks, shares_inputs=True))
     copies.refresh()
     logits, grads = step_of(built.module.causal_lm(), built.module.named_parameters())
     wanted_logits, wanted = step_of(stock, trained)

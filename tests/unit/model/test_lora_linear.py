@@ -184,7 +184,7 @@ def test_layers_that_share_an_input_are_those_of_peft(others, settings, recomput
     fused = copy.deepcopy(stock)
     blocks = [m for m in fused.modules() if isinstance(m, Attention)]
     copies = AdapterCopies()
-    copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
+    copies.keep_copies(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
     assert sorted(len(group.layers) for group in groups) == [1, 1, 3, 3]
     checkpoint_blocks(blocks, recompute)
     for net in (stock, fused):
@@ -258,7 +258,7 @@ def test_kept_copies_follow_the_adapters(dtype, settings):
     kept = copy.deepcopy(plain)
     use_lora_linear(plain.base_model.model)
     copies, blocks = AdapterCopies(), list(kept.base_model.model)
-    copies.keep(blocks, use_lora_linear(blocks))
+    copies.keep_copies(blocks, use_lora_linear(blocks))
     x = torch.randn(3, 5, 24, dtype=dtype)
     outs = []
     for _ in range(3):
@@ -284,7 +284,7 @@ def test_kept_copies_follow_the_adapters(dtype, settings):
 def test_copies_are_made_once_for_each_change():
     net = attention(torch.bfloat16)
     copies, blocks = AdapterCopies(), list(net.base_model.model)
-    copies.keep(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
+    copies.keep_copies(blocks, groups := use_lora_linear(blocks, shares_inputs=True))
     copies.refresh()
     first, weight = groups[0].a_SI, adapter_weight(groups[0].layers[0], "A")
     assert len({group.a_SI.untyped_storage().data_ptr() for group in groups}) == 1

@@ -128,7 +128,7 @@ def stock(query, key, value, lengths):
 
 
 def ours(query, key, value, lengths):
-    with batch_context.of(MicroBatch(documents=make_documents([lengths] * len(query)))):
+    with batch_context.using(MicroBatch(documents=make_documents([lengths] * len(query)))):
         return _attend(None, query, key, value, None)[0].transpose(1, 2)
 
 
@@ -197,7 +197,7 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.of(MicroBatch(documents=make_documents(LENGTHS))):
+        with batch_context.using(MicroBatch(documents=make_documents(LENGTHS))):
             out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, value_dim)
         return out_BTHD[0, LENGTHS[0][0] :]

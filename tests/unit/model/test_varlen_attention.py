@@ -215,7 +215,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     positions_BT = batch().positions_BT
     find = masking_utils.find_packed_sequence_indices
     outside = find(positions_BT)
-    with batch_context.of(MicroBatch(starts=make_starts(LENGTHS, CPU))):
+    with batch_context.using(MicroBatch(starts=make_starts(LENGTHS, CPU))):
         inside = find(positions_BT)
     for documents_BT in (outside, inside):
         same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
@@ -224,7 +224,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
         outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
     )
     whole_BT = torch.arange(16).expand(2, 16)
-    with batch_context.of(MicroBatch(starts=make_starts([[16], [16]], CPU))):
+    with batch_context.using(MicroBatch(starts=make_starts([[16], [16]], CPU))):
         assert find(whole_BT) is None
     assert find(whole_BT) is None
 
@@ -264,7 +264,7 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
-    with batch_context.of(MicroBatch(starts=make_starts([[16]], CPU))):
+    with batch_context.using(MicroBatch(starts=make_starts([[16]], CPU))):
         mask = _make_document_mask(
             **options, config=config, mask_function=masking_utils.causal_mask_function
         )
@@ -289,7 +289,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 
     def second_documents():
         torch.manual_seed(0)
-        with batch_context.of(MicroBatch(starts=make_starts(LENGTHS, CPU))):
+        with batch_context.using(MicroBatch(starts=make_starts(LENGTHS, CPU))):
             out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, values[1])
         return out_BTHD[0, LENGTHS[0][0] :]

@@ -25,7 +25,7 @@ GIB = 1 << 30
         (Layout(1, 1, 8), False, 1),
         (Layout(4, 1, 2), False, 3),  # world, tensor, the copies of a slice
         (Layout(2, 1, 1, 4), False, 2),  # world, the copies of a stage
-        (Layout(1, 8, expert=4), True, 3),  # world, experts dealt, experts sharded
+        (Layout(1, 8, expert=4), True, 3),  # world, experts spread, experts sharded
     ],
 )
 def test_groups_of_several_ranks_are_counted_once(layout, uses_fsdp, num):

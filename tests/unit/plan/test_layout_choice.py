@@ -164,13 +164,13 @@ def test_a_layout_prints_its_axes():
     assert str(Layout(1, 4, expert=2)) == "replicate 1 x shard 4, expert 2"
 
 
-def test_checkpoints_say_over_how_many_ranks_experts_are_dealt_if_they_are():
+def test_checkpoints_say_over_how_many_ranks_experts_are_spread_if_they_are():
     axes = {"replicate": 1, "shard": 4, "tensor": 1, "pipeline": 1}
     assert Layout(1, 4).saved == axes
     assert Layout(1, 4, expert=2).saved == {**axes, "expert": 2}
 
 
-def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_dealt_over():
+def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_spread_over():
     layout = Layout(2, 4, expert=2)
     assert layout.groups("shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.groups("expert") == [(0, 1), (2, 3), (4, 5), (6, 7)]

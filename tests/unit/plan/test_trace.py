@@ -474,15 +474,15 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
 
 
 @pytest.mark.full
-def test_experts_that_are_dealt_take_what_sharded_ones_do_and_are_never_gathered():
+def test_experts_that_are_spread_take_what_sharded_ones_do_and_are_never_gathered():
     axes = ("parallel.shard=8", "--quick")
     sharded = trace("qwen3_30b_a3b", 8, *axes)
     halves = trace("qwen3_30b_a3b", 8, "parallel.expert=2", *axes)
-    dealt = trace("qwen3_30b_a3b", 8, "parallel.expert=8", *axes)
-    for some in (halves, dealt):
+    spread = trace("qwen3_30b_a3b", 8, "parallel.expert=8", *axes)
+    for some in (halves, spread):
         assert some["weight_bytes"] == pytest.approx(sharded["weight_bytes"], rel=0.01)
         assert adds_up(some)
-    assert dealt["peak_bytes"] < halves["peak_bytes"] < sharded["peak_bytes"]
+    assert spread["peak_bytes"] < halves["peak_bytes"] < sharded["peak_bytes"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

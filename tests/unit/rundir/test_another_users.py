@@ -106,7 +106,7 @@ def test_an_open_that_is_refused_anywhere_is_the_users_to_mend(run_dir):
     with user(BEN, GROUP), pytest.raises(PermissionError) as refused:
         Events(run_dir / "events.jsonl")
     with user(BEN, GROUP):
-        error = DiskError.of(refused.value, "opening the events")
+        error = DiskError.from_os_error(refused.value, "opening the events")
     assert error is not None
     assert error.exit_code == EXIT_USER
     assert "Permission denied: " in str(error)

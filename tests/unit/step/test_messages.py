@@ -49,7 +49,9 @@ def write_linear(folder):
 def expected(folder, method, layout, micros, loss_share=1.0, recomputes=False, **parallel):
     built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
     settings = ParallelConfig(reshard="block", **parallel)
-    return expected_bytes(StepPlan.of(built, layout, settings, loss_share), micros, recomputes)
+    return expected_bytes(
+        StepPlan.for_model(built, layout, settings, loss_share), micros, recomputes
+    )
 
 
 MICROS = [(32, 20)] * 4
@@ -117,7 +119,7 @@ def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
     links = Links((Link((0, 1), (0, 0), 0.0, bytes_per_s),), ())
     network = Network.from_links(links, (0, 0))
-    plan = StepPlan.of(built, layout, ParallelConfig(reshard="block"))
+    plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block"))
     found = tensor_time(plan, (0, 1), network, (TOKENS, 80))
     scalars = 4 + 8
     assert bytes_per_s * found.transfer_s == pytest.approx(whole - scalars)
@@ -161,20 +163,20 @@ EXPERTS_BYTES = 2 * 8 * 3 * HIDDEN * 32 * 4  # gate, up and down of 8 experts in
 
 def test_experts_are_gathered_by_the_ranks_that_have_the_same_alone(mixture):
     """Of weights over 4 ranks each sends 3 / 4, of those of half the experts over 2 ranks 1 / 2."""
-    whole, halves, dealt = (
+    whole, halves, spread = (
         expected(mixture, "full", Layout(1, 4, expert=expert), MICROS) for expert in (1, 2, 4)
     )
     in_all, in_halves = 3 * EXPERTS_BYTES // 4, EXPERTS_BYTES // 2 // 2
     for kind, times in (("all_gather", 2 * len(MICROS)), ("reduce_scatter", len(MICROS))):
         assert whole[kind] - halves[kind] == times * (in_all - in_halves), kind
-        assert halves[kind] - dealt[kind] == times * in_halves, kind
+        assert halves[kind] - spread[kind] == times * in_halves, kind
     # In each of two layers a token's hidden values go to two experts and back, and so do their
     # gradients; of rows that routers spread evenly a half stays, or a fourth.
     rows_bytes = 2 * 2 * TOKENS * HIDDEN * 4
     counts_bytes = 2 * len(MICROS) * 8 * 8  # of the rows for each expert
     assert "all_to_all" not in whole
     assert halves["all_to_all"] == (4 * rows_bytes + counts_bytes) // 2
-    assert dealt["all_to_all"] == (4 * rows_bytes + counts_bytes) * 3 // 4
+    assert spread["all_to_all"] == (4 * rows_bytes + counts_bytes) * 3 // 4
 
 
 def test_replicas_of_sharded_experts_add_up_their_own_part_alone(mixture):
@@ -208,7 +210,7 @@ for folder, ranks, rank, settings in json.loads(sys.argv[1]):
     built, layout = step.shape.build(), step.layout
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(rank, ranks), fake, TracedMemory(0).watch():
-        plan = StepPlan.of(built, layout, step.parallel, SHARE)
+        plan = StepPlan.for_model(built, layout, step.parallel, SHARE)
         settings = EngineSettings(plan, trace.DEVICE, config.optim, config.train)
         engine = trace.make_fake_engine(built, settings)
         for stage in engine.stages:
@@ -329,7 +331,7 @@ def test_a_stage_holds_its_own_blocks_where_blocks_differ(tmp_path, stages):
     plans = []
     for place in range(stages):
         built = build(base, torch.float32, TuneConfig(method="full"), 0, weights=False)
-        plan = StepPlan.of(built, Layout(1, 1, pipeline=stages), ParallelConfig())
+        plan = StepPlan.for_model(built, Layout(1, 1, pipeline=stages), ParallelConfig())
         own = sum(p.numel() for p in cut_stages(built, plan, place)[0].module.parameters())
         assert sum(weights.num_values for weights in plan.rank_weights(place)) == own
         plans.append((plan.num_mixture_blocks(place), len(plan.rank_blocks(place))))

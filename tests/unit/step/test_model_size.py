@@ -53,7 +53,7 @@ def test_a_frozen_base_is_divided_and_adapters_stay_whole(layout, num_bytes):
     assert static_bytes(ModelSize(1000, 10, 2000, 40), layout) == num_bytes
 
 
-def test_adapters_on_experts_are_dealt_with_them():
+def test_adapters_on_experts_are_spread_with_them():
     routed = WeightGroup("blocks", "whole", True, False, 8, 32, ROUTED)
     size = ModelSize(1000, 10, 2000, 40, weights=(routed,))
     # Of ten values with adapters 8 are on experts, of which a rank has a half, or a fourth.
@@ -62,7 +62,7 @@ def test_adapters_on_experts_are_dealt_with_them():
 
 
 def test_shards_of_what_they_do_not_divide_are_as_large_as_the_largest():
-    """6 experts over 4 ranks: 2 each, 8 in all; of dealt ones another dimension is divided."""
+    """6 experts over 4 ranks: 2 each, 8 in all; of spread ones another dimension is divided."""
     routed = WeightGroup("blocks", "whole", True, False, 6 * 40, 960, ROUTED, shape=(6, 8, 5))
     rest = WeightGroup("blocks", "whole", True, False, 80, 320, shape=(8, 10))
     size = ModelSize(0, 320, 0, 1280, weights=(routed, rest))

@@ -78,7 +78,7 @@ def test_every_pass_comes_once_and_forward_before_backward():
         (12, 3, 3, 6.0, [6, 5, 1]),
     ],
 )
-def test_blocks_are_dealt_so_that_the_head_slows_nobody(blocks, stages, ranks, head, counts):
-    dealt = balance_stages(blocks, stages, head, ranks)
-    assert [len(d) for d in dealt] == counts
-    assert [b for d in dealt for b in d] == list(range(blocks))
+def test_blocks_are_spread_so_that_the_head_slows_nobody(blocks, stages, ranks, head, counts):
+    spread = balance_stages(blocks, stages, head, ranks)
+    assert [len(d) for d in spread] == counts
+    assert [b for d in spread for b in d] == list(range(blocks))

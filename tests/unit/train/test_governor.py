@@ -24,7 +24,7 @@ def started(previous, mode="on", without=(), device=None):
         if action not in without
     }
     governor = Governor(None, SimpleNamespace(mode=mode, device=device), None, levers, previous)
-    return governor.taken, pulled
+    return governor.actions_taken, pulled
 
 
 def test_a_start_takes_the_actions_of_the_last_run_again():

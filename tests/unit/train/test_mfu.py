@@ -53,7 +53,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         cast(Any, SimpleNamespace(step=lambda metrics, _: told.append(metrics))),
         cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
-    of_both = [2 * count for count in recorder.counts(batches)]
+    of_both = [2 * count for count in recorder.count_tokens(batches)]
     result: Any = SimpleNamespace(
         loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0], routers=None
     )

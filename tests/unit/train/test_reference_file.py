@@ -91,18 +91,18 @@ def test_products_in_tf32_are_another_reference_where_a_gpu_has_them(monkeypatch
 
 def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
     file, values = tmp_path / "reference.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
-    assert reference._read(file, 3) is None
-    reference._write(file, values)
-    assert np.array_equal(reference._read(file, 3), values)
+    assert reference._read_reference(file, 3) is None
+    reference._write_reference(file, values)
+    assert np.array_equal(reference._read_reference(file, 3), values)
     assert np.array_equal(np.load(file), values), "and numpy reads it"
     with pytest.raises(DataError, match="is of other data"):
-        reference._read(file, 4)
+        reference._read_reference(file, 4)
     np.save(file, values * np.float32(1.05))
     with pytest.raises(DataError, match="is damaged .*not those that were written.*computed anew"):
-        reference._read(file, 3)
+        reference._read_reference(file, 3)
     file.write_bytes(b"")
     with pytest.raises(DataError, match="is damaged"):
-        reference._read(file, 3)
+        reference._read_reference(file, 3)
 
 
 @pytest.fixture

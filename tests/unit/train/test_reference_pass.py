@@ -61,7 +61,7 @@ def test_rows_go_through_the_model_as_many_at_once_as_in_training(monkeypatch, m
     )
     data = SimpleNamespace(seq_len=64, packing=True)
     layout = SimpleNamespace(data_size=1, coordinates=lambda _: SimpleNamespace(data=0))
-    found = reference._compute(
+    found = reference._compute_reference(
         SimpleNamespace(setup_comm=comm),
         SimpleNamespace(config=SimpleNamespace(data=data)),
         SimpleNamespace(layout=layout),

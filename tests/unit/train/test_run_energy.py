@@ -31,7 +31,7 @@ def told(*nodes, are_own=True, tokens=2_000_000):
         [{"kind": "energy", "step": 7, "tokens": tokens, **sum_nodes(nodes, are_own)}]
     )
     assert energy is not None
-    return energy.words
+    return energy.full_text
 
 
 def test_parts_of_nodes_are_added_up():
@@ -92,7 +92,7 @@ def test_starts_add_up_and_those_that_told_nothing_are_counted():
     of_a_start = {"kind": "energy", "joules": {"GPUs": KWH}, "total_j": KWH, "tokens": 1_000_000}
     start = {"kind": "start"}
     energy = sum_energy([start, of_a_start, start, {"kind": "stop"}, start, of_a_start])
-    assert energy.words == (
+    assert energy.full_text == (
         "2 starts: 2.00 kWh (GPUs 2.00 kWh): 1.00 kWh per million tokens; "
         "not known for 1 of 3 starts, which were killed, failed, or are not over"
     )
@@ -103,7 +103,7 @@ def test_starts_add_up_and_those_that_told_nothing_are_counted():
 def test_events_of_any_content_are_read(tmp_path):
     lines = ["[1]", "{", '{"kind": "energy", "joules": [], "missing": 3, "total_j": "x"}']
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
-    assert read_energy(tmp_path).words == "not known"
+    assert read_energy(tmp_path).full_text == "not known"
     assert read_energy(tmp_path / "nowhere") is None
 
 
@@ -137,10 +137,10 @@ def test_a_run_tells_what_it_took_in_its_log_events_report_and_card(tmp_path, mo
     assert [(event["total_j"], event["step"]) for event in found] == [(1800, 2), (1800, 4)]
     energy = read_energy(tmp_path / "run")
     assert energy.tokens == sum(event["tokens"] for event in found) > 0
-    assert energy.words.startswith("2 starts: 1.00 Wh (CPUs 1.00 Wh): ")
-    assert f"energy  {energy.words}\n" in capfd.readouterr().err
+    assert energy.full_text.startswith("2 starts: 1.00 Wh (CPUs 1.00 Wh): ")
+    assert f"energy  {energy.full_text}\n" in capfd.readouterr().err
     card = (tmp_path / "run" / "export" / "adapter" / "README.md").read_text()
-    assert f"| energy of training | {energy.words}; up to step 4 |" in card
+    assert f"| energy of training | {energy.full_text}; up to step 4 |" in card
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count(energy.short_text) >= 2
     starts = events(tmp_path / "run", "start")

@@ -150,7 +150,7 @@ def test_each_look_has_a_thread_which_ends_when_it_has_seen_enough():
 
     watcher = Watcher("test-watcher", 0.001, enough, more)
     assert not watcher.has_started
-    with watcher.over():
+    with watcher.watching():
         assert all_seen.wait(60)
     assert seen.count("enough") == 1
     assert watcher.has_started

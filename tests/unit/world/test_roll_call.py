@@ -32,8 +32,8 @@ def wait_for(told):
 def test_a_rank_whose_threads_stand_still_is_named_and_one_that_works_is_not():
     store, told = dist.HashStore(), []
     with (
-        RollCall(comm_of(0, store), 0.4, told.append).over(),
-        RollCall(comm_of(2, store), 0.4, told.append).over(),
+        RollCall(comm_of(0, store), 0.4, told.append).watching(),
+        RollCall(comm_of(2, store), 0.4, told.append).watching(),
     ):
         [error] = wait_for(told)
     assert str(error).startswith(
@@ -51,7 +51,7 @@ class Stopped(SimpleNamespace):
 
 def test_the_others_name_a_rank_0_that_is_stopped_with_its_store():
     told = []
-    with RollCall(comm_of(1, Stopped()), 0.4, told.append).over():
+    with RollCall(comm_of(1, Stopped()), 0.4, told.append).watching():
         [error] = wait_for(told)
     assert "rank 0 (pid 4194304 on n0) does not answer" in str(error)
 
@@ -59,7 +59,7 @@ def test_the_others_name_a_rank_0_that_is_stopped_with_its_store():
 def test_ranks_that_answer_are_called_again_and_again():
     store, told = dist.HashStore(), []
     calls = [RollCall(comm_of(rank, store), 0.4, told.append) for rank in range(3)]
-    with calls[0].over(), calls[1].over(), calls[2].over():
+    with calls[0].watching(), calls[1].watching(), calls[2].watching():
         time.sleep(2)
     assert told == []
     assert store.add("hpc_tune/roll", 0) >= 2
@@ -71,6 +71,6 @@ def test_a_store_that_is_gone_ends_the_calls_and_tells_nothing(rank):
         raise RuntimeError("Connection reset by peer")
 
     told = []
-    with RollCall(comm_of(rank, SimpleNamespace(add=gone)), 0.1, told.append).over():
+    with RollCall(comm_of(rank, SimpleNamespace(add=gone)), 0.1, told.append).watching():
         time.sleep(0.1)
     assert told == []

@@ -37,7 +37,7 @@ def heard(limit_s, work, comm=None, told=None):
     told = [] if told is None else told
     limit = StepLimit(comm or comm_of(), limit_s, told.append)
     limit.enter("training step 7")
-    with limit.over():
+    with limit.watching():
         work(limit, told)
     return told
 
@@ -111,7 +111,7 @@ def test_a_rank_by_itself_waits_for_nobody(stays):
 
 def test_nothing_is_watched_after_the_block(stays):
     told = []
-    with StepLimit(comm_of(), 0.2, told.append).over():
+    with StepLimit(comm_of(), 0.2, told.append).watching():
         pass
     time.sleep(1)
     assert told == []
@@ -123,7 +123,7 @@ def test_a_rank_that_is_asked_answers_where_it_is(stays):
     told = []
     limit = StepLimit(comm_of(rank=1, store=store), 2, told.append)
     limit.enter("beginning step 3")
-    with limit.over():
+    with limit.watching():
         store.set("hpc_tune/stalled", "")
         until_s = time.monotonic() + 60
         while not store.check(["hpc_tune/stalled/1"]) and time.monotonic() < until_s:

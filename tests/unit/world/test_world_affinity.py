@@ -91,7 +91,7 @@ NEAR = {
         [3, 3, 1, 1, 0, 0, 2, 2],
         [{12, 13}, {14, 15}, {4, 5}, {6, 7}, {0, 1}, {2, 3}, {8, 9}, {10, 11}],
     ),
-    "GPUs at two nodes dealt in turn": (
+    "GPUs at two nodes in turn": (
         [SIXTEEN] * 4,
         [2, 0, 2, 0],
         [{8, 9}, {0, 1}, {10, 11}, {2, 3}],
@@ -111,7 +111,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_cores_are_dealt_by_the_node_of_the_gpu(name):
+def test_cores_are_assigned_by_the_node_of_the_gpu(name):
     masks, nodes, expected = NEAR[name]
     near = [NODES[node] for node in nodes]
     reachable = frozenset().union(*masks)

@@ -95,7 +95,7 @@ ASSIGNED = {
     "all see all": (["abcd"] * 4, "abcd"),
     "all see all, fewer ranks than GPUs": (["abcd"] * 2, "ab"),
     "--gpu-bind: two halves of a node": (["abcd"] * 4 + ["efgh"] * 4, "abcdefgh"),
-    "halves, and ranks dealt in turn": (["ab", "cd"] * 2, "acbd"),
+    "halves, and ranks in turn": (["ab", "cd"] * 2, "acbd"),
     "--gpus-per-task=2": (["ab", "cd", "ef", "gh"], "aceg"),
     "each has the node's GPUs in an order of its own": (["abc", "bca", "cab"], "abc"),
     "overlapping": (["ab", "bc", "ca"], "abc"),
@@ -284,7 +284,7 @@ def test_a_rank_learns_what_the_ranks_of_its_node_see():
 
 def test_a_report_is_the_same_after_its_way_to_the_other_ranks():
     report = gpu(3, "b", "ab", node=1)
-    assert DeviceReport.of(json.loads(json.dumps(asdict(report)))) == report
+    assert DeviceReport.from_json(json.loads(json.dumps(asdict(report)))) == report
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_no_file_that_can_be_opened_is_not_a_machine_without_memory_or_limits():
 try:
     host.find_limit()
 except OSError as error:
-    print(DiskError.of(error, "reading the memory limits"))
+    print(DiskError.from_os_error(error, "reading the memory limits"))
 """)
     assert "Too many open files. It has reached its limit of open files" in said
     assert "ulimit -Hn" in said

@@ -19,7 +19,7 @@ from hpc_tune.world.rendezvous import Address, candidate_addresses, choose_endpo
 
 
 def world_of(rank, size, num_nodes=1):
-    """Return the world of one rank, ranks dealt to nodes in blocks."""
+    """Return the world of one rank, ranks on nodes in blocks."""
     per_node = size // num_nodes
     return World(
         rank, size, rank % per_node, per_node, rank // per_node, num_nodes, f"n{rank}", "test"

@@ -118,7 +118,7 @@ def test_a_gather_takes_the_time_that_compute_does_not_hide(gpu, compute_s, wait
     unit.post_backward()
     gpu.works(compute_s)
     unit.finalize_backward()
-    sent, comm_s = collectives.take()
+    sent, comm_s = collectives.pop_totals()
     assert comm_s == pytest.approx(2 * waited_s)
     assert sent == {"all_gather": 16, "reduce_scatter": 16}
 
@@ -145,7 +145,7 @@ def test_a_sum_of_gradients_takes_the_time_that_the_next_units_backward_does_not
         context.reduce_scatter_state = None
         if states:
             states.clear()
-        sent, comm_s = collectives.take()
+        sent, comm_s = collectives.pop_totals()
         assert comm_s == pytest.approx(3 * waited_s)
         assert sent == {"reduce_scatter": 4 * 16}
 
@@ -164,7 +164,7 @@ def test_outside_of_a_step_nothing_is_timed(gpu):
     with collectives.uncounted():
         unit.wait_for_unshard()
     unit.wait_for_unshard()
-    assert collectives.take()[1] == 0.0
+    assert collectives.pop_totals()[1] == 0.0
 
 
 def test_a_unit_without_weights_of_its_own_has_nothing_to_time():

@@ -18,7 +18,7 @@ from hpc_tune.model.language import make_language_model, read_config
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
-from tests.unit.model.test_scaled import quantised
+from tests.unit.model.test_float8_checkpoints import quantised
 
 BLOCK = 24  # of which no matrix has a whole number
 LORA = TuneConfig(method="lora", rank=4, alpha=6.0)

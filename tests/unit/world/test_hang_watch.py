@@ -13,7 +13,7 @@ from hpc_tune.world.liveness import HangWatch
 def heard(limit_s, work):
     """What a watch tells of ``work``."""
     told = []
-    with HangWatch(limit_s, told.append).over("loading the model"):
+    with HangWatch(limit_s, told.append).watching("loading the model"):
         work(told)
     return [str(error) for error in told]
 
@@ -44,7 +44,7 @@ def test_work_that_takes_longer_than_the_limit_is_none(where):
 
 def test_a_block_that_is_over_is_watched_no_more():
     told = []
-    with HangWatch(0.1, told.append).over("loading the model"):
+    with HangWatch(0.1, told.append).watching("loading the model"):
         pass
     threading.Event().wait(0.5)
     assert told == []
@@ -55,7 +55,7 @@ import sys
 import h5py
 from hpc_tune.world.liveness import HangWatch
 
-with HangWatch(0.5, print).over("opening the data"):
+with HangWatch(0.5, print).watching("opening the data"):
     h5py.File(sys.argv[1], "r")
 """
 
@@ -72,7 +72,9 @@ def test_a_library_that_hangs_with_the_interpreters_lock_ends_the_process_with_t
 
 def test_nothing_is_wound_up_when_the_block_is_over():
     program = "from hpc_tune.world.liveness import HangWatch\nimport time\n"
-    program += "for _ in range(50):\n    with HangWatch(0.1, print).over('x'): time.sleep(0.01)\n"
+    program += (
+        "for _ in range(50):\n    with HangWatch(0.1, print).watching('x'): time.sleep(0.01)\n"
+    )
     program += "time.sleep(0.5)\nprint('alive')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "alive\n", done.stderr

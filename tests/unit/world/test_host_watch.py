@@ -82,7 +82,7 @@ def test_a_rank_that_ends_without_a_word_ends_the_world_and_its_host_is_named(wo
 def test_a_rank_that_has_said_why_the_world_ends_is_not_gone_and_its_code_is_everybodys(
     world, reporter
 ):
-    world.watches[reporter].leave(75)
+    world.watches[reporter].announce_exit(75)
     others = {0, 1, 2} - {reporter}
     heard = dict(world.heard.get(timeout=10) for _ in others)
     assert heard.keys() == others
