@@ -54,7 +54,7 @@ def model_name(path: Path) -> tuple[str, str | None] | None:
     return cached.removeprefix(prefix).replace("--", "/"), revision
 
 
-def _cache_of(folder: Path) -> Path | None:
+def _hub_cache_folder(folder: Path) -> Path | None:
     """Return the folder of the cache that ``folder`` is, or whose ``snapshots`` it is."""
     if folder.name == _SNAPSHOTS and is_cache(folder.parent):
         return folder.parent
@@ -124,7 +124,7 @@ def advise_on_snapshots(folder: Path, setting: str) -> str | None:
     """Return which snapshots a model's folder of the cache has, to be named by ``setting`` in its
     place; None of another folder.
     """
-    if (cache := _cache_of(folder)) is None:
+    if (cache := _hub_cache_folder(folder)) is None:
         return None
     names = " or ".join(f"{setting}={path}" for path in list_revisions(cache))
     main = find_snapshot(cache)
@@ -154,7 +154,7 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
     Raises:
         DataError: if there is none, or several to choose from.
     """
-    if (cache := _cache_of(folder)) is None:
+    if (cache := _hub_cache_folder(folder)) is None:
         return None
     revisions = list_revisions(cache)
     if not revisions:

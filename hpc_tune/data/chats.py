@@ -132,7 +132,7 @@ class Renderer:
             return f"no answer of the assistant{roles}"
         parts = self._find_learned_parts(example, numbers, full)
         if self._loss_on == "all":
-            return self._learn_all_but(example, numbers, parts, full)
+            return self._learn_all_except(example, numbers, parts, full)
         for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
             if role.strip().lower() in _ASSISTANT_NAMES:
                 self._counters.count_role("other_answers", role)
@@ -338,7 +338,7 @@ class Renderer:
             return named | (around or {*special})
         return {*special}
 
-    def _learn_all_but(
+    def _learn_all_except(
         self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
     ) -> RenderedText | str:
         """Learn all of a chat but the answers that are marked as not learned.

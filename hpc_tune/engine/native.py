@@ -342,7 +342,9 @@ class NativeEngine:
         return torch.zeros(self._plan.num_sums, dtype=torch.float32, device=self._device)
 
     def _batches_to_run(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
-        kept = [b for b in batches if b.num_loss_tokens or not self._plan.skips_empty(training)]
+        kept = [
+            b for b in batches if b.num_loss_tokens or not self._plan.skips_empty_micros(training)
+        ]
         first_row = batches[0].first_row if batches else 0
         return kept + [empty_batch(first_row) for _ in range(self._plan.padding(len(kept)))]
 

@@ -36,7 +36,7 @@ from hpc_tune.memory.policy import (
     free_bytes_below,
     growth_per_step,
     host_level,
-    must_leave,
+    must_stop_run,
     reserved_bytes,
 )
 from hpc_tune.units import format_bytes
@@ -317,7 +317,7 @@ class Monitor:
                 mapped, (limit - reserved_bytes(limit) - used) // len(self._pids)
             )
         familiar = max(self._known_peak, self._expected_peak)
-        if self._leave is not None and must_leave(self._recent, limit, familiar):
+        if self._leave is not None and must_stop_run(self._recent, limit, familiar):
             need = self.describe_shortage(used)
             message = f"{need.words}; the limit would have been reached within a second"
             self._leave(replace(need, words=message))

@@ -8,7 +8,7 @@ step, whose peak shows what it saved. After many calm steps the last action is u
 one after twice as many, so that a run does not oscillate between two states. A step that runs out
 of a device's memory is answered at once, by the next action that frees some (``relieve_device``).
 
-Between step boundaries only ``must_leave`` decides: whether the limit would be reached before this
+Between step boundaries only ``must_stop_run`` decides: would the limit be reached before this
 process could act.
 """
 
@@ -259,7 +259,7 @@ def next_actions_after_oom(
     return (*taken, *free, *costly[:1])
 
 
-def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:
+def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:
     """Whether the limit would be reached before this process could act.
 
     ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``familiar``,

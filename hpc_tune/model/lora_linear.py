@@ -478,7 +478,7 @@ class AdapterCopies:
             layers = [part for part in block.modules() if hasattr(part, "lora_group")]
             if norms := [RowNorms(layer, self) for layer in layers if is_dora(layer)]:
                 # A hook of the block: FSDP2 has gathered its weights, and no graph has it.
-                block.register_forward_pre_hook(lambda *_, norms=norms: _update(norms))
+                block.register_forward_pre_hook(lambda *_, norms=norms: _update_norms(norms))
 
     def mark_changed(self) -> None:
         """Say that adapters have other values now."""
@@ -554,7 +554,7 @@ class RowNorms:
             self._layer.row_norms_O.copy_(norms_O)
 
 
-def _update(norms: Sequence[RowNorms]) -> None:
+def _update_norms(norms: Sequence[RowNorms]) -> None:
     for of_layer in norms:
         of_layer.update()
 

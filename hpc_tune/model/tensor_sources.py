@@ -465,12 +465,12 @@ def _apply_conversion(
 _Groups = list[list[JoinedTensor]]
 
 
-def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
+def _apply_merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
     """MergeModulelist: the tensors of each group are stacked."""
-    return [[_stack(group, operation.dim)] for group in groups]
+    return [[_stack_tensors(group, operation.dim)] for group in groups]
 
 
-def _stack(group: list[JoinedTensor], dim: int) -> JoinedTensor:
+def _stack_tensors(group: list[JoinedTensor], dim: int) -> JoinedTensor:
     layers = []
     for one in group:
         shape = (*one.shape[:dim], 1, *one.shape[dim:])
@@ -494,7 +494,7 @@ def _drop_at(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
+def _apply_concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
     return [[_concatenate_tensors([one for group in groups for one in group], operation.dim)]]
 
 
@@ -515,7 +515,7 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     return JoinedTensor.from_parts(_replace_at(_drop_at(first.shape, dim), dim, start), parts)
 
 
-def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
+def _apply_transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
     """Transpose: two axes change places; with ``check_dims`` only if the shape is not right yet."""
 
     def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -537,9 +537,9 @@ def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) 
 
 
 _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
-    "MergeModulelist": _merge,
-    "Concatenate": _concatenate,
-    "Transpose": _transpose,
+    "MergeModulelist": _apply_merge,
+    "Concatenate": _apply_concatenate,
+    "Transpose": _apply_transpose,
 }
 
 

@@ -110,14 +110,14 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
     """
     file = out / TOKENIZER_CONFIG
     texts = _make_probes(tokenizer.backend_tokenizer)
-    if _difference_of_loaded(out, tokenizer, texts) is None:
+    if _compare_loaded(out, tokenizer, texts) is None:
         return
     settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": WHOLE_FILE_CLASS}
     for role in _TOKEN_ROLES:
         if (text := getattr(tokenizer, role, None)) and not settings.get(role):
             settings[role] = str(text)
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-    if found := _difference_of_loaded(out, tokenizer, texts):
+    if found := _compare_loaded(out, tokenizer, texts):
         log.warning(
             "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
             "read it, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
@@ -139,7 +139,7 @@ def may_have_own_class(directory: Path) -> bool:
     return not is_whole or (directory / "config.json").is_file()
 
 
-def _difference_of_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
+def _compare_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
     """Return where what AutoTokenizer makes of a directory differs from ``tokenizer``."""
     from transformers import AutoTokenizer
 

@@ -158,7 +158,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             )
         )
     if Phase.LOAD in bad:
-        advice += _smaller_state(parallel, tune, machine)
+        advice += _shrink_state_remedies(parallel, tune, machine)
     elif Phase.STEADY in bad:
         if plan.tokens_that_fit >= plan.seq_len:
             rows = plan.tokens_that_fit // plan.seq_len
@@ -176,7 +176,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
                 text += ", with batch.micro_size=1"
             advice.append(Remedy(text, changes, shrinks=name))
         if not advice:
-            advice += _smaller_state(parallel, tune, machine)
+            advice += _shrink_state_remedies(parallel, tune, machine)
     if Phase.COMPILE in bad and Phase.STEADY not in bad:
         text = "compile: run.threads=1 compiles in the rank's own process"
         advice.append(Remedy(text, {"run.threads": 1}))
@@ -190,7 +190,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
     return advice
 
 
-def _smaller_state(
+def _shrink_state_remedies(
     parallel: ParallelConfig, tune: TuneConfig, machine: Machine
 ) -> Iterator[Remedy]:
     shard = machine.world_size

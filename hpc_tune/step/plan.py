@@ -189,7 +189,7 @@ class StepPlan:
         """Whether trained weights have more bytes than products, and are cast for each."""
         return self.size.is_full and self.itemsize < self.size.trained_itemsize
 
-    def skips_empty(self, training: bool = True) -> bool:
+    def skips_empty_micros(self, training: bool = True) -> bool:
         """Whether a rank skips a micro-batch without loss: no other waits for its messages."""
         if self.parallel.zero_stage is not None:
             # DeepSpeed reduces within each backward pass; stage 3 gathers weights in all passes.
@@ -207,7 +207,7 @@ class StepPlan:
 
     def executed_micros(self, micros: Sequence[MicroTokens]) -> list[MicroTokens]:
         """Return what a rank computes of its micro-batches, and the rows of one token it adds."""
-        kept = [micro for micro in micros if micro[1] or not self.skips_empty()]
+        kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
 
     def activation_values(self, computed: Sequence[MicroTokens]) -> int:

@@ -233,7 +233,7 @@ class Control:
             [int(tokens) for tokens in status.by_source],
         )
         recomputes = Action.RECOMPUTE.value in self._governor.actions_taken
-        self.recorder.take(finished, sample, recomputes)
+        self.recorder.prepare_record(finished, sample, recomputes)
         self._profile.finish_step(step, result, trainer.data_s)
         every = self._settings.every_steps
         saves = step == trainer.total_steps or (every is not None and step % every == 0)

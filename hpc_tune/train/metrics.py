@@ -335,8 +335,8 @@ class PerRank:
 
 
 class Recorder:
-    """Records each step on all ranks together: ``take`` when it is done, and ``record`` once it is
-    known what all ranks say of it. That comes with the message at the boundary before the next
+    """Records each step on all ranks together: ``prepare_record`` when it is done, ``record`` once
+    it is known what all ranks say of it. That comes with the message at the boundary before the next
     step, since a small message takes longer the more ranks there are; a run that fails between the
     two has no line of its last step. ``tokens``: those of all ranks in the steps so far.
     """
@@ -386,7 +386,9 @@ class Recorder:
         names = self._mixture.names if self._mixture is not None else ()
         return dict(zip(names, counts, strict=True)) or None
 
-    def take(self, step: FinishedStep, sample: MemorySample | None, recomputes: bool) -> None:
+    def prepare_record(
+        self, step: FinishedStep, sample: MemorySample | None, recomputes: bool
+    ) -> None:
         """Take in a step with the worst ``sample`` of memory in it; ``record`` writes it down."""
         result, step_s, peak = step.result, step.step_s, self._flops.peak
         self.tokens += step.tokens

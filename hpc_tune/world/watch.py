@@ -403,7 +403,7 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._send_to_all(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    self._end_own_world(
+                    self._report_and_exit(
                         self._gone_error(
                             self._ended_on_other_hosts() | self._ended_together().keys()
                         )
@@ -453,7 +453,7 @@ class HostWatch:
         except OSError as error:
             if error.errno not in _PROCESS_ENDED:
                 del self._ranks[peer]
-                self._end_own_world(self._lost_host_error(rank))
+                self._report_and_exit(self._lost_host_error(rank))
                 return False
             message = b""
         if not message:
@@ -468,10 +468,10 @@ class HostWatch:
             if line == _BYE:
                 self._left.add(rank)
             elif line == _LEAVE:
-                self._end_own_world(RemoteError("rank 0 has lost a host", EXIT_FAILED))
+                self._report_and_exit(RemoteError("rank 0 has lost a host", EXIT_FAILED))
             elif line.startswith(_LEAVE) and self.reported_code is None:
                 self.reported_code = int(line.removeprefix(_LEAVE))
-                self._end_own_world(RemoteError("another rank has said why", self.reported_code))
+                self._report_and_exit(RemoteError("another rank has said why", self.reported_code))
             elif not line.startswith(_LEAVE):
                 self._note_ended(json.loads(line))
         return True
@@ -527,7 +527,7 @@ class HostWatch:
         own_host, doing = self._comm.world.hostname, self._comm.activity[0]
         return lost_host_error(of_host, own_host, doing, self._limit_s)
 
-    def _end_own_world(self, error: HpcTuneError) -> None:
+    def _report_and_exit(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
             return
         liveness.exit_soon()  # reporting may wait for what is beyond the cut

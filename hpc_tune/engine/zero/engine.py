@@ -192,7 +192,10 @@ class ZeroEngine:
         """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
         self._module.eval()
-        trained, skips = self._module.objective, self._settings.plan.skips_empty(training=False)
+        trained, skips = (
+            self._module.objective,
+            self._settings.plan.skips_empty_micros(training=False),
+        )
         self._module.objective = objective or trained
         try:
             with nullcontext() if within_step else self._collectives.uncounted():

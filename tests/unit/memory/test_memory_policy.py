@@ -12,7 +12,7 @@ from hpc_tune.memory.policy import (
     free_bytes_below,
     growth_per_step,
     host_level,
-    must_leave,
+    must_stop_run,
     next_actions_after_oom,
     reserved_bytes,
     sustained_rate,
@@ -234,7 +234,7 @@ def test_within_a_step_it_leaves_when_the_limit_is_half_a_second_away(
     used_mib, limit_mib, familiar_mib, leaves
 ):
     samples = [(n / 10, used * MIB) for n, used in enumerate(used_mib)]
-    assert must_leave(samples, limit_mib * MIB, familiar_mib * MIB) is leaves
+    assert must_stop_run(samples, limit_mib * MIB, familiar_mib * MIB) is leaves
 
 
 def test_samples_that_come_faster_near_the_limit_do_not_make_one_allocation_a_leak():
@@ -274,7 +274,7 @@ def test_a_leak_on_which_memory_swings_is_seen_before_it_is_too_late(period_s):
             return 200 + 200 * time_s + 20 * ((time_s + shift_s) % period_s < period_s / 2)
 
         time_s, samples = begins_s, []
-        while not samples or not must_leave(samples, 600 * MIB, 0):
+        while not samples or not must_stop_run(samples, 600 * MIB, 0):
             samples.append((time_s, int(used_mib(time_s) * MIB)))
             samples = [(then_s, used) for then_s, used in samples if time_s - then_s <= 0.5]
             seen_s = time_s

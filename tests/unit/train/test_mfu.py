@@ -58,7 +58,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0], routers=None
     )
     step = FinishedStep(1, 1e-4, batches, *of_both, result, step_s=2.0, data_s=0.0)
-    recorder.take(step, None, recomputes=False)
+    recorder.prepare_record(step, None, recomputes=False)
     recorder.record_now()
     [metrics] = told
     return metrics.mfu
