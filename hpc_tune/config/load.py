@@ -392,7 +392,7 @@ def _read_yaml(path: str) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        content = _as_written(load_yaml(text), load_yaml(text, as_text=True))
+        content = _restore_text(load_yaml(text), load_yaml(text, as_text=True))
         if content is None or content == {}:
             raise ConfigError(
                 f"--config {path}: there is no setting in it; fill it, or leave --config out to "
@@ -411,7 +411,7 @@ def _read_yaml(path: str) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
-def _as_written(content: Any, texts: Any) -> Any:
+def _restore_text(content: Any, texts: Any) -> Any:
     """Return YAML's values with fields of text as they were written.
 
     YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date, 0123 as 83 and on as true.
@@ -448,7 +448,9 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         key = "parallel.layout"
     try:
         value, as_text = load_yaml(text), load_yaml(text, as_text=True)
-        value = as_text if key in text_fields() else _as_written({key: value}, {key: as_text})[key]
+        value = (
+            as_text if key in text_fields() else _restore_text({key: value}, {key: as_text})[key]
+        )
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
         cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")

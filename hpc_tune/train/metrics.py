@@ -336,9 +336,9 @@ class PerRank:
 
 class Recorder:
     """Records each step on all ranks together: ``prepare_record`` when it is done, ``record`` once
-    it is known what all ranks say of it. That comes with the message at the boundary before the next
-    step, since a small message takes longer the more ranks there are; a run that fails between the
-    two has no line of its last step. ``tokens``: those of all ranks in the steps so far.
+    it is known what all ranks say of it. That comes with the message at the boundary before the
+    next step, since a small message takes longer the more ranks there are; a run that fails between
+    the two has no line of its last step. ``tokens``: those of all ranks in the steps so far.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         Flops(100.0, partial(attention_flops, MODEL), peak_flops),
         cast(Any, SimpleNamespace(epoch=0.0, rows=0)),
         cast(Any, SimpleNamespace(device_utilization=lambda: None)),
-        cast(Any, SimpleNamespace(step=lambda metrics, _: told.append(metrics))),
+        cast(Any, SimpleNamespace(record_step=lambda metrics, _: told.append(metrics))),
         cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
     of_both = [2 * count for count in recorder.count_tokens(batches)]
