@@ -23,7 +23,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
     monkeypatch.setattr(metrics.log, "warning", lambda text, *values: said.append(text % values))
     told = Metrics(tmp_path, 5, 0, advise=advise)
     for step in range(1, 6):
-        told.step(dataclasses.replace(STEP, step=step, comm_s=comm_s))
+        told.record_step(dataclasses.replace(STEP, step=step, comm_s=comm_s))
     told.close()
     assert len(said) == num
     assert all("75% of a step goes to messages: parallel=auto" in text for text in said)
@@ -35,7 +35,9 @@ def test_a_slow_rank_is_not_taken_for_slow_messages(tmp_path, caplog, slowest_s,
     told = Metrics(tmp_path, 5, 0, advise=True)
     with caplog.at_level("INFO", logger="hpc_tune"):
         for step in (1, 2):
-            told.step(dataclasses.replace(STEP, step=step, comm_s=1.5, most_work_s=slowest_s))
+            told.record_step(
+                dataclasses.replace(STEP, step=step, comm_s=1.5, most_work_s=slowest_s)
+            )
     told.close()
     assert said in caplog.text
     assert ("75% waiting for rank 3" in caplog.text) == (slowest_s == 1.9)
