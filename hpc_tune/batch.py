@@ -7,6 +7,7 @@ shape BT; those that wait for a GPU to copy them are int32, in pinned memory.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -24,23 +25,26 @@ class PreferencePairs:
     ``counts_P2``: their tokens with loss, int64. ``reference_P2``: their summed log-probabilities
     under the reference, fp32, zeros where there is none. ``desirable_P``: the labels of labelled
     answers, bool; empty for pairs. ``kl``: the step's mean difference to the reference of
-    mismatched answers, not below 0.
+    mismatched answers, not below 0. ``own_counts_P2``: the tokens with loss that this rank has of
+    them where ranks share rows, else None: all.
     """
 
     counts_P2: torch.Tensor
     reference_P2: torch.Tensor
     desirable_P: torch.Tensor
     kl: float = 0.0
+    own_counts_P2: torch.Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All three."""
-        return self.counts_P2, self.reference_P2, self.desirable_P
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that there are."""
+        own = () if self.own_counts_P2 is None else (self.own_counts_P2,)
+        return self.counts_P2, self.reference_P2, self.desirable_P, *own
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
         """Return these with each tensor changed."""
-        counts_P2, reference_P2, desirable_P = map(change, self.tensors)
-        return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl)
+        counts_P2, reference_P2, desirable_P, *own = map(change, self.tensors)
+        return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl, *own)
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,13 @@ class Batch:
             mismatched=self.mismatched and self.mismatched._map_tensors(token_wise, other),
             weights_N=None if self.weights_N is None else other(self.weights_N),
         )
+
+
+def read_document_lengths(positions_BT: torch.Tensor) -> list[list[int]]:
+    """Return the lengths of each row's documents, which begin at position 0."""
+    starts = [torch.nonzero(positions_T == 0).flatten().tolist() for positions_T in positions_BT]
+    ends = positions_BT.shape[1]
+    return [[stop - start for start, stop in pairwise([*row, ends])] for row in starts]
 
 
 def full_batch(num_rows: int, seq_len: int) -> Batch:

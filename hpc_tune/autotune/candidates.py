@@ -107,7 +107,8 @@ def legal_layouts(
         for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
             if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
                 continue
-            whole = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
+            axes = (size // (pipeline * tensor * shard), shard, tensor, pipeline)
+            whole = Layout(*axes, context=parallel.context)
             is_asked = all(getattr(whole, a) == ranks for a, ranks in parallel.axes.items())
             if is_asked and not layout_problems(whole, parallel, model):
                 may_deal = 1 if tensor > 1 else math.gcd(shard, num_experts)

@@ -352,7 +352,7 @@ class _LayoutSearch:
         """Return it with its memory, by a bound where that is enough, else by a plan."""
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
-        tokens = candidate.micro_rows * work.seq_len
+        tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
         most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
         if layout.expert == 1 and surely_fits(most, machine):  # of tokens that are sent are copies
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)

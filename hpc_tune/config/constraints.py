@@ -25,6 +25,7 @@ def check_config(config: RunConfig) -> list[str]:
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
         *(_conflicts_with_experts(parallel, train) if parallel.expert > 1 else ()),
+        *(_conflicts_with_context(parallel, train) if parallel.context > 1 else ()),
         *(conflicts_with_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_check_float8(train, tune.method, config.model.dtype, config.run.device),
         *_conflicts_with_float8(train, tune),
@@ -55,6 +56,8 @@ def why_not_compiled(
         against += set(conflicts_with_tensor(tune, compiled)) - set(
             conflicts_with_tensor(tune, train)
         )
+    if parallel.context > 1:
+        against.append(f"parallel.context={parallel.context} sends messages within blocks")
     if parallel.zero_stage == 3:
         against += set(_check_zero_3(tune, True)) - set(_check_zero_3(tune, False))
     return next(iter(against), "")
@@ -99,6 +102,22 @@ def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Ite
     }
     for name in (name for name, is_set in others.items() if is_set):
         yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
+
+
+def _conflicts_with_context(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+    """Yield what these settings say against rows that ranks share."""
+    said = f"parallel.context={parallel.context}"
+    if train.compiles:
+        yield (
+            f"{said} with train.compile=true is not available: blocks would be compiled with "
+            "messages in them; leave one of them out"
+        )
+    replicate, shard = parallel.replicate, parallel.shard
+    if replicate and shard and replicate * shard % parallel.context:
+        yield (
+            f"{said} groups the ranks of parallel.replicate x parallel.shard, which are "
+            f"{replicate} x {shard}; make one of them a multiple of it"
+        )
 
 
 def _check_zero(

@@ -65,6 +65,17 @@ class ParallelConfig(Section):
         "each other tokens, and those ranks that have the same experts shard and gather these. For "
         "few tokens per step and many or large experts. 1: not spread.",
     )
+    context: PositiveInt = setting(
+        1,
+        "free",
+        "Ranks that share each row: every one has a part of its tokens, and attention sees the "
+        "whole row through two all-to-all messages per layer and direction (DeepSpeed-Ulysses, "
+        "arXiv:2309.14509). For rows whose activations are too many for one rank; the losses "
+        "are those of one rank. It adds no ranks: it groups neighbours of replicate x shard, which "
+        "it must divide. It should divide the attention heads: else zeros are computed for the "
+        "heads that are missing. Keep it inside a node. 1: rows are not shared.",
+        aliases="context_parallel_size cp_size sequence_parallel_size sp_size context_parallel_dim",
+    )
     stages_per_rank: PositiveInt = setting(
         1,
         "free",
@@ -172,10 +183,11 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
 
     Axes that are not set follow by themselves. tensor and pipeline stay, since they fit the model;
     expert becomes the largest divisor of the one set that divides the rest, shard the largest
-    multiple of it up to the one set that does, and replicate the remaining factor.
+    multiple of it up to the one set that does, and replicate the remaining factor. context stays,
+    since a row may not fit fewer ranks, and must divide the rest.
     """
     rest, remainder = divmod(num_ranks, (parallel.tensor or 1) * (parallel.pipeline or 1))
-    if remainder or not rest:
+    if remainder or not rest or rest % parallel.context:
         return None
     replicate, shard = parallel.replicate, parallel.shard
     if parallel.zero_stage is not None or (replicate is None and shard is None):

@@ -131,10 +131,6 @@ def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     return Mapped({"parallel.recompute": "full"}, remark)
 
 
-def _convert_compile(value: Any, theirs: ForeignConfig) -> Outcome:
-    return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
-
-
 def _convert_profile(value: Any, theirs: ForeignConfig) -> Outcome:
     skipped = theirs.integer("profiler_steps_start") if theirs.get("profiler_steps_start") else 0
     first = skipped + 1
@@ -269,6 +265,7 @@ _MAPPED: dict[str, Rule] = {
     "lora_model_dir": hf_trainer.init_adapter_rule(),
     "val_set_size": hf_trainer.convert_val_size,
     **same_rule(_convert_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
+    **same_rule(rules.map_context, "context_parallel_size sequence_parallel_degree"),
     "num_epochs": hf_trainer.convert_epochs,
     "optimizer": hf_trainer.convert_optimizer,
     "lr_scheduler": _convert_schedule,
@@ -276,7 +273,7 @@ _MAPPED: dict[str, Rule] = {
     "fp8": rules.on_off_rule(Unsupported(rules.FLOAT8, to_do=True)),
     **same_rule(_convert_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
     **same_rule(rules.OFFLOAD_PARAMS, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
-    "torch_compile": _convert_compile,
+    "torch_compile": rules.compile_rule("context_parallel_size", "sequence_parallel_degree"),
     "eval_steps": hf_trainer.eval_steps_rule(
         "val_set_size", lambda theirs: bool(list_usable_files("test_datasets", theirs))
     ),
@@ -332,6 +329,7 @@ _IGNORED = {
     "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
     rules.LAYOUT: "fsdp.* fsdp_version fsdp_final_state_dict_type ddp expert_parallel_size "
     "dp_shard_size dp_replicate_size tensor_parallel_size",
+    "ranks exchange heads for tokens, not keys around a ring": "heads_k_stride ring_attn_func",
     "mpirun, srun or torchrun start the ranks": "world_size",
     "run.device=auto takes the GPU if there is one": "device",
     "the governor acts before memory ends; memory.host_limit limits the host": "gpu_memory_limit "
@@ -380,9 +378,6 @@ _LACKING = {
     "embeddings keep their size": "resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings",
     "what the chat template writes to end an answer is learned with it": "eot_tokens",
-    "there is no context parallelism; parallel.recompute=full makes long rows fit": (
-        "context_parallel_size sequence_parallel_degree heads_k_stride ring_attn_func"
-    ),
     rules.RECOMPUTE_INSTEAD: "activation_offloading layer_offloading",
     "set train.compile=true": "deepcompile",
     "a loss that is not finite ends a run; watch and the report show the others": (

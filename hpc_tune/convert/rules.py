@@ -307,6 +307,26 @@ def known_values_rule(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule
 # -- Rules that several tools have.
 
 
+def compile_rule(*context_keys: str) -> Rule:
+    """Rule for a compiled model; ``context_keys``: how many ranks share a row."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if any((theirs.get(key) or 1) != 1 for key in context_keys):
+            return Ignored("parallel.context sends messages within blocks, which are not compiled")
+        return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
+
+    return rule
+
+
+def map_context(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for the ranks that share a row."""
+    if value in OFF or value == 1:
+        return IS_OFF
+    if isinstance(value, bool) or not str(value).isdecimal():
+        return Unsupported("it is no number of ranks", to_do=True)
+    return Mapped({"parallel.context": int(value)}, "the losses are those of one rank")
+
+
 def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
     """Return tune.method."""
     return "full" if is_full else "qlora" if is_4_bit else "dora" if is_dora else "lora"

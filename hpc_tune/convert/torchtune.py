@@ -433,6 +433,7 @@ _MAPPED: dict[str, Rule] = {
     "dataset.column_map.*": _convert_column_map,
     "run_val_every_n_steps": _convert_eval_every,
     **same_rule(_convert_batch, "batch_size gradient_accumulation_steps"),
+    "context_parallel_dim": rules.map_context,
     **same_rule(_convert_length, "epochs max_steps_per_epoch"),
     "optimizer._component_": _convert_optimizer,
     "optimizer.lr": "optim.lr",
@@ -448,7 +449,7 @@ _MAPPED: dict[str, Rule] = {
     **preferences.for_preferences_only({"loss.label_smoothing": preferences.SMOOTHING}),
     **same_rule(_convert_reference_path, "ref_checkpointer.checkpoint_dir base_model_path"),
     "clip_grad_norm": _convert_clip,
-    **same_rule("train.compile", "compile compile.model"),
+    **same_rule(rules.compile_rule("context_parallel_dim"), "compile compile.model"),
     "dtype": _convert_dtype,
     "device": _convert_device,
     "seed": "train.seed",
@@ -478,7 +479,7 @@ _IGNORED = {
     "run.dir has all that a run leaves": "checkpointer.output_dir",
     rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
     rules.LAYOUT: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
-    "context_parallel_dim data_parallel_shard_dim data_parallel_replicate_dim "
+    "data_parallel_shard_dim data_parallel_replicate_dim "
     "custom_sharded_layers memory_efficient_fsdp_wrap fsdp_reshard_after_forward "
     "fsdp_sharding_strategy fsdp.*",
     "AdamW is fused": "optimizer.fused optimizer.foreach",

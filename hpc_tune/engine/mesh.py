@@ -1,6 +1,6 @@
 """The process groups of a layout, none of which is of one rank."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_tune import torch_versions
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import GROUPING_AXES, Layout
 
 
 def world_group() -> dist.ProcessGroup:
@@ -62,6 +62,7 @@ class Mesh:
         self.group("replicate", "shard", "tensor")
         self.group("expert")
         self.group("replicate", "expert_shard")
+        self.group("context")
         self._shards: tuple[DeviceMesh, DeviceMesh] | None = None
         if uses_fsdp:
             self._shards = self._shards_of_experts = self._make_meshes("shard", device)
@@ -97,6 +98,10 @@ class Mesh:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks, in the order in which all ranks have made theirs."""
         return [world_group(), *self._groups_by_ranks.values()] if self.layout.size > 1 else []
+
+    def exchanging_groups(self) -> list[dist.ProcessGroup]:
+        """Return those of them that send all-to-all messages: of experts, and of shared rows."""
+        return [group for axis in GROUPING_AXES if (group := self.group(axis)) is not None]
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""
@@ -185,28 +190,27 @@ LARGE_BYTES = 64 << 20
 
 
 def send_large_messages(
-    groups: Iterable[dist.ProcessGroup],
-    exchanging: dist.ProcessGroup | None,
+    mesh: Mesh,
     edges: Mapping[tuple[int, Literal["forward", "backward"]], dist.ProcessGroup],
     device: torch.device,
     num_bytes: int = LARGE_BYTES,
 ) -> None:
-    """Send ``num_bytes`` by each collective of the engine over ``groups``. Collective.
+    """Send ``num_bytes`` by each collective of the engine over the groups of ``mesh``. Collective.
 
-    ``exchanging``: the group of spread experts; ``edges``: those of a pipeline, by the rank
-    that sends forward. All ranks have their groups in the same order.
+    ``edges``: those of a pipeline, by the rank that sends forward. All ranks have their groups in
+    the same order.
     """
     whole = torch.zeros(num_bytes // 4, device=device)
-    for group in groups:
+    for group in mesh.all_groups():
         part = torch.zeros(len(whole) // group.size(), device=device)
         used = whole[: len(part) * group.size()]
         dist.all_reduce(used, group=group)
         torch_versions.all_gather(used, part, group)
         torch_versions.reduce_scatter(part, used, dist.ReduceOp.SUM, group)
         wait_until_connected(device)
-    if exchanging is not None:
-        even = whole[: len(whole) // exchanging.size() * exchanging.size()]
-        dist.all_to_all_single(torch.empty_like(even), even, group=exchanging)
+    for group in mesh.exchanging_groups():
+        even = whole[: len(whole) // group.size() * group.size()]
+        dist.all_to_all_single(torch.empty_like(even), even, group=group)
         wait_until_connected(device)
     for (first, kind), group in edges.items():
         [other] = {*dist.get_process_group_ranks(group)} - {first}

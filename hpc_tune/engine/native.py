@@ -29,6 +29,7 @@ from hpc_tune.engine.adamw_8bit import (
 )
 from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
+from hpc_tune.engine.context_parallel import make_share, share_attention, share_batches
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
 from hpc_tune.engine.float8 import check_float8, use_float8
@@ -131,9 +132,9 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         if device.type == "cuda":
-            groups, experts = self._mesh.all_groups(), self._mesh.group("expert")
-            send_large_messages(groups, experts, edges, device)
+            send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
+        self._share = make_share(self._mesh.group("context"), self._collectives)
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0
@@ -145,6 +146,7 @@ class NativeEngine:
         )
         for stage in self.stages:
             finish_dora(stage)
+            share_attention(stage.module, self._share)
         modules = [stage.module for stage in self.stages]
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
@@ -225,14 +227,18 @@ class NativeEngine:
         try:
             remaining = iter(batches)
             while group := list(islice(remaining, 2 * self._layout.pipeline)):
-                used = self._batches_to_run(group, training=False)
+                whole = self._batches_to_run(group, training=False)
+                used = share_batches(whole, self._share)
                 self._copies.begin(used)
                 if self._pipeline is not None:
                     outputs = self._pipeline.evaluate(used, self._forward)
                 else:
                     outputs = [self._forward(0, batch, None) for batch in used]
-                if outputs and self._mesh.coordinates.tensor == 0:
-                    yield from zip(used, outputs, strict=True)
+                if self._share is not None:
+                    outputs = [self._share.add_up(out) for out in outputs]
+                places = self._mesh.coordinates
+                if outputs and places.tensor == places.context == 0:
+                    yield from zip(whole, outputs, strict=True)
         finally:
             for module in modules:
                 release_gathered(module)
@@ -303,7 +309,7 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""
         total = self._zero_sums()
-        used = self._batches_to_run(batches)
+        used = share_batches(self._batches_to_run(batches), self._share)
         self._copies.begin(used)
 
         def backward(

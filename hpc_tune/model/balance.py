@@ -31,6 +31,7 @@ from torch import nn
 from hpc_tune.batch import Batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.micro_batch import batch_context
+from hpc_tune.model.shared_rows import SharedRows, cut_tokens
 
 Score = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
@@ -143,13 +144,15 @@ def _stock_score(model: Any) -> Score:
     return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
 
 
-def real_tokens(batch: Batch) -> torch.Tensor:
+def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
     """Return which tokens of a batch are no padding, [B, T]; the host waits for no device."""
-    real_BT = torch.ones_like(batch.tokens_BT, dtype=torch.bool)
+    num_rows, num_own = batch.tokens_BT.shape
+    shape = num_rows, num_own * (share.size if share else 1)
+    real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
     for number, padding in enumerate(batch.padding):
         if padding:
-            real_BT[number, real_BT.shape[1] - padding :] = False
-    return real_BT
+            real_BT[number, shape[1] - padding :] = False
+    return cut_tokens(real_BT, share.rank, share.size) if share else real_BT
 
 
 def count_expert_tokens(
@@ -164,20 +167,36 @@ def count_expert_tokens(
     return is_chosen_BTE.sum(1).float()
 
 
+def _count_whole_rows(
+    counts_BE: torch.Tensor, real_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of each row by expert, and in all, on all ranks that share the rows."""
+    tokens_B, share = real_BT.sum(1), batch_context.batch.share
+    if share is None:
+        return counts_BE, tokens_B
+    both = share.add_up(torch.cat([counts_BE, tokens_B.unsqueeze(1).float()], 1))
+    return both[:, :-1], both[:, -1]
+
+
 def balance_loss(
     logits_NE: torch.Tensor,
     counts_BE: torch.Tensor,
     num_chosen: int,
     real_BT: torch.Tensor,
     score: Score,
+    tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum of T * L over rows, see above; scores of a sigmoid add up to 1, too."""
+    """Return the sum of T * L over rows, see above; scores of a sigmoid add up to 1, too.
+
+    Where ranks share rows, ``counts_BE`` and ``tokens_B`` are of whole rows, and the sum over the
+    ranks is that of T * L.
+    """
     logits_BTE = logits_NE.float().view(*real_BT.shape, -1)
     probs_BTE = logits_BTE.sigmoid() if score == "sigmoid" else logits_BTE.softmax(-1)
     if score == "sigmoid":
         probs_BTE = probs_BTE / (probs_BTE.sum(-1, keepdim=True) + 1e-20)
     sums_BE = probs_BTE.masked_fill(~real_BT.unsqueeze(-1), 0.0).sum(1)
-    tokens_B = real_BT.sum(1).clamp(min=1)
+    tokens_B = (real_BT.sum(1) if tokens_B is None else tokens_B).clamp(min=1)
     each = logits_NE.shape[1] / num_chosen
     return each * ((counts_BE * sums_BE).sum(1) / tokens_B).sum()
 
@@ -253,8 +272,8 @@ class RouterWatch:
         counts_BE = count_expert_tokens(chosen_NK, real_BT, logits_NE.shape[1])
         balance = z = None
         if self._balance:
-            k = chosen_NK.shape[1]
-            balance = balance_loss(logits_NE, counts_BE, k, real_BT, self._score)
+            k, (whole_BE, tokens_B) = chosen_NK.shape[1], _count_whole_rows(counts_BE, real_BT)
+            balance = balance_loss(logits_NE, whole_BE, k, real_BT, self._score, tokens_B)
         if self._z:
             z = z_loss(logits_NE, real_BT)
         if self._is_first_pass and self._counts:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import batch_context
+from hpc_tune.model.shared_rows import cut_tokens
 
 
 class RowDropout(nn.Module):
@@ -34,10 +35,14 @@ class RowDropout(nn.Module):
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
         if not self.training:
             return x
-        kept = x.new_empty((*x.shape[:-1], x.shape[-1] * self._num_slices))
-        rows = batch_context.batch.rows
-        for row, mask in zip(rows, kept.view(len(rows), -1), strict=True):
+        rows, share = batch_context.batch.rows, batch_context.batch.share
+        num_tokens = x.shape[:-1].numel() // len(rows) * (share.size if share else 1)
+        kept = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
+        for row, mask in zip(rows, kept, strict=True):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
+        if share:
+            kept = cut_tokens(kept, share.rank, share.size)
+        kept = kept.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:  # a copy: the backward pass keeps it, and need not keep all
             kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
         return x * kept.div_(1 - self.p)
@@ -92,14 +97,23 @@ class EmbeddingNoise:
 
     def __call__(self, module: nn.Module, _: object, embeddings_BTD: torch.Tensor) -> torch.Tensor:
         """Return the embeddings with noise, in training."""
-        batch = batch_context.batch
+        batch, share = batch_context.batch, batch_context.batch.share
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
-        noise_BTD = torch.empty_like(embeddings_BTD, dtype=torch.float32)
+        num_rows, num_own, width = embeddings_BTD.shape
+        shape = num_rows, num_own * (share.size if share else 1), width
+        noise_BTD = torch.empty(shape, device=embeddings_BTD.device)
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
-        values_BT = embeddings_BTD.shape[-1] * document_lengths(batch.positions_BT)
-        noise_BTD *= (self._alpha / values_BT.float().sqrt()).unsqueeze(-1)
+        if share:
+            lengths_BT = batch.whole_rows.lengths_BT()
+            noise_BTD, lengths_BT = (
+                cut_tokens(x, share.rank, share.size) for x in (noise_BTD, lengths_BT)
+            )
+        else:
+            lengths_BT = document_lengths(batch.positions_BT)
+        values_BT = embeddings_BTD.shape[-1] * lengths_BT
+        noise_BTD = noise_BTD * (self._alpha / values_BT.float().sqrt()).unsqueeze(-1)
         return embeddings_BTD + noise_BTD.to(embeddings_BTD.dtype)
 
 

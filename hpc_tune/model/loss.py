@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
 from hpc_tune.model.balance import RouterWatch, real_tokens
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
-from hpc_tune.model.packed_attention import make_documents, read_document_lengths
+from hpc_tune.model.packed_attention import make_documents
+from hpc_tune.model.shared_rows import SharedRows
 from hpc_tune.model.varlen_attention import make_starts
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
@@ -96,7 +97,7 @@ class LossModel(nn.Module):
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
     peft model around one. ``within_documents``: attention may run document by document. On a GPU
     ``has_kernel``: by a kernel for documents, and ``kernel_has_windows``: in layers with a sliding
-    window too.
+    window too. ``share``: how ranks share rows, of which batches then have this rank's tokens.
     """
 
     def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
@@ -110,6 +111,7 @@ class LossModel(nn.Module):
         self.logits_kernels = EAGER_KERNELS
         self.objective: Objective = TokenSum()
         self.watch: RouterWatch | None = None
+        self.share: SharedRows | None = None
         # A plan sets it to that of the device it is for.
         self.logits_bytes: tuple[int, int] | None = None
         self.head_unit: HeadUnit | None = None
@@ -135,7 +137,7 @@ class LossModel(nn.Module):
         of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT, kept={})
         first_pass: AbstractContextManager[None] = nullcontext()
         if self.watch is not None and self.training:
-            of_batch = replace(of_batch, real_BT=real_tokens(batch))
+            of_batch = replace(of_batch, real_BT=real_tokens(batch, self.share))
             first_pass = self.watch.first_pass()
         with batch_context.using(of_batch), first_pass:
             out_BTD: torch.Tensor = find_decoder(lm)(
@@ -161,10 +163,23 @@ class LossModel(nn.Module):
             self.logits_bytes,
             self.logits_kernels,
         )
-        return self.objective.sums(losses_N, batch)
+        if self.share is None:
+            return self.objective.sums(losses_N, batch)
+        sums = self.objective.sums(losses_N, batch, self.share.add_up)
+        # All ranks that share an answer compute the same of it, and one counts it.
+        counts = batch.pairs is None or self.share.rank == 0
+        return sums if counts else sums - sums.detach()
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
+        if self.share is not None:
+            starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
+            shared = MicroBatch(batch.rows, share=self.share, whole_rows=starts)
+            if self.has_kernel:
+                return replace(shared, starts=starts)
+            if self.within_documents and positions_BT.device.type == "cpu":
+                return replace(shared, documents=make_documents(lengths))
+            return shared
         if self.has_kernel and lengths:  # reading positions would wait for the device
             starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
             return MicroBatch(batch.rows, starts=starts)

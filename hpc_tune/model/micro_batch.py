@@ -28,7 +28,9 @@ class MicroBatch:
     begin. With neither, transformers' masks keep documents apart. ``positions_BT`` begin again at 0
     with each document. ``real_BT``: which tokens are no padding, where routers are watched.
     ``kept``: what layers find out in a first pass and need again when they are recomputed, by
-    whom; None where nothing may be kept.
+    whom; None where nothing may be kept. ``share``: of rows that ranks share, how
+    (``SharedRows``), and ``whole_rows``, where their documents begin (``DocumentStarts``);
+    ``documents`` and ``starts`` are of whole rows too then, all else of the own tokens.
     """
 
     rows: Sequence[int] = ()
@@ -36,6 +38,8 @@ class MicroBatch:
     starts: DocumentStarts | None = None
     positions_BT: torch.Tensor | None = None
     real_BT: torch.Tensor | None = None
+    share: Any = None
+    whole_rows: Any = None
     kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
 
 

@@ -7,7 +7,7 @@ them up, is the engine's business. A sum over pairs that is divided by the numbe
 step does not depend on ranks, micro-batches or packing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal, Protocol
 
@@ -23,6 +23,13 @@ _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _MIN_ODDS = 1e-7
 
 
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_whole(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class Objective(Protocol):
     """Makes the losses of a micro-batch's tokens the sums that a step adds up; the first is the
     loss.
@@ -32,8 +39,11 @@ class Objective(Protocol):
     def num_sums(self) -> int:
         """How many sums there are."""
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the sums of a micro-batch."""
+    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+        """Return the sums of a micro-batch.
+
+        ``add_up`` adds what answers have on each of the ranks that share their rows.
+        """
 
 
 class TokenSum:
@@ -41,8 +51,8 @@ class TokenSum:
 
     num_sums = 1
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return one sum."""
+    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
+        """Return one sum, of the tokens of this rank."""
         if batch.weights_N is not None:
             losses_N = losses_N * batch.weights_N
         return losses_N.sum(0, keepdim=True)  # no view: FSDP2 warns of these
@@ -53,11 +63,11 @@ class LogProbabilities:
 
     num_sums = 0
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
         """Return each answer's."""
         if batch.pairs is None:  # an empty micro-batch
             return losses_N
-        return log_probabilities(losses_N, batch.pairs).flatten()
+        return add_up(log_probabilities(losses_N, batch.pairs)).flatten()
 
 
 @dataclass(frozen=True)
@@ -145,12 +155,12 @@ class Preference:
 
     num_sums = len(fields(PreferenceSums))
 
-    def sums(self, losses_N: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
         """Return the values of ``PreferenceSums`` of a micro-batch."""
         pairs = batch.pairs
         if pairs is None:  # an empty micro-batch
             return F.pad(losses_N.sum().unsqueeze(0), (0, self.num_sums - 1))
-        log_probs_P2 = log_probabilities(losses_N, pairs)
+        log_probs_P2 = add_up(log_probabilities(losses_N, pairs))
         if self.name == "kto":
             losses_P = self._kto_losses(log_probs_P2[:, 0] - pairs.reference_P2[:, 0], pairs)
         else:
@@ -246,9 +256,11 @@ class Preference:
 def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
     """Return the summed log-probabilities of the answers of P pairs, [P, 2].
 
-    ``losses_N``: the tokens' cross-entropies, document after document.
+    ``losses_N``: the tokens' cross-entropies, document after document. Where ranks share rows, of
+    the tokens that this rank has.
     """
-    counts = pairs.counts_P2.flatten()
+    own_P2 = pairs.counts_P2 if pairs.own_counts_P2 is None else pairs.own_counts_P2
+    counts = own_P2.flatten()
     # In fp64: it adds one by one, and fp32 would be off by 1e-6 of a sum of 8,000 tokens. Without a
     # check of the lengths, for which the host would wait.
     sums = torch.segment_reduce(losses_N.double(), "sum", lengths=counts, unsafe=True)

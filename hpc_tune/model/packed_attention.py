@@ -15,15 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hpc_tune.errors import ConfigError
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.micro_batch import Document, batch_context
+from hpc_tune.model.shared_rows import HeadsOfModule
 from hpc_tune.model.transformers_compat import keep_capped_scores
 
 # -- Causal attention of documents on a CPU, in tiles of matrix products with a softmax in between.
@@ -329,28 +331,41 @@ def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
     ]
 
 
-def read_document_lengths(positions_BT: torch.Tensor) -> list[list[int]]:
-    """Return the lengths of each row's documents, which begin at position 0."""
-    starts = [torch.nonzero(positions_T == 0).flatten().tolist() for positions_T in positions_BT]
-    ends = positions_BT.shape[1]
-    return [[stop - start for start, stop in pairwise([*row, ends])] for row in starts]
-
-
 def use_document_attention(model: Any) -> bool:
     """Let a transformers model attend within documents, if its attention can be replaced."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     keep_capped_scores(model)
     _make_masks_with_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
     if any(find_indexers(model)):
         return False
+    _set_attention(model)
+    return True
+
+
+def force_document_attention(model: Any) -> bool | None:
+    """Let a model's attention be called here, as rows need that ranks share.
+
+    Return whether it is computed by the family's own function; None if it cannot be replaced.
+    """
+    before = model.config._attn_implementation
+    if before == ATTENTION_NAME:
+        return False
+    if before not in ("eager", "sdpa") or any(find_indexers(model)):
+        return None
+    if not model._can_set_attn_implementation():
+        return None
+    _set_attention(model)
+    return bool(before == "eager")
+
+
+def _set_attention(model: Any) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _make_document_mask)
     _find_documents_on_host()
     model.set_attn_implementation(ATTENTION_NAME)
-    return True
 
 
 def _find_documents_on_host() -> None:
@@ -402,6 +417,8 @@ def _pass_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
+    if batch_context.batch.share is not None:
+        return _mask_of_whole_rows(options)
     starts, window = batch_context.batch.starts, options.get("local_size")
     apart = batch_context.batch.documents or starts is not None
     if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
@@ -413,6 +430,21 @@ def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     return mask
 
 
+def _mask_of_whole_rows(options: dict[str, Any]) -> torch.Tensor | None:
+    """Return the mark of a window, or None: of shared rows attention makes its masks itself.
+
+    Raises:
+        ConfigError: if a layer asks for another mask, which would be of this rank's tokens alone.
+    """
+    window = options.get("local_size")
+    is_own = options.get("use_vmap") or options.get("attention_mask") is not None
+    if is_own or (window is not None and not _is_sliding(options)):
+        raise ConfigError("a layer masks tokens neither causally alone nor by a sliding window")
+    if window is None:
+        return None
+    return varlen_attention.encode_window(window, batch_context.batch.whole_rows.starts_N.device)
+
+
 def _is_sliding(options: dict[str, Any]) -> bool:
     """Whether a mask is that of a causal sliding window, and not of chunks or of both sides."""
     window = getattr(options.get("config"), "sliding_window", None)
@@ -420,6 +452,63 @@ def _is_sliding(options: dict[str, Any]) -> bool:
 
 
 def _attend(
+    module: Any,
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    inputs = query_BHTD, key_BKTD, value_BKTD
+    if batch_context.batch.share is None:
+        return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
+    window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
+    attention = functools.partial(
+        _attend_heads, module, query_BHTD.shape[1], window, dropout, scaling, options
+    )
+    own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
+    return batch_context.batch.share.attend(attention, *own), None
+
+
+def _attend_heads(
+    module: Any,
+    num_heads: int,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+    options: dict[str, Any],
+    part: int,
+    *inputs_BHTD: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention of whole rows for a part of a layer's heads, BTHD."""
+    batch = batch_context.batch
+    share, groups = batch.share, inputs_BHTD[0].shape[1] // inputs_BHTD[1].shape[1]
+    own = HeadsOfModule(module, part, share.size, num_heads, groups)
+    options = {name: own.cut(value) for name, value in options.items()}
+    mask = None
+    if share.uses_eager:
+        family = sys.modules[type(module).__module__].eager_attention_forward
+        dtype = inputs_BHTD[0].dtype
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=inputs_BHTD[0].device)
+        mask = torch.where(batch.whole_rows.mask_B1TT(window), hidden.new_zeros(()), hidden)
+        out_BTHD: torch.Tensor = family(
+            own, *inputs_BHTD, mask, dropout=dropout, scaling=scaling, **options
+        )[0]
+        return out_BTHD
+    if batch.starts is not None:
+        mask = None
+        if window is not None:
+            mask = varlen_attention.encode_window(window, inputs_BHTD[0].device)
+    elif window is not None or not batch.documents:
+        mask = batch.whole_rows.mask_B1TT(window)
+    query_BHTD, key_BKTD, value_BKTD = inputs_BHTD
+    out = _attend_rows(own, query_BHTD, key_BKTD, value_BKTD, mask, dropout, scaling, **options)
+    return out[0]
+
+
+def _attend_rows(
     module: Any,
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,

@@ -62,6 +62,10 @@ class DocumentStarts:
         places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
         return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
+    def lengths_BT(self) -> torch.Tensor:
+        """Return of each token how many its document has."""
+        return self.starts_N.diff()[self.documents_BT()]
+
     def mask_B1TT(self, window: int | None = None) -> torch.Tensor:
         """Return a mask that is true where a token may look: at ``window`` tokens, or at all."""
         documents_BT = self.documents_BT()

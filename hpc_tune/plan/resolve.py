@@ -27,7 +27,7 @@ from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shap
 from hpc_tune.model.language import read_config, read_language_config
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.step.layout import Layout, MeshCoordinates, staging_problems
+from hpc_tune.step.layout import Layout, MeshCoordinates, sharing_problems, staging_problems
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
@@ -96,7 +96,8 @@ def choose_layout(
         ConfigError: if the axes that are set do not multiply to the world size.
     """
     if parallel.zero_stage is not None:
-        layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
+        sharded = world_size if parallel.zero_stage == 3 else 1
+        layout = Layout(world_size // sharded, sharded, context=parallel.context)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
     if not parallel.fits_ranks(world_size):
         raise ConfigError(_describe_mismatch(parallel, world_size))
@@ -105,9 +106,9 @@ def choose_layout(
     rest = world_size // parallel.ranks_needed
     if replicate is not None or shard is not None:
         axes = (replicate or rest, shard or rest, tensor, pipeline)
-        layout = Layout(*axes, parallel.expert)
+        layout = Layout(*axes, parallel.expert, parallel.context)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
-    whole = Layout(rest, 1, tensor, pipeline)
+    whole = Layout(rest, 1, tensor, pipeline, context=parallel.context)
     needed, room = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
     if needed <= room:
@@ -116,11 +117,11 @@ def choose_layout(
         return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
     by_node = ranks_per_node // tensor  # stages are further apart than shards
     if 1 < by_node < rest and rest % by_node == 0:
-        hybrid = Layout(rest // by_node, by_node, tensor, pipeline)
+        hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
         if (needed := static_bytes(size, hybrid)) <= room:
             sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
             return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
-    return Layout(1, rest, tensor, pipeline), f"no rank can hold the model ({sizes})"
+    return replace(whole, replicate=1, shard=rest), f"no rank can hold the model ({sizes})"
 
 
 def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
@@ -132,7 +133,7 @@ def choose_reshard(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
     """Return parallel.reshard with ``auto`` decided: step where a whole copy fits into ``room``."""
     if parallel.reshard != "auto":
         return parallel.reshard
-    whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
+    whole = Layout(layout.weight_size, 1, layout.tensor, layout.pipeline)
     return "step" if static_bytes(size, whole) <= room * STATE_SHARE else "block"
 
 
@@ -158,6 +159,8 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
         problems += slicing_problems(model, layout.tensor)
     if layout.pipeline > 1:
         problems += staging_problems(model, layout.pipeline, parallel.stages_per_rank)
+    if layout.context > 1:
+        problems += sharing_problems(model, layout)
     return problems
 
 

@@ -24,6 +24,7 @@ from hpc_tune.step.layout import CollectiveKind, Layout, ring_steps
 from hpc_tune.step.messages import (
     FIRST_AND_LAST_STAGE,
     Message,
+    context_messages,
     expert_messages,
     gradient_messages,
     tensor_messages,
@@ -256,7 +257,7 @@ def step_time(
     gain = min(compute.sharing, len(network.nodes) / layout.size)
     rows = layout.rows_per_rank(work.global_rows)
     num_micro = math.ceil(rows / micro_rows)
-    tokens = min(micro_rows, rows) * work.seq_len
+    tokens = plan.own_tokens(min(micro_rows, rows) * work.seq_len)
     placed = _RankLayout(layout, ranks, network, compute.sync_s)
     kinds = _representative_ranks(plan)
     waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
@@ -277,6 +278,7 @@ def step_time(
     for kind in waits_s:
         waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, pp_rank=kind))
         waits_s[kind] += placed.sums_s(expert_messages(plan, micro, pp_rank=kind))
+        waits_s[kind] += placed.sums_s(context_messages(plan, micro, pp_rank=kind))
     passes = _PipelineTime(
         stages_s,
         [waits_s[kind] for kind in kinds],
@@ -340,7 +342,7 @@ class _RankLayout:
 
     def hops_s(self, num_bytes: float) -> list[float]:
         """Return the seconds of one message from each pipeline stage to the next."""
-        width = self.layout.data_size * self.layout.tensor
+        width = self.layout.weight_size * self.layout.tensor
         hops = []
         for start in range(0, width * (self.layout.pipeline - 1), width):
             edges = [(self.ranks[start + i], self.ranks[start + width + i]) for i in range(width)]

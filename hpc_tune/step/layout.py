@@ -1,7 +1,8 @@
 """How the ranks are laid out: four axes, the coordinates of a rank, and who shares an axis.
 
 Ranks are numbered with ``tensor`` innermost, then ``shard``, ``replicate`` and ``pipeline``: the
-axes that talk most are neighbours, which launchers put on one node.
+axes that talk most are neighbours, which launchers put on one node. ``expert`` and ``context`` add
+no ranks: they group neighbours of the shard axis, and of shard and replicate together.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 _OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 _SHARD_AXES = ("expert_shard", "expert")
+GROUPING_AXES = ("expert", "context")  # of ranks that other axes have
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Layout:
     A mixture's routed experts are spread over ``expert`` neighbours of the shard axis, and those of
     one rank are sharded over the ``expert_shard`` ranks that have the same: for experts the shard
     axis is expert_shard x expert.
+
+    ``context`` neighbours among the replicate x shard ranks share their rows, of which each has a
+    part of the tokens. Of weights and gradients they hold what they would hold without it.
     """
 
     replicate: int
@@ -31,16 +36,22 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
 
     @property
     def size(self) -> int:
         """The world size."""
-        return self.data_size * self.tensor * self.pipeline
+        return self.weight_size * self.tensor * self.pipeline
+
+    @property
+    def weight_size(self) -> int:
+        """How many ranks replicate and shard the weights."""
+        return self.replicate * self.shard
 
     @property
     def data_size(self) -> int:
-        """How many ranks have rows of their own."""
-        return self.replicate * self.shard
+        """How many ranks, or groups of ranks that share rows, have rows of their own."""
+        return self.weight_size // self.context
 
     @property
     def expert_shard(self) -> int:
@@ -60,10 +71,17 @@ class Layout:
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
         pipeline, replicate = divmod(rest, self.replicate)
-        return MeshCoordinates(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
+        data, context = divmod(replicate * self.shard + shard, self.context)
+        return MeshCoordinates(replicate, shard, tensor, pipeline, data, context)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that stand where ``rank`` does on all axes but ``axes``, in order."""
+        """Return the ranks that stand where ``rank`` does on all axes but ``axes``, in order.
+
+        ``context`` goes with no other axis.
+        """
+        if axes == ("context",):
+            first = rank - self.coordinates(rank).context * self.tensor
+            return tuple(range(first, first + self.context * self.tensor, self.tensor))
         ranks, stride = [rank], self.size
         for axis in _OUTERMOST_FIRST:
             size = getattr(self, axis)
@@ -80,8 +98,8 @@ class Layout:
 
     @property
     def saved(self) -> dict[str, int]:
-        """What checkpoints say of it: ranks by axis, and by ``expert`` where experts are spread."""
-        return {name: n for name, n in asdict(self).items() if name != "expert" or n > 1}
+        """What checkpoints say of it: ranks by axis, and of ``GROUPING_AXES`` where they group."""
+        return {name: n for name, n in asdict(self).items() if name not in GROUPING_AXES or n > 1}
 
     def __str__(self) -> str:
         return describe_axes(asdict(self))
@@ -90,27 +108,86 @@ class Layout:
 def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate", "shard")) -> str:
     """Return ranks by axis in words; of those of one rank only the ones that are ``always`` told.
 
-    Experts are spread over ranks that are counted already.
+    Those of ``GROUPING_AXES`` come last: their ranks are counted already.
     """
     shown = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
-    spread = f", expert {n}" if (n := shown.pop("expert", 1)) > 1 else ""
-    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + spread
+    groups = [f", {axis} {n}" for axis in GROUPING_AXES if (n := shown.pop(axis, 1)) > 1]
+    return " x ".join(f"{axis} {n}" for axis, n in shown.items()) + "".join(groups)
 
 
 @dataclass(frozen=True)
 class MeshCoordinates:
-    """A rank's coordinate on each axis; ``data`` says which rows it gets."""
+    """A rank's coordinate on each axis.
+
+    ``data`` says which rows it gets, and ``context`` which part of their tokens.
+    """
 
     replicate: int
     shard: int
     tensor: int
     pipeline: int
     data: int
+    context: int = 0
 
     @property
     def counts_rows(self) -> bool:
         """Whether this rank speaks for its rows where ranks that share them are added up."""
-        return self.tensor == 0 and self.pipeline == 0
+        return self.tensor == 0 and self.pipeline == 0 and self.context == 0
+
+
+# -- Which models can have rows that ranks share (pure).
+
+
+_WHOLE_ROW_LAYERS = ("full_attention", "sliding_attention")
+
+
+def sharing_problems(config: Any, layout: Layout) -> list[str]:
+    """Return the reasons why ranks cannot share a model's rows; none if they can."""
+    said = f"parallel.context={layout.context}"
+    if layout.weight_size % layout.context:
+        return [
+            f"{said} groups the {layout.weight_size} ranks of replicate x shard, which it must "
+            f"divide; use {_list_choices(_divisors(layout.weight_size))}"
+        ]
+    others = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
+    if others:
+        return [
+            f"{said}: layers of {' and '.join(sorted(others))} in a {config.model_type} model mix "
+            "tokens without attention over the row, or choose them; use parallel.context=1"
+        ]
+    return []
+
+
+def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
+    """Return in words how many heads are computed where ranks do not divide them; often nothing."""
+    heads = config.num_attention_heads // layout.tensor
+    even, _ = count_aligned_heads(heads, heads, layout.context)
+    if even == heads:
+        return []
+    choices = [n for n in _divisors(heads) if n > 1 and layout.weight_size % n == 0]
+    use = f"; {_list_choices(choices)} would divide them" if choices else ""
+    return [
+        f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
+        f"attention computes {even}, of which {even - heads} are zeros{use}"
+    ]
+
+
+def count_aligned_heads(num_heads: int, groups: int, size: int) -> tuple[int, int]:
+    """Return the heads of queries, and of keys and values, that ``size`` ranks share evenly.
+
+    See ``model/shared_rows.py``, which repeats ``groups`` heads of keys, or fills up with zeros.
+    """
+    if num_heads % size:
+        return num_heads + -num_heads % size, num_heads + -num_heads % size
+    return num_heads, groups * (size // math.gcd(groups, size))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _list_choices(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 # -- Which decoder blocks a pipeline stage has, and the order of a rank's passes (pure).
@@ -230,6 +307,7 @@ _COMMON_AXES = (
     ("replicate", "shard", "tensor"),
     ("expert",),
     ("replicate", "expert_shard"),
+    ("context",),
 )
 _FSDP_AXES = (("shard",), ("replicate",), ("expert_shard",))
 

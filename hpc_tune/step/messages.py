@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.step.layout import CollectiveKind, sent_bytes
+from hpc_tune.step.layout import CollectiveKind, count_aligned_heads, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces
 
@@ -46,11 +47,12 @@ def expected_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by kind of collective.
 
-    ``micros`` are its micro-batches, and ``pp_rank`` its number on the pipeline axis.
+    ``micros`` are its micro-batches, of shared rows its own tokens, and ``pp_rank`` its number on
+    the pipeline axis.
     ``recomputes``: blocks run again in the backward pass, also where parallel.recompute does not
     say so. Exact where the ranks of an axis divide what they share (shards are padded where they do
-    not); but for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen
-    embedding of its own.
+    not); but for ZeRO, which DeepSpeed decides, in a pipeline with reshard=micro for a frozen
+    embedding of its own, and where rows are shared without the few sums of answers and routers.
     """
     sent: Counter[str] = Counter()
     for message in step_messages(plan, micros, recomputes, pp_rank):
@@ -66,6 +68,7 @@ def step_messages(
     if plan.parallel.zero_stage is not None:
         yield _collective(plan, "all_reduce", AXES, 4 * plan.num_router_sums)
         yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
+        yield from context_messages(plan, computed, recomputes, pp_rank)
         return
     # Of the loss, and of what routers did, in fp32.
     yield _collective(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
@@ -75,6 +78,7 @@ def step_messages(
     yield from gradient_messages(plan, len(computed), pp_rank)
     yield from tensor_messages(plan, computed, recomputes, pp_rank)
     yield from expert_messages(plan, computed, recomputes, pp_rank)
+    yield from context_messages(plan, computed, recomputes, pp_rank)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
@@ -224,6 +228,44 @@ def expert_messages(
     rows = plan.activation_values(computed) * num_chosen_experts(plan.model)
     yield over(rows * plan.activation_itemsize, 2 * mixtures * (forward + 1))
     yield over(8 * num_experts(plan.model), mixtures * len(computed))
+
+
+def context_messages(
+    plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
+) -> Iterator[Message]:
+    """Yield the messages by which the ranks that share rows attend over whole ones.
+
+    Per layer queries, keys and values of the own tokens go out in one message, and the results
+    come back in another; so do their gradients. A block that runs again sends forward again. Heads
+    of keys and values are repeated where they are fewer than ranks (arXiv:2309.14509).
+    """
+    layout = plan.layout
+    if layout.context == 1:
+        return
+    heads, groups, width, value_width = attention_heads(plan.model, layout.tensor)
+    heads, groups = count_aligned_heads(heads, groups, layout.context)
+    tokens = sum(tokens for tokens, _ in computed)
+    passes = 3 if recomputes or plan.parallel.recompute != "none" else 2
+    times = len(plan.rank_blocks(pp_rank)) * passes
+    over = partial(_collective, plan, "all_to_all", ("context",))
+    out = heads * width + groups * (width + value_width)
+    yield over(tokens * plan.itemsize * out, times)
+    yield over(tokens * plan.itemsize * heads * value_width, times)
+
+
+def attention_heads(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
+    """Return heads of queries, and of keys, on a rank of the tensor axis, and the values of each.
+
+    Those of queries and keys, then of a head's values: latent attention (DeepSeek) has fewer, and
+    keys for each head of queries.
+    """
+    heads = model.num_attention_heads
+    if getattr(model, "qk_rope_head_dim", None) and getattr(model, "v_head_dim", None):
+        width = model.qk_nope_head_dim + model.qk_rope_head_dim
+        return heads // tensor, heads // tensor, width, model.v_head_dim
+    groups = getattr(model, "num_key_value_heads", None) or heads
+    width = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return heads // tensor, max(1, groups // tensor), width, width
 
 
 def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:

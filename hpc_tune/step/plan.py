@@ -196,7 +196,7 @@ class StepPlan:
             return not training and self.parallel.zero_stage < 3
         if training and self.num_router_sums:
             return False  # its tokens go through routers, in any company
-        return self.layout.pipeline == 1 and not self.uses_fsdp
+        return self.layout.pipeline == self.layout.context == 1 and not self.uses_fsdp
 
     def padding(self, num_micro: int) -> int:
         """Return how many empty micro-batches are added to ``num_micro``.
@@ -209,6 +209,10 @@ class StepPlan:
         """Return what a rank computes of its micro-batches, and the rows of one token it adds."""
         kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
+
+    def own_tokens(self, tokens: int) -> int:
+        """Return how many of the tokens of rows a rank computes, where several share rows."""
+        return -(-tokens // self.layout.context)
 
     def activation_values(self, computed: Sequence[MicroTokens]) -> int:
         """Return the values between two blocks: tokens with padding x hidden."""
@@ -240,7 +244,8 @@ class StepPlan:
 
         That is done beside the last backward pass.
         """
-        return self.layout.replicate == self.layout.size and not self.uses_fsdp
+        layout = self.layout
+        return layout.replicate == layout.size and layout.context == 1 and not self.uses_fsdp
 
     @property
     def spreads_gradients(self) -> bool:

@@ -20,6 +20,7 @@ from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.model.balance import Router, RouterSums, summarise_load
 from hpc_tune.model.objective import compute_measures
+from hpc_tune.model.shared_rows import own_tokens
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
 from hpc_tune.rundir.json_lines import (
@@ -357,7 +358,9 @@ class Recorder:
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self.tokens = 0
         self._taken: tuple[StepMetrics, RouterSums | None, Extremes] | None = None
-        self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
+        coordinates = plan.layout.coordinates(comm.world.rank)
+        self._counts_rows = coordinates.counts_rows
+        self._part = coordinates.context, plan.layout.context
 
     def count_tokens(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
@@ -420,7 +423,7 @@ class Recorder:
             sent_bytes=result.sent_bytes,
             expected_bytes=expected_bytes(
                 self.plan,
-                [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
+                [own_tokens(batch, *self._part) for batch in step.batches],
                 recomputes,
             ),
             device_util=self._monitor.device_utilization(),

@@ -29,6 +29,7 @@ from hpc_tune.model.transformers_compat import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
+from hpc_tune.step.layout import uneven_heads_warnings
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import (
@@ -201,14 +202,15 @@ def _require_supported(
     proof: ArchitectureCheck, kind: str, parallel: ParallelConfig, tune: TuneConfig
 ) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
-    for setting, size, why in (
-        ("parallel.pipeline", parallel.pipeline, proof.pipeline),
-        ("parallel.tensor", parallel.tensor, proof.tensor),
+    for setting, size, why, instead in (
+        ("pipeline", parallel.pipeline, proof.pipeline, "use parallel.shard"),
+        ("tensor", parallel.tensor, proof.tensor, "use parallel.shard"),
+        ("context", parallel.context, proof.context, "leave it out"),
     ):
         if (size or 1) > 1 and why:
             raise ConfigError(
-                f"{setting}={size}: a {kind} model would be trained incorrectly: {why}; use "
-                "parallel.shard"
+                f"parallel.{setting}={size}: a {kind} model would be trained incorrectly: {why}; "
+                f"{instead}"
             )
     if proof.adapters and tune.packed_base:
         said, instead = "tune.method=qlora", "use tune.method=lora"
@@ -339,7 +341,8 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     )
     require_shardable_experts(model.built.module, resolved.layout.expert)
     if comm.is_rank_0:
-        for warning in list_useless_settings(resolved.layout, asked):
+        useless = list_useless_settings(resolved.layout, asked)
+        for warning in (*useless, *uneven_heads_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
     if job.chosen is None:
         return resolved

@@ -54,6 +54,14 @@ LAYOUTS = {
     "tensor": (2, ["tensor=2"]),
     "pipeline": (2, ["pipeline=2"]),
     "pipeline interleaved": (2, ["pipeline=2", "stages_per_rank=2"]),
+    "context": (2, ["replicate=2", "context=2"]),
+    "context x shard": (2, ["shard=2", "context=2", "reshard=block"]),
+    "context x zero2": (2, ["zero_stage=2", "context=2"]),
+    "context x zero3": (2, ["zero_stage=3", "context=2", "recompute=full"]),
+    "context 4 x shard": (4, ["shard=4", "context=4", "recompute=selective"]),
+    "context x replicate x shard": (4, ["replicate=2", "shard=2", "context=2"]),
+    "context x tensor": (4, ["tensor=2", "shard=2", "context=2"]),
+    "context x pipeline": (4, ["pipeline=2", "replicate=2", "context=2"]),
     "hsdp 2x2": (4, ["replicate=2", "shard=2"]),
     "tensor x shard": (4, ["tensor=2", "shard=2"]),
     "pipeline 4": (4, ["pipeline=4"]),
@@ -72,6 +80,7 @@ SAMPLE = {
     ("zero3", "full"),
     ("tensor", "lora"),
     ("pipeline interleaved", "lora"),
+    ("context x shard", "full"),
 }
 # As many steps and micro-batches as show it: a warm-up, moments, an accumulation, and on 2 ranks
 # a last micro-batch of the evaluation that is empty.
@@ -246,6 +255,8 @@ def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
         pytest.skip(NO_ASYNC_IO)
     if compiled and ("tensor=2" in axes or "zero_stage=3" in axes):
         pytest.skip("refused with train.compile")
+    if compiled and any(axis.startswith("context") for axis in axes):
+        pytest.skip("refused with train.compile")
     axes = [axis for axis in axes if not axis.startswith("recompute")]
     rows_per_rank = 8 // data_ranks(n, axes)
     kinds, numbers = ("none", "selective", "full"), (1, 2, 4)
@@ -276,7 +287,7 @@ def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
 def data_ranks(n, axes):
     """Return over how many ranks the rows are spread."""
     sizes = dict(axis.split("=") for axis in axes)
-    return n // int(sizes.get("tensor", 1)) // int(sizes.get("pipeline", 1))
+    return n // math.prod(int(sizes.get(axis, 1)) for axis in ("tensor", "pipeline", "context"))
 
 
 DEEPSPEEDS_SCALARS = 32  # bytes: the loss, the norm and more of the kind
@@ -310,6 +321,7 @@ ALL_LEGS = [
     (2, ["zero_stage=3", "offload_optimizer=cpu"]),
     (2, ["tensor=2"]),
     (1, []),
+    (4, ["replicate=2", "shard=2", "context=4"]),
     (2, ["pipeline=2", "stages_per_rank=2"]),
 ]
 

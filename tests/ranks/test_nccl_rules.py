@@ -304,7 +304,7 @@ nccl_rules.RuledGroup._message = lambda group, kind, tensors, *more: words.appen
     (kind, tensors[0].nbytes)
 ) or message(group, kind, tensors, *more)
 most.clear()
-send_large_messages(mesh.all_groups(), mesh.group("expert"), edges, comm.device, 1 << 24)
+send_large_messages(mesh, edges, comm.device, 1 << 24)
 assert sorted(words) == [(kind, 1 << 24) for kind in ("recv", "send")][: len(edges)], words
 assert most.keys() == groups, (most, groups)
 for ranks, kinds in most.items():
@@ -314,7 +314,9 @@ for ranks, kinds in most.items():
 
 
 @pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
-@pytest.mark.parametrize("layout", ["4, 1", "2, 2", "1, 4, expert=2", "2, 1, 1, 2", "2, 1, 2"])
+@pytest.mark.parametrize(
+    "layout", ["4, 1", "2, 2", "1, 4, expert=2", "1, 4, context=2", "2, 1, 1, 2", "2, 1, 2"]
+)
 def test_every_group_sends_large_messages_and_none_is_of_one_rank(layout, mode):
     extra = {MODE: mode, LIMIT: "60"}
     done = mpirun(4, ["-c", START + LARGE % layout + END], timeout=240, env=extra)

@@ -59,14 +59,16 @@ LAYOUTS = {
     "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
     "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
+    "context 2": {"replicate": 2, "context": 2},
     "dpo": {},
+    "dpo, context 2": {"shard": 2, "context": 2, "reshard": "block"},
     "kto": {},
     "kto, shard 2": {"shard": 2, "reshard": "block"},
     "mixture": {},
     "mixture, shard 2": {"shard": 2, "reshard": "block"},
     "mixture, expert 2": {"shard": 2, "expert": 2},
 }
-AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
+AXES = ("replicate", "shard", "tensor", "pipeline", "expert", "context")
 # Its adapters are on its experts too.
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
@@ -143,9 +145,9 @@ def noting_groups():
     """Return what sends small messages instead of large ones, and a list that fills with sizes."""
     first = []
 
-    def send(groups, *more):
-        first.append([group.size() for group in groups])
-        send_large_messages(groups, *more, 1 << 10)
+    def send(mesh, *more):
+        first.append([group.size() for group in mesh.all_groups()])
+        send_large_messages(mesh, *more, 1 << 10)
 
     return send, first
 

@@ -53,7 +53,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-OF_EXPERTS = {2: (("shard=2", "expert=2"),), 4: (("shard=4", "expert=2"), ("shard=4", "expert=4"))}
+OF_EXPERTS = {
+    2: (("shard=2", "expert=2"), ("shard=2", "expert=2", "context=2")),
+    4: (("shard=4", "expert=2"), ("shard=4", "expert=4"), ("shard=4", "expert=4", "context=2")),
+}
 WITHOUT_KV_HEADS = ("gpt2", "gpt_neox")
 LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
     1: ((),),
@@ -66,12 +69,18 @@ LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
         ("zero_stage=2",),
         ("zero_stage=2", "offload_optimizer=cpu"),
         ("zero_stage=3",),
+        ("replicate=2", "context=2"),
+        ("shard=2", "context=2"),
+        ("zero_stage=3", "context=2"),
         ("tensor=2",),
         ("pipeline=2",),
         ("pipeline=2", "stages_per_rank=2"),
     ),
     3: (("replicate=3",), ("shard=3",), ("zero_stage=3",)),
-    4: (("replicate=2", "shard=2"), ("tensor=2", "shard=2"), ("pipeline=2", "shard=2")),
+    4: (
+        *(("replicate=2", "shard=2"), ("tensor=2", "shard=2"), ("pipeline=2", "shard=2")),
+        *(("shard=4", "context=2"), ("pipeline=2", "shard=2", "context=2")),
+    ),
 }
 WORDS = ("a", "the", "run", "rows", "naïve", "東京", "é", "🙂", "42", "x()\n\treturn", "stops.")
 

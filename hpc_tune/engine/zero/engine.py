@@ -30,6 +30,12 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_l
 from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
 from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
+from hpc_tune.engine.context_parallel import (
+    make_context_group,
+    make_share,
+    share_attention,
+    share_batches,
+)
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
@@ -127,6 +133,7 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
+        self._share = make_share(make_context_group(settings.layout), self._collectives)
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
         init_model(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
@@ -137,6 +144,7 @@ class ZeroEngine:
             compile_loss(built.module)
         self.levers = recompute_levers(blocks, parallel.recompute)
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
+        share_attention(built.module, self._share)
         self._engine = self._connect_and_load(built)
         self._watch.attach([built.module], device)
         self._zero = self._engine.optimizer
@@ -161,7 +169,7 @@ class ZeroEngine:
         self._watch.begin(self._size / global_tokens)  # as DeepSpeed divides by it
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(share_batches(batches, self._share)):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             seed_micro_batch(self._seed, batch.first_row)
@@ -201,9 +209,13 @@ class ZeroEngine:
             with nullcontext() if within_step else self._collectives.uncounted():
                 for batch in batches:
                     if batch.num_loss_tokens or not skips:
+                        [used] = share_batches([batch], self._share)
                         with autocast(self._device, self._autocast):
-                            sums = self._module(batch.to(self._device))
-                        yield batch, sums
+                            sums = self._module(used.to(self._device))
+                        if self._share is not None:
+                            sums = self._share.add_up(sums)
+                        if self._share is None or self._share.rank == 0:
+                            yield batch, sums
         finally:
             self._module.train()
             self._module.objective = trained
@@ -246,7 +258,7 @@ class ZeroEngine:
         """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
         with self._collectives.uncounted():
-            self._backward(batch, 1.0)
+            self._backward(share_batches([batch], self._share)[0], 1.0)
         zero_state.drop_gradients(self._zero, self._stage)
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:

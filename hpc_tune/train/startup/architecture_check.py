@@ -16,7 +16,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.engine.context_parallel import share_attention
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.errors import ConfigError, HpcTuneError, first_line
@@ -39,6 +40,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
+from hpc_tune.model.shared_rows import HeadAttention, align_heads, share_batch
 from hpc_tune.model.stock_reference import NotCheckable, compute_reference, software_versions
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
@@ -113,6 +115,45 @@ def find_unlike_gradient(models: list[Any]) -> str:
     return ""
 
 
+# -- Both parts of shared rows as rows of one batch, where two ranks would have one each.
+
+
+class StackedShare:
+    """Ranks that share one row, as the rows of a batch: see ``model/shared_rows.py``."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.uses_eager = 0, size, False
+
+    def attend(self, attention: HeadAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
+        """Return the attention of all parts, CSHD, each part of the heads by itself."""
+        rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
+        whole = align_heads(rows, self.size)
+        parts = [
+            attention(part, *(x.chunk(self.size, 1)[part] for x in whole))
+            for part in range(self.size)
+        ]
+        out_CSHD = torch.cat(parts, 2).squeeze(0).unflatten(0, (self.size, -1))
+        return out_CSHD[:, :, : inputs_CHSD[0].shape[1]]
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``: the sum over rows has all parts."""
+        return x
+
+
+def stack_parts(parts: Sequence[Batch]) -> Batch:
+    """Return the parts of one row as rows of a batch."""
+    tokens_CS, labels_CS, positions_CS = (
+        torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True)
+    )
+    return replace(
+        parts[0],
+        tokens_BT=tokens_CS,
+        labels_BT=labels_CS,
+        positions_BT=positions_CS,
+        num_loss_tokens=sum(part.num_loss_tokens for part in parts),
+    )
+
+
 # -- The small model, and what is tried with it.
 
 
@@ -133,11 +174,11 @@ class ArchitectureCheck:
 
     ``loss``: it cannot be trained. ``attention``: not with attention document by document.
     ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
-    one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``adapters``: not
-    with those that are asked for, or over a base in 4 bits. ``untrained``: a line for
-    each that gets no gradient of what is trained, a tensor or a layer with an adapter, with * for
-    the number of a block. ``score``: no failure, but by which function the routers of a mixture
-    weigh experts, "" where they cannot be watched.
+    one document per row. ``pipeline``, ``tensor`` and ``context``: not in such a layout.
+    ``adapters``: not with those that are asked for, or over a base in 4 bits. ``untrained``: a
+    line for each that gets no gradient of what is trained, a tensor or a layer with an adapter,
+    with * for the number of a block. ``score``: no failure, but by which function the routers of a
+    mixture weigh experts, "" where they cannot be watched.
     """
 
     loss: str = ""
@@ -146,6 +187,7 @@ class ArchitectureCheck:
     packing: str = ""
     pipeline: str = ""
     tensor: str = ""
+    context: str = ""
     adapters: str = ""
     untrained: str = ""
     score: Score = ""
@@ -211,6 +253,7 @@ def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> Architect
             packing=packing,
             pipeline=_run_check(trial.check_stages),
             tensor=_run_check(trial.check_slices),
+            context=_run_check(trial.check_shared_rows),
             adapters=adapters,
             untrained=untrained,
             score=trial.router_score(built),
@@ -436,6 +479,24 @@ class _Trial:
         if name := find_unlike_gradient(models):
             return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
         return _compare_gradients(merge_gradients(models), self.expected_gradients(self.build()))
+
+    def check_shared_rows(self) -> str:
+        """Cut a row in two as two ranks have it, of which only attention sees the whole."""
+        built, share, whole = _load(self.build()), StackedShare(2), _make_batch([self.documents])
+        parts = stack_parts([share_batch(whole, part, 2) for part in range(2)])
+        try:
+            share_attention(built.module, share)
+            loss = built.module(parts)
+        except ConfigError as error:
+            return str(error)
+        if _is_different(loss.item(), sum(self.losses)):
+            return (
+                f"a row in two parts has the loss {loss.item():.6g}, not {sum(self.losses):.6g}: "
+                "tokens are mixed outside of attention"
+            )
+        loss.backward()
+        gradients = {n: p.grad for n, p in built.module.named_parameters() if p.grad is not None}
+        return _compare_gradients(gradients, self.expected_gradients(built))
 
 
 def _list_without_gradient(built: BuiltModel) -> str:

@@ -32,6 +32,7 @@ _MEMORY_SETTINGS = (  # what a row takes in a layout, and what there is room for
     *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
     *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
     *("parallel.zero_stage", "parallel.offload_params", "parallel.offload_optimizer"),
+    "parallel.context",
 )
 
 
@@ -65,13 +66,14 @@ def _needs_same_memory(saved: RunState, settings: Settings) -> bool:
 def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     """Log the size of micro-batches, and the bytes that a step sends."""
     seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
-    tokens, num_micro = rows * seq_len, -(-rows // micro_size)
+    tokens, num_micro = plan.own_tokens(rows * seq_len), -(-rows // micro_size)
     micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
     sent = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
-        "micro-batches of %d x %d tokens%s",
+        "micro-batches of %d x %d tokens%s%s",
         min(micro_size, rows),
         seq_len,
+        f", shared by {context} ranks" if (context := plan.layout.context) > 1 else "",
         f"; a step sends {format_bytes(sent)} per rank" if sent else "",
     )
 
@@ -132,7 +134,8 @@ def _measure_on_device(
                 f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
                 f"{monitor.device_shortage(found).words}; {failed}. Set parallel.recompute=full, a "
                 "shorter data.seq_len, or parallel.offload_params=cpu, or use more ranks with "
-                "parallel.shard; python -m hpc_tune plan predicts what each takes"
+                "parallel.shard, or with parallel.context, which share a row; python -m hpc_tune "
+                "plan predicts what each takes"
             )
         return found.used_bytes - found.others_bytes - before.allocated_bytes
 

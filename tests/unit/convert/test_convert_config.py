@@ -66,7 +66,8 @@ tune: {method: full, param_dtype: bf16}
 data: {path: data/code.jsonl, columns: {content: text}, seq_len: 2048, packing: true}
 batch: {global_size: 8}  # 4 x 1 x 4 / 2 that share a row
 optim: {lr: 2.0e-5, schedule: cosine, min_lr_ratio: 0.0}
-train: {epochs: 1.0, compile: true}
+parallel: {context: 2}  # without train.compile, which does not go with it
+train: {epochs: 1.0}
 run: {dir: out, tensorboard: true}
 """
 OURS_FACTORY = """

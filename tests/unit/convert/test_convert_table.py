@@ -45,8 +45,11 @@ axolotl {train_on_inputs: true} => {data.loss_on: all}
 axolotl {chat_template_jinja: mine.jinja} => {data.chat_template: mine.jinja}
 axolotl {micro_batch_size: null} => {batch.global_size: 32}
 axolotl {batch_size: 24, gradient_accumulation_steps: null} => {batch.global_size: 96}
-axolotl {sequence_parallel_degree: 4} => {batch.global_size: 16}
-axolotl {sequence_parallel_degree: 4, context_parallel_size: 4} => {batch.global_size: 16}
+axolotl {sequence_parallel_degree: 4} => {batch.global_size: 16, parallel.context: 4}
+axolotl {sequence_parallel_degree: 4, context_parallel_size: 4} => {batch.global_size: 16,
+    parallel.context: 4}
+axolotl {context_parallel_size: 1} => {parallel.context: null}
+torchtune {context_parallel_dim: 2, compile: true} => {parallel.context: 2, train.compile: null}
 axolotl {tensor_parallel_size: 2} => {batch.global_size: 32}
 axolotl {max_steps: 40} => {train.max_steps: 40, train.epochs: null}
 axolotl {num_epochs: null} => {train.epochs: 1.0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
 from hpc_tune.data import loader as loader_module
 from hpc_tune.data import order
 from hpc_tune.data.counts import Counters
@@ -16,7 +16,6 @@ from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model.packed_attention import read_document_lengths
 from tests.support.data import attributes, store_of_lengths
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
-from hpc_tune.batch import Batch
+from hpc_tune.batch import Batch, read_document_lengths
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
@@ -15,7 +15,6 @@ from hpc_tune.model.packed_attention import (
     _attend,
     _make_tiling,
     make_documents,
-    read_document_lengths,
     use_document_attention,
 )
 

@@ -1,0 +1,63 @@
+"""Rows that the ranks of the context axis share; see ``model/shared_rows.py``."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.distributed as dist
+
+from hpc_tune.batch import Batch
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.packed_attention import force_document_attention
+from hpc_tune.model.shared_rows import RankShare, SharedRows, share_batch
+from hpc_tune.step.layout import Layout
+
+
+def make_context_group(layout: Layout) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share this one's rows, if there are several. Collective.
+
+    An engine with a ``Mesh`` has it from there.
+    """
+    ranks = layout.group_of(dist.get_rank(), "context")
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == layout.size:
+        return dist.group.WORLD
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def make_share(
+    group: dist.ProcessGroup | None, collectives: CountedCollectives
+) -> RankShare | None:
+    """Return this rank's share of the rows of a context group; None where rows are not shared."""
+    if group is None:
+        return None
+    return RankShare(
+        group.rank(),
+        group.size(),
+        lambda out, x: collectives.all_to_all(out, x, None, None, group),
+        partial(collectives.all_reduce, group=group),
+    )
+
+
+def share_attention(module: LossModel, share: SharedRows | None) -> None:
+    """Let the attention of ``module`` exchange the tokens of its rows.
+
+    Raises:
+        ConfigError: if its attention cannot be replaced; of a run the trial of its architecture has
+            said that before.
+    """
+    if share is None:
+        return
+    uses_eager = force_document_attention(module.causal_lm())
+    if uses_eager is None or module.needs_mask:
+        raise ConfigError("its attention takes masks of its own, which are not of whole rows")
+    share.uses_eager, module.share = uses_eager, share
+
+
+def share_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Batch]:
+    """Return this rank's tokens of each batch."""
+    if share is None:
+        return list(batches)
+    return [share_batch(batch, share.rank, share.size) for batch in batches]

@@ -1,0 +1,235 @@
+"""Rows that ranks share: which tokens each has of them, and what attention makes of the parts."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig
+
+from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_batch
+from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
+from hpc_tune.model.shared_rows import HeadsOfModule, align_heads, own_tokens, share_batch
+from hpc_tune.step.layout import (
+    Layout,
+    count_aligned_heads,
+    sharing_problems,
+    uneven_heads_warnings,
+)
+from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
+from tests.support.older_transformers import skip_without
+
+
+def batch_of_documents(rows):
+    """Return rows of documents of so many tokens, most of which carry loss."""
+    rng, laid = np.random.default_rng(0), []
+    for row in rows:
+        tokens = [rng.integers(1, 99, length) for length in row]
+        masks = [np.arange(length) >= 1 for length in row]
+        laid.append(list(zip(tokens, masks, strict=True)))
+    return make_batch(laid, 64, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_parts_of_a_batch_are_its_tokens_in_order(size):
+    batch = batch_of_documents([[5, 9, 3], [20], [4, 4]])
+    parts = [share_batch(batch, rank, size) for rank in range(size)]
+    width = batch.tokens_BT.shape[1]
+    for name in ("tokens_BT", "labels_BT", "positions_BT"):
+        joined = torch.cat([getattr(part, name) for part in parts], 1)
+        assert joined[:, :width].equal(getattr(batch, name)) or name == "positions_BT"
+        assert joined.shape[1] % size == 0
+    assert sum(part.num_loss_tokens for part in parts) == batch.num_loss_tokens
+    assert sum(part.num_tokens for part in parts) == batch.num_tokens
+    for rank, part in enumerate(parts):
+        assert own_tokens(batch, rank, size) == (part.tokens_BT.numel(), part.num_loss_tokens)
+        assert {sum(lengths) for lengths in part.document_lengths} == {joined.shape[1]}
+        assert part.document_lengths == parts[0].document_lengths
+
+
+def test_positions_go_on_in_a_documents_next_part_and_padding_is_one_document():
+    batch = batch_of_documents([[13]])
+    parts = [share_batch(batch, rank, 3) for rank in range(3)]
+    positions = torch.cat([part.positions_BT for part in parts], 1)[0].tolist()
+    assert positions == [*range(13), *range(len(positions) - 13)]
+    assert parts[0].document_lengths == [[13, len(positions) - 13]]
+    assert parts[0].padding == [len(positions) - 13]
+
+
+def test_a_row_without_padding_gets_it_where_ranks_do_not_divide_its_tokens():
+    part = share_batch(full_batch(2, 16), 2, 3)
+    assert part.document_lengths == [[16, 2]] * 2
+    assert part.positions_BT.tolist() == [[12, 13, 14, 15, 0, 1]] * 2
+    assert part.labels_BT[0, -2:].tolist() == [IGNORED_LABEL] * 2
+
+
+@pytest.mark.parametrize("form", ["answers", "pairs", "labels"])
+def test_an_empty_batch_is_one_token_on_each_rank(form):
+    parts = [share_batch(empty_batch(0, form), rank, 4) for rank in range(4)]
+    assert [part.tokens_BT.shape for part in parts] == [(1, 1)] * 4
+    assert not any(part.num_loss_tokens for part in parts)
+
+
+def test_weights_of_tokens_go_with_them():
+    batch = batch_of_documents([[7, 6], [9]])
+    batch = replace(batch, weights_N=torch.arange(batch.num_loss_tokens).float())
+    parts = [share_batch(batch, rank, 2) for rank in range(2)]
+    losses_BT = torch.zeros_like(batch.labels_BT, dtype=torch.float32)
+    losses_BT[batch.labels_BT != IGNORED_LABEL] = batch.weights_N
+    for rank, part in enumerate(parts):
+        own_BS = F.pad(losses_BT, (0, -losses_BT.shape[1] % 2)).chunk(2, 1)[rank]
+        assert part.weights_N.equal(own_BS[part.labels_BT != IGNORED_LABEL])
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one(name):
+    rng = random.Random(0)
+    batch = batch_of_documents([[6, 9, 5, 8], [10, 7]])
+    counts = torch.tensor([[5, 8], [4, 7], [9, 6]])  # of documents one token longer
+    pairs = PreferencePairs(counts, -torch.rand(3, 2), torch.tensor([True, False, True]))
+    if name == "kto":
+        counts = torch.tensor([[n, 0] for n in (5, 8, 4, 7, 9, 6)])
+        labels = torch.tensor([rng.random() < 0.5 for _ in range(6)])
+        pairs = PreferencePairs(counts, -torch.rand(6, 2), labels, kl=0.1)
+    batch, objective = replace(batch, pairs=pairs), Preference(name, beta=0.3, gamma=0.2)
+    torch.manual_seed(1)
+    losses_N = torch.rand(batch.num_loss_tokens, requires_grad=True)
+    whole = objective.sums(losses_N, batch)
+    whole[0].backward()
+    wanted, losses_N.grad = losses_N.grad, None
+    log_probs = LogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
+    rows_N = (batch.labels_BT != IGNORED_LABEL).nonzero()
+    for rank in range(3):
+        part = share_batch(batch, rank, 3)
+        width = part.tokens_BT.shape[1]
+        is_own = (rows_N[:, 1] >= rank * width) & (rows_N[:, 1] < (rank + 1) * width)
+        own_N = losses_N[is_own]
+
+        def add_up(own_P2):
+            """Return the sum over ranks, with the gradient of this one's summand."""
+            return own_P2 + (log_probs - own_P2).detach()
+
+        sums = objective.sums(own_N, part, add_up)
+        assert torch.allclose(sums, whole, rtol=1e-5, atol=1e-6)
+        sums[0].backward()
+    assert torch.allclose(losses_N.grad, wanted, rtol=1e-5, atol=1e-7)
+    assert TokenSum().sums(losses_N, batch).shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "aligned"),
+    [
+        *((8, 8, 2, (8, 8)), (8, 2, 4, (8, 4)), (12, 6, 4, (12, 12)), (12, 4, 4, (12, 4))),
+        *((9, 3, 2, (10, 10)), (28, 4, 8, (32, 32)), (3, 1, 8, (8, 8))),
+    ],
+)
+def test_heads_are_as_many_as_ranks_share_evenly(heads, groups, size, aligned):
+    assert count_aligned_heads(heads, groups, size) == aligned
+    query, key = torch.randn(1, heads, 2, 4), torch.randn(1, groups, 2, 4)
+    even, keys, _ = align_heads([query, key, key], size)
+    assert (even.shape[1], keys.shape[1]) == aligned
+    assert even[:, :heads].equal(query)
+    assert not even[:, heads:].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(8, 8, 2), (8, 2, 4), (12, 6, 4), (6, 1, 3), (9, 3, 2), (3, 1, 8)]
+)
+def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups, size):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, 24, 4) for n in (heads, groups, groups))
+
+    def attend(part, query, key, value):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    stacked = (x.unflatten(2, (size, -1)).squeeze(0).transpose(0, 1) for x in (query, key, value))
+    parts = StackedShare(size).attend(attend, *stacked)
+    assert torch.allclose(parts.flatten(0, 1), attend(0, query, key, value)[0], atol=1e-6)
+
+
+def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
+    module = torch.nn.Module()
+    module.sinks, module.scaling = torch.arange(8.0), 0.5
+    own = HeadsOfModule(module, 1, 4, 8, 2)
+    assert own.sinks.tolist() == [2, 3]
+    assert own.scaling == 0.5
+    assert HeadsOfModule(module, 2, 3, 8, 1).sinks.tolist() == [6, 7, 0]
+    assert own.num_key_value_groups == 2
+
+
+SHARED = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "gemma2": {},  # caps and windows
+    "gemma3_text": {},
+    "gpt_oss": {},  # sinks and windows
+    "mistral": {"sliding_window": 16},
+    "phi3": {},
+    "deepseek_v3": {},  # latent attention
+    "qwen3_moe": {},
+    "cohere2": {},
+    "gpt2": {},
+}
+LFM2 = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_families_whose_tokens_meet_in_attention_alone_can_share_rows(kind):
+    skip_without(kind)
+    found = check_architecture(AutoConfig.for_model(kind, **SHARED[kind]))
+    assert (found.loss, found.packing, found.context) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "why"),
+    [
+        ("bloom", {}, "masks of its own"),
+        ("opt", {}, "masks of its own"),
+        ("llama4_text", {}, "masks tokens neither causally alone nor by a sliding window"),
+        ("mamba", {}, "mixed outside of attention"),
+        ("lfm2", LFM2, "mixed outside of attention"),
+        ("qwen3_next", {}, "mixed outside of attention"),
+    ],
+)
+def test_families_whose_tokens_meet_elsewhere_are_refused(kind, said, why):
+    skip_without(kind)
+    assert why in check_architecture(AutoConfig.for_model(kind, **said)).context
+
+
+def test_what_does_not_divide_is_refused_with_what_does():
+    config = AutoConfig.for_model(
+        "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
+    )
+    assert sharing_problems(config, Layout(2, 2, context=2)) == []
+    assert uneven_heads_warnings(config, Layout(2, 2, context=2)) == []
+    [warning] = uneven_heads_warnings(config, Layout(2, 2, context=4))
+    assert warning == (
+        "parallel.context=4 does not divide the 6 attention heads of a rank: attention computes 8, "
+        "of which 2 are zeros; 2 would divide them"
+    )
+    [why] = sharing_problems(config, Layout(1, 4, context=3))
+    assert "which it must divide; use 1 or 2 or 4" in why
+    [why] = sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
+    assert "layers of conv in a lfm2 model" in why
+
+
+def test_neighbours_share_rows_and_the_first_of_them_counts():
+    layout = Layout(2, 4, tensor=2, pipeline=2, context=4)
+    assert layout.size == 32
+    assert layout.data_size == 2
+    assert layout.group_of(5, "context") == (1, 3, 5, 7)
+    assert layout.group_of(30, "context") == (24, 26, 28, 30)
+    places = [layout.coordinates(rank) for rank in range(32)]
+    assert sum(place.counts_rows for place in places) == layout.data_size
+    for ranks in layout.groups("context"):
+        assert [places[rank].context for rank in ranks] == [0, 1, 2, 3]
+        assert len({(places[r].data, places[r].tensor, places[r].pipeline) for r in ranks}) == 1
+    assert str(layout) == "replicate 2 x shard 4 x tensor 2 x pipeline 2, context 4"
+    assert Layout(1, 2, context=2).saved == {
+        **{"replicate": 1, "shard": 2, "tensor": 1, "pipeline": 1},
+        "context": 2,
+    }
