@@ -7,13 +7,14 @@ template, typed special tokens as text. The answer is shown as it is learned, ca
 import json
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint.locate import locate, require_base, retry_with_newest
+from hpc_tune.checkpoint.locate import LocatedCheckpoint, locate, require_base, retry_with_newest
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import find_answer_end
 from hpc_tune.data.encode import Encoder
@@ -21,7 +22,7 @@ from hpc_tune.data.fields import WrongRecord, json_type_name
 from hpc_tune.data.records import Chat, NotLearned, to_example
 from hpc_tune.errors import ConfigError, require_utf8
 from hpc_tune.log import log
-from hpc_tune.model.build import build, compute_dtype
+from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors, stop_ids
 
@@ -138,18 +139,13 @@ def generate_answer(
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
     refuse_syntax_errors(tokenizer.chat_template, str(run if template else directory))
-    built = build(directory, dtype, tune, seed=0)
-    if not isinstance(built.config, built.module.causal_lm().config_class):
-        raise ConfigError(
-            f"transformers generates with a {built.config.model_type} model only as a whole: "
-            "export it with --to merged, and ask it there"
-        )
+    ids_BT = _encode(tokenizer, chat).to(device)
+    built = _build(trained, directory, dtype, tune, ids_BT.shape[1] + max_tokens)
     allocate(built.module, device)
     load_weights(built)
     if trained is not None and run is not None and with_adapter:
         retry_with_newest(trained, run, partial(load_trained, built))
     lm = built.module.causal_lm().to(dtype).eval()
-    ids_BT = _encode(tokenizer, chat).to(device)
     ends = _stop_tokens(tokenizer, directory)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"temperature": temperature} if temperature else {}
@@ -164,6 +160,25 @@ def generate_answer(
         **sampling,
     )
     return _decode_answer(tokenizer, out_BT[0, ids_BT.shape[1] :].tolist(), ends)
+
+
+def _build(
+    trained: LocatedCheckpoint | None,
+    directory: Path,
+    dtype: torch.dtype,
+    tune: TuneConfig,
+    longest: int,
+) -> BuiltModel:
+    """Build the model, of a run with its positions, for a text of ``longest`` tokens."""
+    rope_scaling = None if trained is None else trained.config.model.rope_scaling
+    built = build(directory, dtype, tune, seed=0, rope_scaling=rope_scaling)
+    if not isinstance(built.config, built.module.causal_lm().config_class):
+        raise ConfigError(
+            f"transformers generates with a {built.config.model_type} model only as a whole: "
+            "export it with --to merged, and ask it there"
+        )
+    seq_len = None if trained is None else max(trained.config.data.seq_len, longest)
+    return replace(built, seq_len=seq_len)
 
 
 def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:

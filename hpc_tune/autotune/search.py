@@ -192,7 +192,8 @@ def search_layout(
     """
     asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
-    with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
+    model, seed = config.model, config.train.seed
+    with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
     compute = measured.compute
@@ -466,7 +467,8 @@ def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     links = replace(links, collectives=measure_collectives(ordered), order=order)
     network, seq_len = Network.from_links(links, nodes), config.data.seq_len
     dtype = compute_dtype(config.model.dtype, ordered.device)
-    with open_shape(config.model.path, dtype, config.tune, config.train.seed) as shape:
+    model, seed = config.model, config.train.seed
+    with open_shape(model.path, dtype, config.tune, seed, model.rope_scaling) as shape:
         sections = (config.parallel, config.optim)
         models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
         rows, with_tensor = min_micro_rows(config.batch), allows_tensor(config.tune, config.train)

@@ -29,7 +29,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region
-from hpc_tune.model.transformers_compat import llama3_divisors
+from hpc_tune.model.rotary import llama3_divisors
 from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

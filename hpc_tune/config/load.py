@@ -488,7 +488,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(str(a) for a in args)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type_name(a) for a in args if a is not types.NoneType)
-    return getattr(annotation, "__name__", str(annotation)) if not args else str(annotation)
+    text = str(annotation).replace("typing.", "")
+    return getattr(annotation, "__name__", text) if not args else text
 
 
 def _list_problems(problems: list[str]) -> str:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hpc_tune.config.data import DataConfig
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.rope import RopeScaling
 from hpc_tune.config.scheduler import JobConfig, PbsConfig, SlurmConfig
 from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps, setting
 from hpc_tune.config.tune import TuneConfig
@@ -41,6 +42,16 @@ class ModelConfig(Section):
         "and is faster on GPUs, with 2 to 3 digits instead of 7. auto: bf16 on a GPU that "
         "has it, fp32 on a CPU. Trained weights and their optimizer state have tune.param_dtype.",
         aliases="bf16 fp16 bfloat16 float16 torch_dtype",
+    )
+    rope_scaling: RopeScaling = setting(
+        None,
+        "same",
+        "How rotary positions are stretched to texts longer than the model was trained with, by "
+        "the keys of transformers' config.json: rope_type is yarn (arXiv:2309.00071), linear, "
+        "dynamic, llama3 or longrope, and the others follow from it, such as {rope_type: yarn, "
+        "factor: 4, original_max_position_embeddings: 32768}. It takes the place of what "
+        "config.json says; the exports have it. Unset: as config.json says.",
+        aliases="rope_parameters overrides_of_model_config.rope_scaling",
     )
 
 

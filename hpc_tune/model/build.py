@@ -34,6 +34,7 @@ from hpc_tune.model.objective import make_objective
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantized_base import pack_base
 from hpc_tune.model.regions import local_region
+from hpc_tune.model.rotary import require_scaled
 from hpc_tune.model.special_layers import keep_fp32
 from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import (
@@ -99,7 +100,7 @@ class BuiltModel:
     length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's
     tensors to their names in the whole model of the directory; ``others`` are parts of its files
     that are not trained. ``routers``: those of a mixture that are watched, and ``router_score``, by
-    which function they weigh experts.
+    which function they weigh experts. ``rope_scaling``: model.rope_scaling, which ``config`` has.
     """
 
     module: LossModel
@@ -120,6 +121,7 @@ class BuiltModel:
     others: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
     router_score: Score = ""
+    rope_scaling: Mapping[str, Any] | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -181,7 +183,13 @@ class BuiltModel:
 
 
 def build(
-    directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int, *, weights: bool = True
+    directory: Path,
+    dtype: torch.dtype,
+    tune: TuneConfig,
+    seed: int,
+    *,
+    weights: bool = True,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> BuiltModel:
     """Build the model of ``directory`` with its adapters on the meta device.
 
@@ -189,18 +197,14 @@ def build(
     ``weights=False`` only config.json is read, and loading leaves memory uninitialised.
 
     Raises:
-        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or the
-            trained weights would be less exact than what is computed with them.
+        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or
+            weights would be trained too coarsely, or positions cannot be scaled so.
     """
     _require_precision(tune, dtype)
-    whole = read_config(directory)
-    dropout = disable_dropout(language_config(whole, directory))
     full = tune.method == "full"
     of_base = DTYPES[tune.param_dtype] if full else dtype
-    stored_files = index_model_directory(directory) if weights else None
-    language = make_language_model(whole, directory, of_base, stored_files)
+    language, dropout = _make_language_model(directory, of_base, weights, rope_scaling)
     model, names, file_index = language.model, language.names, language.index
-    model.config.use_cache = False
     within_documents = use_document_attention(model)
     dropout |= make_routers_deterministic(model)
     keep_fp32(model, of_base, full)
@@ -210,9 +214,8 @@ def build(
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     stored = _find_stored_names(directory, language, index, shapes, tied)  # before peft allocates
     root: nn.Module = model if full else add_adapters(language, tune, dtype, directory)
-    module = LossModel(root, language.config, within_documents)
+    module = LossModel(root, language.config, within_documents).train()
     module.objective = make_objective(tune)
-    module.train()
     base_names = {
         name: stored[own_names[id(tensor)]]
         for name, tensor in stored_tensors(module)
@@ -221,7 +224,7 @@ def build(
     if tune.packed_base:
         pack_base(model, tune, dtype)
     used = {*base_names.values(), names.stored(f"{names.head}.weight", index) or ""}
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    trained = (name for name, p in module.named_parameters() if p.requires_grad)
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
     return BuiltModel(
         module,
@@ -237,7 +240,22 @@ def build(
         dropout=dropout,
         names=names,
         others=list_other_parts(file_index, used) if file_index is not None else (),
+        rope_scaling=rope_scaling,
     )
+
+
+def _make_language_model(
+    directory: Path, dtype: torch.dtype, weights: bool, rope_scaling: Mapping[str, Any] | None
+) -> tuple[LanguageModel, dict[str, float]]:
+    """Return the language model of ``directory``, and its own rates of dropout, which are off."""
+    config = read_config(directory, rope_scaling)
+    dropout = disable_dropout(language_config(config, directory))
+    index = index_model_directory(directory) if weights else None
+    language = make_language_model(config, directory, dtype, index)
+    if rope_scaling is not None:
+        require_scaled(language.model, rope_scaling)
+    language.model.config.use_cache = False
+    return language, dropout
 
 
 def _require_precision(tune: TuneConfig, dtype: torch.dtype) -> None:

@@ -19,12 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.errors import DataError, first_line
+from hpc_tune.config.rope import ORIGINAL, format_rope_scaling, suggest_rope_scaling
+from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.hub_cache import advise_on_snapshots, cache_hint
-from hpc_tune.model.config_json import refuse_hub_kernels, refuse_huge_counts
+from hpc_tune.model.config_json import (
+    read_config_json,
+    refuse_hub_kernels,
+    refuse_huge_counts,
+)
 from hpc_tune.model.experts import AdaptedTensor, disable_router_losses, find_adapted_tensors
 from hpc_tune.model.loss import find_decoder
+from hpc_tune.model.rotary import position_limit, scale_config
 from hpc_tune.model.tensor_sources import PIECE_BYTES, find_joined_tensors, find_renamed_tensors
 from hpc_tune.model.transformers_compat import use_plain_functions_on_cpu
 from hpc_tune.model.weights import TensorIndex
@@ -51,11 +57,14 @@ def require_directory(directory: Path) -> None:
         raise DataError(why)
 
 
-def read_config(directory: Path) -> Any:
+def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
     """Return the transformers config of a model directory; nothing is fetched or executed.
 
+    ``rope_scaling``: model.rope_scaling, which takes the place of what is written there.
+
     Raises:
-        DataError: if the directory or its config.json is missing or cannot be used.
+        DataError: if the directory or its config.json is missing or cannot be used. ConfigError: if
+        the family takes no such scaling.
     """
     require_directory(directory)
     if not (directory / "config.json").is_file():
@@ -76,8 +85,32 @@ def read_config(directory: Path) -> Any:
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
     refuse_hub_kernels(directory)
+    if rope_scaling is not None:
+        config = scale_config(config, read_config_json(directory), rope_scaling)
     disable_router_losses(config)
     return config
+
+
+def advise_rope_scaling(
+    directory: Path, said: Mapping[str, Any] | None, longest: int
+) -> str | None:
+    """Return the setting with which a model takes texts of ``longest`` tokens; None without one.
+
+    ``said``: the model.rope_scaling there is, whose factor is raised.
+    """
+    trained = position_limit(read_language_config(directory), None)
+    if said is not None and "factor" in said:
+        trained = said.get(ORIGINAL, trained)
+    if not trained:
+        return None
+    advised = suggest_rope_scaling(longest, trained)
+    if said is not None and "factor" in said:
+        advised = {**said, "factor": advised["factor"]}
+    try:
+        read_config(directory, advised)
+    except ConfigError:
+        return None
+    return format_rope_scaling(advised)
 
 
 def _advise_instead(directory: Path) -> str:

@@ -27,8 +27,8 @@ from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.language import TensorNames, stored_tensors
 from hpc_tune.model.modules_to_save import SUFFIX, TokenRows
 from hpc_tune.model.quantized_base import find_packed_weights
+from hpc_tune.model.rotary import fix_positions
 from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
-from hpc_tune.model.transformers_compat import fix_positions
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,

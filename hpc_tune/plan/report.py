@@ -275,7 +275,7 @@ def make_plan(
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
     micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
     dtype, seq_len = planned_dtype(model.dtype, on_gpu), config.data.seq_len
-    with open_shape(model.path, dtype, tune, train.seed) as shape:
+    with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
         resolved = resolve(config.parallel, size, built.config, machine)

@@ -9,7 +9,7 @@ Also the rows of a micro-batch that follow from a layout.
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,10 +238,12 @@ class ModelShape:
     dtype: torch.dtype
     tune: TuneConfig
     seed: int
+    rope_scaling: Mapping[str, Any] | None = None
 
     def build(self) -> BuiltModel:
         """Build the model on the meta device."""
-        return build(self.directory, self.dtype, self.tune, self.seed, weights=False)
+        what = (self.directory, self.dtype, self.tune, self.seed)
+        return build(*what, weights=False, rope_scaling=self.rope_scaling)
 
     @property
     def num_blocks(self) -> int:
@@ -286,7 +288,13 @@ def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def open_shape(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iterator[ModelShape]:
+def open_shape(
+    path: str,
+    dtype: torch.dtype,
+    tune: TuneConfig,
+    seed: int,
+    rope_scaling: Mapping[str, Any] | None = None,
+) -> Iterator[ModelShape]:
     """Yield the shape of ``model.path``; builtin:tiny is written for it.
 
     Raises:
@@ -301,8 +309,8 @@ def open_shape(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> It
                 f"model.path={find_nearest_shape(path)} "
                 f"(known: {', '.join(shape_names())})"
             )
-        yield ModelShape(directory, dtype, tune, seed)
+        yield ModelShape(directory, dtype, tune, seed, rope_scaling)
         return
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny")
-        yield ModelShape(Path(folder) / "tiny", dtype, tune, seed)
+        yield ModelShape(Path(folder) / "tiny", dtype, tune, seed, rope_scaling)

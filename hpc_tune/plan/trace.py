@@ -353,7 +353,8 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
             "parallel.shard, which holds as much per rank as stage 3"
         )
     dtype = planned_dtype(config.model.dtype, on_gpu=True)
-    shape = ModelShape(shape_directory(config.model.path), dtype, config.tune, config.train.seed)
+    model, directory = config.model, shape_directory(config.model.path)
+    shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
     built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = min_micro_rows(config.batch)

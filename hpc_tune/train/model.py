@@ -21,11 +21,11 @@ from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import has_router_losses, refuse_shape
 from hpc_tune.model.experts import is_mixture, require_shardable_experts
 from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
-from hpc_tune.model.language import read_config
+from hpc_tune.model.language import advise_rope_scaling, read_config
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
+from hpc_tune.model.rotary import has_length_scaling, position_limit
 from hpc_tune.model.special_layers import find_uncalled_linears
-from hpc_tune.model.transformers_compat import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
@@ -102,7 +102,10 @@ def build_model(job: Job, fresh: bool) -> Model:
     def make() -> BuiltModel:
         if config.optim.is_8bit:
             require_torchao()
-        built = build(model_dir, dtype, config.tune, config.train.seed)
+        built = build(
+            *(model_dir, dtype, config.tune, config.train.seed),
+            rope_scaling=config.model.rope_scaling,
+        )
         start = config.tune.init_from
         is_first = fresh or config.tune.has_reference  # what it begins with is the reference
         built = replace(built, seq_len=config.data.seq_len)
@@ -115,7 +118,9 @@ def build_model(job: Job, fresh: bool) -> Model:
     kind = built.config.model_type
     proof = comm.on_rank_0(
         "trying the architecture",
-        lambda: check_architecture_cached(read_config(built.directory), config.tune),
+        lambda: check_architecture_cached(
+            read_config(built.directory, built.rope_scaling), config.tune
+        ),
     )
     if proof.loss:
         raise DataError(
@@ -158,13 +163,13 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
 
 def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of up to ``longest`` tokens; ``what`` those are."""
-    positions = getattr(built.config, "max_position_embeddings", None)
+    positions = position_limit(built.config, built.rope_scaling)
     if positions is not None and longest > positions:
+        advice = advise_rope_scaling(built.directory, built.rope_scaling, longest)
         log.warning(
             "texts of up to %s are longer than the model's %d positions, and it was never trained "
-            "on later ones: use texts of %d or less (data.seq_len cuts them), or a config.json "
-            "that scales them (rope_scaling)",
-            *(what, positions, positions),
+            "on later ones: use texts of %d or less (data.seq_len cuts them)%s",
+            *(what, positions, positions, f", or {advice}" if advice else ""),
             extra=ON_ALL_RANKS,
         )
     if has_length_scaling(built.config):

@@ -35,7 +35,7 @@ from hpc_tune.memory.policy import Phase
 from hpc_tune.model.float8_base import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
-from hpc_tune.model.transformers_compat import has_length_scaling
+from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data

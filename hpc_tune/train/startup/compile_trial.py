@@ -90,7 +90,7 @@ def check_compiled_cached(
         require_compiler(device, built.tune.dropout)
     except HpcTuneError as error:
         return str(error)
-    model = read_config(built.directory)
+    model = read_config(built.directory, built.rope_scaling)
     kind = f"{built.dtype} {recompute} {built.module.within_documents} {_device_name(device)}"
     digest = hashlib.sha256(f"{torch.__version__} {kind}".encode()).hexdigest()[:8]
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")

@@ -13,7 +13,7 @@ from hpc_tune.data.prepare import PrepareSettings, prepare_data
 from hpc_tune.data.reading import ReadOptions
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.transformers_compat import has_length_scaling
+from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.train.model import Model, with_scaled_positions
 from tests.support.data import byte_tokenizer, write_jsonl
 from tests.unit.model.test_model_build import FAMILY, documents, our_loss, row, stock_loss

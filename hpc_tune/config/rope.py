@@ -1,0 +1,101 @@
+"""``model.rope_scaling``: how rotary positions are stretched to rows longer than the model's.
+
+The keys are those of transformers' config.json. What each kind needs is known here, without torch;
+what a family of models takes is found where its configuration is read (``model/rotary.py``).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+ORIGINAL = "original_max_position_embeddings"
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", ORIGINAL),
+    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "longrope": (ORIGINAL, "short_factor", "long_factor"),
+}
+_POSSIBLE: Mapping[str, tuple[str, ...]] = {
+    "yarn": (
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "attention_factor"),
+}
+_KINDS = ", ".join(_NEEDED)
+_WHY_ORIGINAL = (
+    f"{ORIGINAL}, the tokens that the model was trained with (max_position_embeddings of its "
+    "config.json)"
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_above_0(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_above_0(value)
+
+
+def _are_factors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_above_0, value))
+
+
+_EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "factor": (lambda v: _is_number(v) and v >= 1, "a number from 1 on"),
+    ORIGINAL: (_is_count, "a number of tokens"),
+    "short_factor": (_are_factors, "a list of numbers above 0"),
+    "long_factor": (_are_factors, "a list of numbers above 0"),
+    "truncate": (lambda v: isinstance(v, bool), "true or false"),
+}
+_NUMBER = (_is_above_0, "a number above 0")
+
+
+def _check(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the setting with ``rope_type`` for ``type``, as old files have it."""
+    if given is None:
+        return None
+    kind = str(given.get("rope_type", given.get("type", "")))
+    if kind not in _NEEDED:
+        found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
+        raise ValueError(f"{found}; expected one of {_KINDS}")
+    values = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
+    needed, possible = _NEEDED[kind], ("rope_theta", *_POSSIBLE.get(kind, ()))
+    problems = [
+        f"{kind} needs {_WHY_ORIGINAL if key == ORIGINAL else key}"
+        for key in needed
+        if values.get(key) is None
+    ]
+    for key, value in values.items():
+        is_right, expected = _EXPECTED.get(key, _NUMBER)
+        if key not in (*needed, *possible):
+            problems.append(f"{kind} has no {key} (it has {', '.join((*needed, *possible))})")
+        elif value is not None and not is_right(value):
+            problems.append(f"{key} is {value!r}, expected {expected}")
+    if not problems:
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            if None not in (values.get(low), values.get(high)) and values[low] >= values[high]:
+                problems.append(f"{high} must be above {low}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    kept = {key: value for key, value in values.items() if value is not None}
+    return {"rope_type": kind, **kept}
+
+
+RopeScaling = Annotated[dict[str, Any] | None, AfterValidator(_check)]
+
+
+def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:
+    """Return YaRN's settings for rows of ``seq_len`` tokens of a model ``trained`` with fewer."""
+    return {"rope_type": "yarn", "factor": -(-seq_len // trained), ORIGINAL: trained}
+
+
+def format_rope_scaling(value: Mapping[str, Any]) -> str:
+    """Return the setting as it is typed in a shell or in YAML."""
+    pairs = ", ".join(f"{key}: {item}" for key, item in value.items())
+    return f"model.rope_scaling={{{pairs}}}"

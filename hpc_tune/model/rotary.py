@@ -1,0 +1,141 @@
+"""Rotary positions: scaled as ``model.rope_scaling`` says, and the same for all texts of a run.
+
+scale_config_json   the setting in the content of a config.json: what a run reads, exports write
+fix_positions       frequencies that transformers would compute for each text, fixed for good
+
+transformers computes some for the longest text of a micro-batch (longrope: two sets of frequencies;
+dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the others of
+its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, of pairs those of the
+longest text that is learned, as in a server that is started for texts of that length.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.errors import ConfigError, first_line
+
+_FULL_ATTENTION = "full_attention"  # the layers that are scaled where each kind has its own
+_BY_POSITIONS = ("linear", "dynamic")  # of which max_position_embeddings is the length before
+_KEPT = ("rope_theta", "partial_rotary_factor")
+
+
+def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
+    """Return transformers' ``config`` of a config.json's ``content`` with its positions scaled.
+
+    Raises:
+        ConfigError: if the family takes no such scaling.
+    """
+    said, kind = format_rope_scaling(scaling), config.get_text_config().model_type
+    if not _parameters(config):
+        raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
+    try:
+        scaled = type(config).from_dict(scale_config_json(config, content, scaling))
+    except Exception as error:  # whatever the family's own checks raise
+        raise ConfigError(
+            f"{said}: transformers takes no such scaling for a {kind} model: {first_line(error)}"
+        ) from None
+    found = _parameters(scaled)
+    if other := [f"{k}={found.get(k)}" for k, v in scaling.items() if found.get(k) != v]:
+        raise ConfigError(
+            f"{said}: transformers makes {', '.join(other)} of it for a {kind} model; take a kind "
+            "that its own configuration names"
+        )
+    return scaled
+
+
+def scale_config_json(
+    config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the ``content`` of a config.json, as ``config`` reads it, with positions scaled.
+
+    The form stays: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
+    """
+    text = config.get_text_config()
+    inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    name = next((name for name in inside if isinstance(content.get(name), dict)), None)
+    part = dict(content if name is None else content[name])
+    if isinstance(whole := part.get("rope_parameters"), dict):
+        old = whole.get(_FULL_ATTENTION, whole)
+        new = {key: old[key] for key in _KEPT if key in old} | dict(scaling)
+        part["rope_parameters"] = new if old is whole else {**whole, _FULL_ATTENTION: new}
+    else:
+        part["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_theta"}
+    if "rope_theta" in scaling and ("rope_theta" in part or "rope_scaling" in part):
+        part["rope_theta"] = scaling["rope_theta"]
+    if ORIGINAL in scaling and hasattr(text, ORIGINAL):  # Phi-3 reads it from there
+        part[ORIGINAL] = scaling[ORIGINAL]
+    if {ORIGINAL, "factor"} <= scaling.keys():
+        part["max_position_embeddings"] = int(scaling[ORIGINAL] * scaling["factor"])
+    return part if name is None else {**content, name: part}
+
+
+def _parameters(config: Any) -> dict[str, Any]:
+    """Return the rotary parameters of the layers that see the whole text; empty without any."""
+    found: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return found.get(_FULL_ATTENTION, found)
+
+
+def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
+    """Refuse a family whose own code does not look at the scaling.
+
+    Raises:
+        ConfigError: if no part of ``model`` computes such positions.
+    """
+    kinds = [getattr(part, "rope_type", None) for part in model.modules()]
+    named = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}
+    if scaling["rope_type"] not in named:
+        kind = getattr(model, "config", None)
+        raise ConfigError(
+            f"{format_rope_scaling(scaling)}: transformers' {getattr(kind, 'model_type', '')} "
+            "model computes its positions without looking at it"
+        )
+
+
+def position_limit(config: Any, scaling: Mapping[str, Any] | None) -> int | None:
+    """Return the longest text, in tokens, that a language model's positions are made for."""
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions and scaling and scaling["rope_type"] in _BY_POSITIONS:
+        return int(positions * scaling["factor"])
+    return positions
+
+
+_UNSCALED = "default"  # to transformers: frequencies that never change
+
+
+def has_length_scaling(config: Any) -> bool:
+    """Whether transformers would scale this model's positions by the text's length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    kinds = [str(part.get("rope_type", "")) for part in parts]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
+def llama3_divisors(config: Any) -> torch.Tensor:
+    """Return by what Llama 3's scaling divides each rotary frequency of a transformers config."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
+
+
+def fix_positions(module: nn.Module, seq_len: int) -> None:
+    """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
+    layers: Any = module.modules()
+    for rotary in layers:
+        kinds = getattr(rotary, "rope_type", None)
+        by_layer: dict[str | None, str] = kinds if isinstance(kinds, dict) else {None: str(kinds)}
+        for layer, kind in by_layer.items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            device = next(rotary.buffers()).device
+            last_BT = torch.tensor([[seq_len - 1]], device=device)
+            options = {} if layer is None else {"layer_type": layer}
+            rotary(torch.zeros((), device=device), last_BT, **options)
+            by_layer[layer] = _UNSCALED
+        if isinstance(kinds, str) and by_layer[None] != kinds:
+            rotary.rope_type = by_layer[None]
