@@ -7,10 +7,11 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from hpc_tune.checkpoint.export_metadata import (
     CARD,
     CONFIG,
     OTHER_TEMPLATES,
+    read_rope_scaling,
     write_adapter_config,
     write_card,
     write_template,
@@ -36,7 +38,9 @@ from hpc_tune.files import sync_folder
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import STOCK_MODEL_BYTES, find_limit, spare_bytes
 from hpc_tune.model.config_json import config_parts
+from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
+from hpc_tune.model.rotary import scale_config_json
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
@@ -219,6 +223,8 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 _copy_file(file_path, temporary)
+        if (scaling := read_rope_scaling(checkpoint)) is not None:
+            _scale_positions(temporary / "config.json", base, scaling)
         if merged.has_other_dtypes:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
@@ -295,6 +301,13 @@ def _is_companion(file: Path) -> bool:
     """
     others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
     return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
+
+
+def _scale_positions(file: Path, base: Path, scaling: Mapping[str, Any]) -> None:
+    """Write model.rope_scaling into a copy of the base's config.json."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    scaled = scale_config_json(read_config(base), content, scaling)
+    file.write_text(json.dumps(scaled, indent=2), encoding="utf-8")
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:

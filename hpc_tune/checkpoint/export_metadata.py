@@ -5,7 +5,7 @@ training, adapter_config.json, the base's name, and the chat template.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
+from hpc_tune.config.rope import ORIGINAL
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import NAMELESS, model_name
 from hpc_tune.model.config_json import read_config_json
+from hpc_tune.model.language import read_config
 from hpc_tune.model.tokenizer import (
     load_tokenizer,
     may_have_own_class,
@@ -66,24 +68,35 @@ _CAUSAL_CLASS = "AutoModelForCausalLM"
 
 _USAGE = {
     "adapter": """from peft import PeftModel
-from transformers import {auto}
+from transformers import {imports}
 
-model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "this folder")""",
+{setup}base = {auto}.from_pretrained("the base model"{given})
+model = PeftModel.from_pretrained(base, "this folder")""",
     "per-expert": """from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-model = LLM("the base model", enable_lora=True)
+model = LLM("the base model", enable_lora=True{given})
 model.generate("a prompt", lora_request=LoRARequest("tuned", 1, "this folder"))""",
     "merged": """from transformers import {auto}
 
 model = {auto}.from_pretrained("this folder")""",
-    "gguf": """from transformers import {auto}
+    "gguf": """from transformers import {imports}
 
-# or: llama-cli -m model.gguf
-model = {auto}.from_pretrained("this folder", gguf_file="model.gguf")""",
+{setup}# or: llama-cli -m model.gguf
+model = {auto}.from_pretrained("this folder", gguf_file="model.gguf"{given})""",
 }
 _LIBRARY = {"adapter": "peft", "per-expert": "vllm", "merged": "transformers", "gguf": "gguf"}
 _UNKNOWN_LICENSE = {"license": "unknown"}
+
+
+def read_rope_scaling(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Return the model.rope_scaling that a checkpoint was trained with.
+
+    Raises:
+        CheckpointError: if its state cannot be used.
+    """
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    return state.run_config(str(checkpoint)).model.rope_scaling
 
 
 def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
@@ -131,15 +144,20 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         rows["energy of training"] = f"{energy.full_text}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _auto_class(base) if whole else _CAUSAL_CLASS
+    scaling = config.model.rope_scaling
+    if scaling is not None:
+        rows["rotary positions"] = ", ".join(f"{k} {v}" for k, v in scaling.items())
     about = f"{title}\n\n{run.notes}" if run.notes else title
-    card = _format_card(about, base, [tune.method, *run.tags], rows, kind, auto)
+    card = _format_card(
+        about, base, [tune.method, *run.tags], rows, kind, _usage(kind, auto, base, scaling)
+    )
     (out / CARD).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _format_card(
-    about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
+    about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, usage: str
 ) -> str:
     head = {
         "base_model": find_base_name(base).name,
@@ -155,8 +173,33 @@ def _format_card(
         f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
         f"licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
-        f"```python\n{_USAGE[kind].format(auto=auto)}\n```\n"
+        f"```python\n{usage}\n```\n"
     )
+
+
+def _usage(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | None) -> str:
+    """Return how to load an export; where positions are scaled and no file of it says so, with it.
+
+    An adapter holds none of its base's configuration; a merged model has a config.json, and of a
+    GGUF file only llama.cpp reads such figures.
+    """
+    imports, setup, given = auto, "", ""
+    if scaling is not None:
+        text = read_config(base, scaling).get_text_config()
+        fields = {"rope_parameters": text.rope_parameters}
+        lengths = ("max_position_embeddings", ORIGINAL)
+        fields |= {k: v for k in lengths if isinstance(v := getattr(text, k, None), int)}
+        if kind == "per-expert":
+            given = f", hf_overrides={fields!r}"
+        else:
+            imports, given = f"AutoConfig, {auto}", ", config=config"
+            place = (
+                '"this folder", gguf_file="model.gguf"' if kind == "gguf" else '"the base model"'
+            )
+            setup = f"config = AutoConfig.from_pretrained({place})\n" + "".join(
+                f"config.get_text_config().{key} = {value!r}\n" for key, value in fields.items()
+            )
+    return _USAGE[kind].format(auto=auto, imports=imports, setup=setup, given=given)
 
 
 def _describe_data(data: DataConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written b
 """
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -22,18 +23,24 @@ from hpc_tune.checkpoint.export import (
     replacing_folder,
     require_merge_memory,
 )
-from hpc_tune.checkpoint.export_metadata import find_base_name, write_card, write_template
+from hpc_tune.checkpoint.export_metadata import (
+    find_base_name,
+    read_rope_scaling,
+    write_card,
+    write_template,
+)
 from hpc_tune.checkpoint.merge import MergedModel
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.regions import Region
-from hpc_tune.model.rotary import llama3_divisors
+from hpc_tune.model.rotary import llama3_divisors, position_limit
 from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _LLAMA3 = "llama3"
+_SCALED = ("linear", "yarn")  # what llama.cpp computes from the file's figures
 # Those that llama.cpp adds.
 _BIASES = {"llama": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 _ALTERNATIVE = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
@@ -70,8 +77,10 @@ def export_gguf(
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )
-    transformers_config = read_config(base)
+    scaling = read_rope_scaling(checkpoint)
+    transformers_config = read_config(base, scaling)
     config = transformers_config.to_dict()
+    config["max_position_embeddings"] = position_limit(transformers_config, scaling)
     architecture = _architecture_of(config)
     merged = MergedModel(checkpoint, tune, base, dtype)
     require_merge_memory(merged)
@@ -112,8 +121,10 @@ def _architecture_of(config: dict[str, Any]) -> str:
     why = None
     if kind not in _ARCHITECTURES:
         why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
-    elif rope.get("rope_type", "default") not in ("default", _LLAMA3):
+    elif rope.get("rope_type", "default") not in ("default", _LLAMA3, *_SCALED):
         why = f"its rotary positions are scaled ({rope['rope_type']})"
+    elif other := _other_than_llama_cpp(rope):
+        why = f"its rotary positions are scaled (yarn) with {', '.join(other)}"
     elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
         why = f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -132,6 +143,34 @@ def _architecture_of(config: dict[str, Any]) -> str:
     return _ARCHITECTURES[str(kind)]
 
 
+def _other_than_llama_cpp(rope: dict[str, Any]) -> list[str]:
+    """Return what a model's YaRN has and llama.cpp's has not, which computes with these values."""
+    if rope.get("rope_type") != "yarn":
+        return []
+    factor = 0.1 * math.log(rope["factor"]) + 1.0
+    known = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": factor}
+    has = {key: rope[key] for key in (*known, "mscale", "mscale_all_dim") if rope.get(key)}
+    if rope.get("truncate") is False:
+        has["truncate"] = False
+    return [
+        f"{key}={value}"
+        for key, value in has.items()
+        if key not in known or not math.isclose(value, known[key], rel_tol=1e-3)
+    ]
+
+
+def _add_rope_scaling(writer: Any, rope: dict[str, Any]) -> None:
+    """Write linear scaling or YaRN; Llama 3's is a tensor."""
+    from gguf import RopeScalingType
+
+    if (kind := rope["rope_type"]) not in _SCALED:
+        return
+    writer.add_rope_scaling_type(RopeScalingType(kind))
+    writer.add_rope_scaling_factor(float(rope["factor"]))
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
 def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -145,6 +184,7 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
+    _add_rope_scaling(writer, config["rope_parameters"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 

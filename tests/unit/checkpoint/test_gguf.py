@@ -19,6 +19,7 @@ from hpc_tune.checkpoint.gguf_file import _SPLIT_RULES, _split_rule, export_gguf
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.builtin import write_tiny
 from tests.support.older_transformers import since
+from tests.support.training import give_manifest
 from tests.unit.checkpoint.test_export import METHODS, close, logits, stock, trained
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -159,10 +160,17 @@ def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_pa
     [
         ({"model_type": "gpt2"}, "model_type=gpt2, expected one of llama, mistral, qwen2, qwen3"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-            r"scaled \(yarn\)",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "mscale": 2,
+                }
+            },
+            r"scaled \(yarn\) with mscale=2",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, r"scaled \(linear\)"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"scaled \(dynamic\)"),
         ({"sliding_window": 64}, "sees 64 tokens only"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, expected silu"),
         (
@@ -185,6 +193,8 @@ def test_another_shape_is_refused_with_the_reason_and_nothing_is_written(tmp_pat
     config = json.loads(file.read_text())
     config.pop("rope_parameters")
     file.write_text(json.dumps(config | changes))
+    (tmp_path / "step").mkdir()
+    give_manifest(tmp_path / "step")
     with pytest.raises(ConfigError, match=said):
         export_gguf(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "gguf")
     assert not (tmp_path / "gguf").exists()
