@@ -364,6 +364,7 @@ def plan(options: Namespace) -> int:
     from hpc_tune.packages import is_importable
     from hpc_tune.plan.hardware import requested_machine
     from hpc_tune.plan.report import as_json, as_lines, check_remedies, make_plan
+    from hpc_tune.plan.resolve import why_rows_too_long
     from hpc_tune.train.sources import describe_planned_sources
 
     config = options.config
@@ -399,6 +400,9 @@ def plan(options: Namespace) -> int:
     advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
     if config.parallel.zero_stage is not None and not is_importable("deepspeed"):
         log.warning("parallel.zero_stage needs DeepSpeed, which is not installed here")
+    if config.tune.form != "pairs":
+        for too_long in why_rows_too_long(config.model, config.data.seq_len):
+            log.warning("%s", too_long)
     lines = as_lines(planned, advice)
     lines += describe_planned_sources(config.data, config.train, config.batch.global_size)
     print(as_json(planned, advice) if options.json else "\n".join(lines))

@@ -91,6 +91,24 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
     return config
 
 
+def why_too_long(
+    config: Any, directory: Path, rope_scaling: Mapping[str, Any] | None, longest: int, what: str
+) -> str:
+    """Return why texts of ``longest`` tokens are too long for a model's positions; "" if not.
+
+    ``config`` is the language model's, with ``rope_scaling``; ``what`` the texts are called.
+    """
+    positions = position_limit(config, rope_scaling)
+    if positions is None or longest <= positions:
+        return ""
+    advice = advise_rope_scaling(directory, rope_scaling, longest)
+    return (
+        f"texts of up to {what} are longer than the model's {positions} positions, and it was "
+        f"never trained on later ones: use texts of {positions} or less (data.seq_len cuts them)"
+        + (f", or {advice}" if advice else "")
+    )
+
+
 def advise_rope_scaling(
     directory: Path, said: Mapping[str, Any] | None, longest: int
 ) -> str | None:
@@ -137,13 +155,13 @@ def refuse_code(directory: Path, file: str, error: Exception) -> None:
         ) from None
 
 
-def read_language_config(directory: Path) -> Any:
-    """Return the transformers config of a directory's language model.
+def read_language_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
+    """Return the transformers config of a directory's language model; see ``read_config``.
 
     Raises:
         DataError: if there is none, or its model is not a causal LM.
     """
-    return language_config(read_config(directory), directory)
+    return language_config(read_config(directory, rope_scaling), directory)
 
 
 def language_config(config: Any, directory: Path) -> Any:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import BatchConfig
+from hpc_tune.config.schema import BatchConfig, ModelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shape_names
-from hpc_tune.model.language import read_config, read_language_config
+from hpc_tune.model.language import read_config, read_language_config, why_too_long
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import Layout, MeshCoordinates, sharing_problems, staging_problems
@@ -269,6 +269,16 @@ class ModelShape:
         part[name] = num_blocks
         (directory / "config.json").write_text(json.dumps(written), encoding="utf-8")
         return replace(self, directory=directory)
+
+
+def why_rows_too_long(model: ModelConfig, seq_len: int) -> Iterator[str]:
+    """Yield why rows are too long for the model's positions, if they are."""
+    what = (model.path, torch.float32, TuneConfig(), 0, model.rope_scaling)
+    with open_shape(*what) as shape:
+        config = read_language_config(shape.directory, model.rope_scaling)
+        said = (shape.directory, model.rope_scaling, seq_len, f"data.seq_len={seq_len} tokens")
+        if too_long := why_too_long(config, *said):
+            yield too_long
 
 
 def _find_num_blocks(config: Any) -> tuple[str, int]:

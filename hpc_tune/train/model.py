@@ -21,10 +21,10 @@ from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import has_router_losses, refuse_shape
 from hpc_tune.model.experts import is_mixture, require_shardable_experts
 from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
-from hpc_tune.model.language import advise_rope_scaling, read_config
+from hpc_tune.model.language import read_config, why_too_long
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
-from hpc_tune.model.rotary import has_length_scaling, position_limit
+from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.model.special_layers import find_uncalled_linears
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
@@ -163,15 +163,9 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
 
 def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
     """Log how a model's positions fit texts of up to ``longest`` tokens; ``what`` those are."""
-    positions = position_limit(built.config, built.rope_scaling)
-    if positions is not None and longest > positions:
-        advice = advise_rope_scaling(built.directory, built.rope_scaling, longest)
-        log.warning(
-            "texts of up to %s are longer than the model's %d positions, and it was never trained "
-            "on later ones: use texts of %d or less (data.seq_len cuts them)%s",
-            *(what, positions, positions, f", or {advice}" if advice else ""),
-            extra=ON_ALL_RANKS,
-        )
+    too_long = why_too_long(built.config, built.directory, built.rope_scaling, longest, what)
+    if too_long:
+        log.warning("%s", too_long, extra=ON_ALL_RANKS)
     if has_length_scaling(built.config):
         log.info("rotary positions are scaled for texts of %s", what)
 

@@ -7,14 +7,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpc_tune.checkpoint.state import RunState, require_settings
 from hpc_tune.config.load import load_config
-from hpc_tune.config.rope import ORIGINAL
+from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.config.schema import ModelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import advise_rope_scaling, read_config, read_language_config
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.rotary import position_limit, scale_config_json
+from hpc_tune.plan.resolve import why_rows_too_long
 from tests.unit.model.test_model_build import FAMILY
 
 TRAINED = 32  # tokens
@@ -200,6 +203,32 @@ def test_the_longest_text_follows_from_the_scaling(tmp_path, scaling, limit):
     directory = written(tmp_path, "llama")
     config = read_config(directory, scaling)
     assert position_limit(config, scaling) == limit
+
+
+def test_another_scaling_is_another_run(tmp_path):
+    """A run that resumes must not go on with other positions; without any they are as before."""
+    now = load_config(None, [format_rope_scaling(YARN)]).model_dump(mode="json")
+    before = load_config(None).model_dump(mode="json")
+    del before["model"]["rope_scaling"]  # as versions without it have saved
+    state = {"step": 1, "total_steps": 9, "model_identity": "", "loader": {}, "layout": {}}
+    saved = RunState.from_json({**state, "micro_size": 1, "config": before}, "here")
+    require_settings(saved, load_config(None).model_dump(mode="json"))
+    with pytest.raises(ConfigError, match="model.rope_scaling: None in the checkpoint, {'rope_ty"):
+        require_settings(saved, now)
+
+
+@pytest.mark.parametrize("scaling", [None, {**YARN, ORIGINAL: 2048, "factor": 1.5}, LINEAR])
+def test_a_plan_says_which_scaling_rows_of_that_length_need(scaling):
+    model = ModelConfig(rope_scaling=scaling)
+    said = [*why_rows_too_long(model, 8192)]
+    assert bool(said) == (scaling != LINEAR)
+    if scaling is None:
+        assert said == [
+            "texts of up to data.seq_len=8192 tokens are longer than the model's 2048 positions, "
+            "and it was never trained on later ones: use texts of 2048 or less (data.seq_len cuts "
+            "them), or model.rope_scaling={rope_type: yarn, factor: 4, "
+            "original_max_position_embeddings: 2048}"
+        ]
 
 
 @pytest.mark.parametrize(
