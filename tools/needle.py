@@ -21,7 +21,8 @@ from typing import Any
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the filler that is before the fact
 _FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.")
-_FACT, _QUESTION = "The pass key is {key}.", "What is the pass key?"
+_ANSWER = "The pass key is {key}."
+_FACT, _QUESTION = f"{_ANSWER} Remember it. {{key}} is the pass key.", "What is the pass key?"
 
 
 def main() -> None:
@@ -66,7 +67,8 @@ def make_row(draw: random.Random, length: int, key: str, depth: float) -> dict[s
         left -= len(sentence) + 1
     filler.insert(round(len(filler) * depth / 100), fact)
     prompt = " ".join([*filler, _QUESTION])
-    return {"prompt": prompt, "completion": key, "depth": round(depth), "length": len(prompt)}
+    answer = _ANSWER.format(key=key)
+    return {"prompt": prompt, "completion": answer, "depth": round(depth), "length": len(prompt)}
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

@@ -411,6 +411,7 @@ _TO_DO = {
     "lisa_n_layers lisa_step_interval spectrum_top_fraction spectrum_model_name",
     hf_trainer.ROUTER_LOSS: "model_config.router_aux_loss_coef "
     "overrides_of_model_config.router_aux_loss_coef",
+    hf_trainer.ROPE: "overrides_of_model_config.rope_scaling.* model_config.rope_scaling.*",
     hf_trainer.SHAPE: "overrides_of_model_config.* model_config.* peft_layer_replication "
     "reinit_weights random_init_weights scaling_softmax scaling_softmax_factor "
     "scaling_softmax_bias s2_attention llama4_linearized_experts use_pose pose_split_on_token_ids "

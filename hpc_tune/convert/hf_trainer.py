@@ -40,6 +40,7 @@ NO_TRACKER = (
     "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
 )
 OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
+ROPE = "set model.rope_scaling, whose keys are those of transformers' config.json"
 SHAPE = "the model is what config.json of model.path says: change it there"
 NAMES = Unsupported("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
 NF4 = "NF4 with double quantization, by bitsandbytes"
@@ -380,7 +381,7 @@ TRAINER = rules.rule_table(
         "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
     },
     to_do={
-        SHAPE: "rope_scaling",
+        ROPE: "rope_scaling",
         rules.ONLY_ADAMW: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",
         "set checkpoint.keep_best=true, and export that": "load_best_model_at_end",

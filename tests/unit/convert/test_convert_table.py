@@ -252,7 +252,8 @@ axolotl {chat_template_jinja: '{{ bos_token }}'} => chat_template_jinja: into a 
 axolotl {tokens: [<x>]} => tokens: no tokens are added
 axolotl {special_tokens.eos_token: <x>} => special_tokens.eos_token: tokenizer's own
 axolotl {plugins: [my.Plugin]} => plugins: Plugin: there are no plugins
-axolotl {model_config: {rope_scaling: {factor: 2}}} => model_config.rope_scaling.factor: json
+axolotl {model_config: {rope_scaling: {factor: 2}}} => model_config.rope_scaling.factor: set
+    model.rope_scaling
 axolotl {unfrozen_parameters: [lm_head]} => unfrozen_parameters: frozen
 axolotl {datasets: [{path: tatsu-lab/alpaca, type: alpaca}]} => datasets.0.path: --repo-type
     dataset

@@ -23,9 +23,9 @@ def test_each_row_has_the_fact_at_its_depth_and_asks_for_it_at_the_end(tmp_path,
     asked = {depth: rows_of(tmp_path / f"depth-{depth:03}.jsonl") for depth in needle.DEPTHS}
     assert [len(learned), *map(len, asked.values())] == [50, *[10] * 5]
     for row in [*learned, *(row for rows in asked.values() for row in rows)]:
-        prompt, key = row["prompt"], row["completion"]
+        prompt, key = row["prompt"], row["completion"].removeprefix("The pass key is ")[:-1]
         assert (prompt.count("The pass key is "), len(key)) == (1, digits)
-        assert f"The pass key is {key}." in prompt
+        assert f"{row['completion']} Remember it. {key} is the pass key." in prompt
         assert prompt.endswith("What is the pass key?")
         assert length - 45 <= len(prompt) == row["length"] <= length
     places = {d: {row["prompt"].index("The pass key") for row in rows} for d, rows in asked.items()}
