@@ -24,6 +24,7 @@ def check_config(config: RunConfig) -> list[str]:
         *of_zero,
         *_check_offload_path(parallel),
         *_check_parallel(parallel, tune.method),
+        *_long_rows(parallel, tune, train, config.run.device),
         *(_conflicts_with_experts(parallel, train) if parallel.expert > 1 else ()),
         *(_conflicts_with_context(parallel, train) if parallel.context > 1 else ()),
         *(conflicts_with_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
@@ -52,6 +53,9 @@ def why_not_compiled(
         return f"{train.max_steps} steps do not earn back a minute of compiling"
     compiled = train.model_copy(update={"compile": True})
     against = [*_conflicts_with_compile(compiled, tune)]
+    against += set(_long_rows(parallel, tune, compiled, "cuda")) - set(
+        _long_rows(parallel, tune, train, "cuda")
+    )
     if (parallel.tensor or 1) > 1:
         against += set(conflicts_with_tensor(tune, compiled)) - set(
             conflicts_with_tensor(tune, train)
@@ -217,6 +221,51 @@ def _check_parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
         yield (
             f"parallel.reduce_dtype={parallel.reduce_dtype} has no effect without "
             "tune.method=full: adapters' gradients are added up in fp32"
+        )
+
+
+def _long_rows(
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, device: str
+) -> Iterator[str]:
+    if parallel.row_pieces != "auto" and parallel.row_pieces > 1:
+        yield from conflicts_with_pieces(parallel, tune, train)
+    if not parallel.offload_activations:
+        return
+    if parallel.recompute != "full":
+        yield (
+            "parallel.offload_activations=true needs parallel.recompute=full, whose inputs of "
+            f"blocks it moves; it is {parallel.recompute}"
+        )
+    if train.compiles:
+        yield (
+            "train.compile=true with parallel.offload_activations=true is not available: a graph "
+            "keeps its inputs by itself; use one of them"
+        )
+    if device == "cpu":
+        yield (
+            "parallel.offload_activations=true has no effect with run.device=cpu, whose memory is "
+            "the host's; leave it out"
+        )
+
+
+def conflicts_with_pieces(
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
+) -> Iterator[str]:
+    """Yield what these settings say against parallel.row_pieces > 1."""
+    if train.compiles:
+        yield (
+            "train.compile=true with parallel.row_pieces > 1 is not available: a graph computes "
+            "rows as a whole; use one of them"
+        )
+    if parallel.zero_stage == 3:
+        yield (
+            "parallel.row_pieces > 1 with parallel.zero_stage=3: DeepSpeed gathers weights for "
+            "each layer, in each piece anew; use zero_stage 1 or 2, or parallel.shard"
+        )
+    if tune.dropout:
+        yield (
+            f"tune.dropout={tune.dropout:g} with parallel.row_pieces > 1: its masks are drawn for "
+            "whole rows; leave one of them out"
         )
 
 

@@ -142,6 +142,26 @@ class ParallelConfig(Section):
         "few more flops for somewhat less memory. The losses are the same bits.",
         aliases="gradient_checkpointing enable_activation_checkpointing activation_checkpointing",
     )
+    row_pieces: PositiveInt | Literal["auto"] = setting(
+        "auto",
+        "free",
+        "Pieces of a row in which each dense MLP is computed, each by itself and again in the "
+        "backward pass, so that inner values of one piece alone are in memory (tiled MLP, "
+        "arXiv:2506.13996). With recompute=full it takes about as long for most families; without, "
+        "another forward pass of the MLPs. The losses are the same, the last digits of gradients "
+        "may differ. auto: pieces of 4096 tokens or more with recompute=full where blocks are not "
+        "compiled, else 1.",
+        aliases="tiled_mlp tiled_mlp_num_shards",
+    )
+    offload_activations: bool = setting(
+        False,
+        "free",
+        "Keep the inputs of recomputed blocks in pinned host memory instead of a GPU's: they are "
+        "copied while the next block is computed, and come back one block ahead of the backward "
+        "pass. Needs recompute=full; for rows so long that these inputs fill the GPU. The losses "
+        "are the same bits.",
+        aliases="activation_offloading enable_activation_offloading offload_activation",
+    )
 
     @property
     def axes(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ them) are not recomputed, and parameter names stay as they are.
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -37,6 +38,7 @@ from hpc_tune.model.micro_batch import batch_context
 P = ParamSpec("P")
 T = TypeVar("T")
 Forward = Callable[..., Any]
+SavingInputs = Callable[[tuple[Any, ...]], AbstractContextManager[Any]]
 RecomputeLevel = Literal["none", "selective", "full"]
 # What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
 # products only where bitsandbytes has been imported. Batched products are missing: they are the
@@ -71,10 +73,18 @@ MIN_INNER = 8
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: RecomputeLevel) -> None:
+def keep_inputs(_args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves a block's arguments where they are."""
+    return nullcontext()
+
+
+def checkpoint_blocks(
+    blocks: Sequence[nn.Module], recompute: RecomputeLevel, saving: SavingInputs = keep_inputs
+) -> None:
     """Replace the ``forward`` of decoder blocks by one that keeps what ``recompute`` says.
 
-    Blocks of one class share one function, which ``compile_blocks`` compiles once.
+    Blocks of one class share one function, which ``compile_blocks`` compiles once. ``saving``: the
+    context in which recompute=full saves a block's arguments.
     """
     if recompute == "none":
         return
@@ -84,16 +94,17 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: RecomputeLevel) ->
             _protect_from_clipping(block)
         plain = type(block).forward
         if plain not in checkpointed:
-            checkpointed[plain] = _with_recompute(plain, recompute)
+            checkpointed[plain] = _with_recompute(plain, recompute, saving)
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
 def recompute_levers(
-    blocks: Sequence[nn.Module], configured: RecomputeLevel
+    blocks: Sequence[nn.Module], configured: RecomputeLevel, saving: SavingInputs = keep_inputs
 ) -> dict[Action, ActionHandle]:
     """Return the lever that recomputes all of each block, without the compiler.
 
     ``blocks`` are as they are trained: with ``checkpoint_blocks``, and compiled or not.
+    ``saving``: as there.
     """
     if configured == "full":
         return {}
@@ -105,7 +116,7 @@ def recompute_levers(
             if not times and forward is not None:
                 block.forward = forward
         if times:
-            checkpoint_blocks(blocks, "full")
+            checkpoint_blocks(blocks, "full", saving)
         return f"activations are recomputed: {'full' if times else configured}"
 
     return {Action.RECOMPUTE: ActionHandle(recompute)}
@@ -141,7 +152,7 @@ def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _with_recompute(forward: Forward, recompute: RecomputeLevel) -> Forward:
+def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingInputs) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(
@@ -162,9 +173,11 @@ def _with_recompute(forward: Forward, recompute: RecomputeLevel) -> Forward:
             return checkpoint(forward, self, *args, **more)
         run = batch_context.bind(forward)
         if self in without_draws:
-            return checkpoint(run, self, *args, preserve_rng_state=False, **more)
+            with saving(args):
+                return checkpoint(run, self, *args, preserve_rng_state=False, **more)
         before = _random_state(*args)
-        out = checkpoint(run, self, *args, **more)
+        with saving(args):
+            out = checkpoint(run, self, *args, **more)
         if _random_state(*args) == before:
             without_draws.add(self)
         return out

@@ -32,7 +32,7 @@ class EngineSettings:
 
     ``reserve`` is called with the bytes of each large allocation of host memory, before it.
     ``run_and_agree`` is that of ``Comm``: reading and allocating may fail on one rank, and the
-    others must not wait for it in a collective.
+    others must not wait for it in a collective. ``row_tokens``: of a whole row, 0 if not known.
     """
 
     plan: StepPlan
@@ -42,6 +42,7 @@ class EngineSettings:
     reserve: Reserve = reserve_nothing
     run_and_agree: RunAndAgree = run_alone
     faults: Faults = NO_FAULTS
+    row_tokens: int = 0
 
     @property
     def layout(self) -> Layout:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
@@ -43,7 +44,9 @@ from hpc_tune.engine.gradients import (
     sum_squares,
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
+from hpc_tune.engine.offloaded_inputs import OffloadedInputs
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
+from hpc_tune.engine.row_pieces import RowPieces
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
@@ -140,9 +143,12 @@ class NativeEngine:
         counts = self._mesh.coordinates.tensor == 0
         self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
         self._adapters = AdapterCopies()
+        self.inputs = OffloadedInputs(settings)
         self.stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
-            lambda: _load(built, settings, self._mesh, self._collectives, self._adapters),
+            lambda: _load(
+                built, settings, self._mesh, self._collectives, self._adapters, self.inputs
+            ),
         )
         for stage in self.stages:
             finish_dora(stage)
@@ -150,7 +156,7 @@ class NativeEngine:
         modules = [stage.module for stage in self.stages]
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
-        self.levers = recompute_levers(blocks, parallel.recompute)
+        self.levers = self._make_levers(blocks)
         self._sharded = [t for t in self._trained if t.is_sharded]
         self.repeats_steps = plan.only_replicates
         self._overlapped = [
@@ -159,10 +165,6 @@ class NativeEngine:
             if plan.only_replicates and bucket.group is not None
         ]
         self._offloaded: OffloadedState | None = None
-        has_device = device.type == "cuda" or settings.faults.moves_on_host
-        moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
-        if has_device and moves:
-            self.levers[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
             wire = torch.float32 if plan.activation_itemsize == 4 else built.dtype
@@ -184,6 +186,7 @@ class NativeEngine:
                 raise
             ran_out = error.with_traceback(None)  # its frames hold the tensors of the pass
             self._adapters.forget_results()
+            self.inputs.settle()
         # Other ranks wait for these.
         self._reduce_gradients()
         sums = torch.cat([sums, self._watch.sums])
@@ -293,6 +296,16 @@ class NativeEngine:
             stages = self._plan.layout.pipeline
             self._forward_backward([batch] * (2 * stages if stages > 1 else 1), 1)
         self._zero_grad()
+
+    def _make_levers(self, blocks: Sequence[nn.Module]) -> dict[Action, ActionHandle]:
+        settings, parallel = self._settings, self._settings.parallel
+        levers = recompute_levers(blocks, parallel.recompute, self.inputs.saving)
+        levers |= RowPieces(blocks, settings).levers() | self.inputs.levers()
+        has_device = self._device.type == "cuda" or settings.faults.moves_on_host
+        moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
+        if has_device and moves:
+            levers[Action.MOVE_OPTIMIZER] = ActionHandle(self._move_optimizer)
+        return levers
 
     def _move_optimizer(self, times: int) -> str:
         if self._offloaded is not None:
@@ -421,11 +434,12 @@ def _load(
     mesh: Mesh,
     collectives: CountedCollectives,
     adapters: AdapterCopies,
+    inputs: OffloadedInputs,
 ) -> tuple[list[BuiltModel], list[TrainedWeight], list[Bucket], torch.optim.Optimizer]:
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
     if settings.optim.is_8bit:
         require_torchao()
-    stages, trained = _load_stages(built, settings, mesh, collectives, adapters)
+    stages, trained = _load_stages(built, settings, mesh, collectives, adapters, inputs)
     buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
     named = [(t.name, t.parameter) for t in trained]
     return stages, trained, buckets, make_optimizer(named, settings.optim, settings.reserve)
@@ -437,6 +451,7 @@ def _load_stages(
     mesh: Mesh,
     collectives: CountedCollectives,
     adapters: AdapterCopies,
+    inputs: OffloadedInputs,
 ) -> tuple[list[BuiltModel], list[TrainedWeight]]:
     """Return this rank's pipeline stages with their weights, and the trained ones of all."""
     layout = settings.layout
@@ -446,7 +461,7 @@ def _load_stages(
         cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)
     stages, trained = [], []
     for cut in cuts:
-        stage, partial = _load_stage(cut, settings, mesh, collectives, adapters)
+        stage, partial = _load_stage(cut, settings, mesh, collectives, adapters, inputs)
         stages.append(stage)
         trained += list_trained(stage, mesh, partial)
     return stages, trained
@@ -458,6 +473,7 @@ def _load_stage(
     mesh: Mesh,
     collectives: CountedCollectives,
     adapters: AdapterCopies,
+    inputs: OffloadedInputs,
 ) -> tuple[BuiltModel, frozenset[str]]:
     """Slice, wrap, shard, allocate and load a stage, in this order.
 
@@ -482,7 +498,7 @@ def _load_stage(
     use_own_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
     if experts_group is not None:
         dispatch_tokens(stage.module, experts_group, collectives)
-    checkpoint_blocks(blocks, parallel.recompute)
+    checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
     if train.compiles:
         compile_blocks(blocks)
         compile_loss(stage.module)

@@ -143,11 +143,14 @@ class _Slicer:
                 dropout.take_slice(self._axis.rank, self._axis.size)
         if split:
             layer.register_forward_pre_hook(lambda _, x: (_SplitInputs.apply(x[0], self._axis),))
-        if base.bias is None:
-            _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis))
-        else:  # it must be added once, after the sum
+
+        def sum_output(_module: nn.Module, _inputs: Any, y: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = _SumOutputs.apply(y, self._axis)
+            return total if base.bias is None else total + base.bias.to(y.dtype)
+
+        if base.bias is not None:  # it must be added once, after the sum
             base.forward = lambda x: F.linear(x, base.weight)
-            _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis) + base.bias.to(y.dtype))
+        layer.output_sum = layer.register_forward_hook(sum_output), sum_output
 
     def experts(self, layer: Any, config: Any, path: str) -> None:
         """Each expert's inner features are split; the outputs are partial sums.

@@ -63,6 +63,8 @@ class Action(Enum):
     SAVE_IN_PIECES = "save_in_pieces", Level.TIGHT, "host"
     SPLIT_MICRO_BATCHES = "split_micro_batches", Level.HIGH, "device"
     RECOMPUTE = "recompute", Level.HIGH, "device"
+    MORE_PIECES = "more_pieces", Level.HIGH, "device"
+    OFFLOAD_ACTIVATIONS = "offload_activations", Level.HIGH, "device"
     MOVE_OPTIMIZER = "move_optimizer", Level.HIGH, "device"
     LEAVE = "leave", Level.CRITICAL, "any"
 

@@ -283,7 +283,10 @@ class _SharedInputs:
             dtype = torch.get_autocast_dtype(device_type)
             left = list(_Cast.apply(x, dtype, self._num_layers))
             self._casts[id(x)] = x, left
-        return left.pop(), *args[1:]
+        cast = left.pop()
+        if not left:
+            del self._casts[id(x)]
+        return cast, *args[1:]
 
     def forget(self, *_: Any) -> None:
         """Let go of inputs that not all layers have been called with."""

@@ -17,6 +17,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_OF_FORM, prefetch_limit
 from hpc_tune.engine.compile import num_workers
+from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.host import (
     BLOCK_OBJECTS_BYTES,
     COMPILE_WORKER_BYTES,
@@ -31,6 +32,7 @@ from hpc_tune.memory.host import (
 from hpc_tune.memory.policy import NO_PLAN_BELOW, Phase
 from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
@@ -164,7 +166,8 @@ def memory_by_phase(
         if on_cpu:
             return PhaseMemory(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK)) + context_bytes(machine, settings.num_groups)
-        return PhaseMemory(name, device, process + step.offloaded + on_host, first)
+        host = process + step.offloaded + trace.moved_bytes + on_host
+        return PhaseMemory(name, device, host, first)
 
     phases = [phase(Phase.LOAD, step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.has_reference:
@@ -276,3 +279,42 @@ def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
     sizes = [size for size, num in shards.items() for _ in range(num)]
     more = pinned_blocks_bytes(sizes) - sum(sizes)
     return more + (sum(map(round_up_bytes, sizes)) - sum(sizes) if is_full else 0)
+
+
+def adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
+    """Return the bytes of ZeRO from those of the native layout that was traced in its place.
+
+    Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
+    moments come with the first step. While loading, weights are copied into flat buffers. In a
+    step there are gradients, whole or this rank's share, and two buckets of them. Stage 3 has fp32
+    copies too, keeps its buckets, and fp32 gradients beside an offloaded optimizer.
+    """
+    stage, num = resolved.parallel.zero_stage, resolved.layout.size
+    trained = report.gradient_bytes
+    if stage is None:
+        return report
+    if stage == 3:
+        more = 2 * min(BUCKET_VALUES * 4, trained * num)
+        more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
+        return _add_bytes(report, more, trained + more, trained + more)
+    idle = report.idle_bytes - trained - report.optimizer_bytes + SAVED_COPIES * trained // num
+    in_step = trained if stage == 1 else trained // num
+    in_step += 2 * min(BUCKET_VALUES * 4, trained)
+    loaded = idle - SAVED_COPIES * trained // num + trained
+    more = idle - report.idle_bytes
+    found = _add_bytes(report, loaded - report.loaded_bytes, more, more + in_step)
+    return replace(found, optimizer_bytes=SAVED_COPIES * trained // num)
+
+
+def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
+    """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
+    return replace(
+        report,
+        optimizer_bytes=report.optimizer_bytes + idle,
+        loaded_bytes=report.loaded_bytes + loaded,
+        idle_bytes=report.idle_bytes + idle,
+        evaluation_bytes=report.evaluation_bytes + idle,
+        heap_evaluation_bytes=report.heap_evaluation_bytes + idle,
+        peak_bytes=report.peak_bytes + in_step,
+        heap_peak_bytes=report.heap_peak_bytes + in_step,
+    )

@@ -20,7 +20,6 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
@@ -36,11 +35,14 @@ from hpc_tune.plan.memory_model import (
     ModelBytes,
     PhaseMemory,
     SaveMethod,
+    adapt_to_zero,
     memory_by_phase,
 )
 from hpc_tune.plan.resolve import (
+    PIECE_TOKENS,
     ModelShape,
     ResolvedLayout,
+    choose_row_pieces,
     min_micro_rows,
     open_shape,
     planned_dtype,
@@ -59,7 +61,7 @@ from hpc_tune.plan.trace import (
 )
 from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.size import NUM_MOMENTS, SAVED_COPIES, ModelSize, measure
+from hpc_tune.step.size import NUM_MOMENTS, ModelSize, measure
 from hpc_tune.units import count_of, format_bytes, format_count
 
 # -- What would make a run fit that does not: settings, each planned before it is advised.
@@ -168,6 +170,8 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
         if parallel.recompute != "full":
             text = "steady: parallel.recompute=full keeps only each block's input"
             advice.append(Remedy(text, {"parallel.recompute": "full"}))
+        else:
+            advice += _for_long_rows(plan, parallel, tune)
         if 0 < plan.tokens_that_fit < plan.seq_len:
             name, changes = "data.seq_len", {"data.seq_len": plan.tokens_that_fit}
             text = f"steady: {name}={plan.tokens_that_fit} or less"
@@ -188,6 +192,21 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
     if (parallel.pipeline or 1) > 1 and Phase.STEADY in bad:
         advice.append(Remedy("steady: fewer pipeline stages have fewer micro-batches in flight"))
     return advice
+
+
+def _for_long_rows(
+    plan: "MemoryPlan", parallel: ParallelConfig, tune: TuneConfig
+) -> Iterator[Remedy]:
+    num_pieces, can_cut = (
+        plan.seq_len // PIECE_TOKENS,
+        parallel.zero_stage != 3 and not tune.dropout,
+    )
+    if num_pieces > plan.trace.row_pieces and can_cut:
+        text = f"steady: parallel.row_pieces={num_pieces} keeps one piece of a row in each MLP"
+        yield Remedy(text, {"parallel.row_pieces": num_pieces})
+    if plan.machine.device_bytes is not None and not parallel.offload_activations:
+        text = "steady: parallel.offload_activations=true keeps blocks' inputs on the host"
+        yield Remedy(text, {"parallel.offload_activations": True})
 
 
 def _shrink_state_remedies(
@@ -278,9 +297,10 @@ def make_plan(
     with open_shape(model.path, dtype, tune, train.seed, model.rope_scaling) as shape:
         built = shape.build()
         size = measure(built.module, config.optim.is_8bit)
-        resolved = resolve(config.parallel, size, built.config, machine)
         if on_gpu and not why_not_compiled(config.parallel, tune, train, is_mixture(built.module)):
             train = train.model_copy(update={"compile": True})
+        asked = choose_row_pieces(config.parallel, tune, train, seq_len)
+        resolved = resolve(asked, size, built.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(
             resolved.parallel,
@@ -288,22 +308,21 @@ def make_plan(
             own_rows * seq_len,
             _threads_per_rank(config.run.threads, machine) if train.compiles else None,
             config.memory.governor == "on",
-            save,
-            *(tune.form, tune.has_reference),
+            *(save, tune.form, tune.has_reference),
             _num_groups(resolved, trains_tied=size.is_full and built.tied is not None),
         )
         what = (*_native_layout(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, train.compiles, on_gpu, masked)
         is_deep = size.blocks(built.config) > _MAX_WHOLE_BLOCKS
         trace = partial(trace_few_tokens, cache_traces(trace_few_blocks if is_deep else trace_step))
-        report = _adapt_to_zero(trace_worst_rank(trace, step), resolved)
+        report = adapt_to_zero(trace_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_at(rows: int, length: int, of_step: int) -> int:
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
             waiting = replace(settings, step_tokens=own_rows * of_step)
-            traced = _adapt_to_zero(trace(other), resolved)
+            traced = adapt_to_zero(trace(other), resolved)
             return _spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
         tokens = _tokens_that_fit(left_at, _spare_bytes(phases, machine), micro_rows, seq_len)
@@ -345,7 +364,7 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
         f"world   {count_of(machine.nodes, 'node')} x "
         f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
-        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens",
+        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens{plan.trace.long_rows}",
         "",
         f"{'phase':<26}{'device/rank':>13}{'host/rank':>13}{'host/node':>13}{'left':>13}",
     ]
@@ -416,45 +435,6 @@ def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
     native = {"zero_stage": None, "engine": "native", "reshard": "block"}
     native |= {"offload_optimizer": "none", "offload_params": "none"}
     return resolved.layout, with_layout(parallel.model_copy(update=native), resolved.layout)
-
-
-def _adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
-    """Return the bytes of ZeRO from those of the native layout that was traced in its place.
-
-    Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
-    moments come with the first step. While loading, weights are copied into flat buffers. In a
-    step there are gradients, whole or this rank's share, and two buckets of them. Stage 3 has fp32
-    copies too, keeps its buckets, and fp32 gradients beside an offloaded optimizer.
-    """
-    stage, num = resolved.parallel.zero_stage, resolved.layout.size
-    trained = report.gradient_bytes
-    if stage is None:
-        return report
-    if stage == 3:
-        more = 2 * min(BUCKET_VALUES * 4, trained * num)
-        more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
-        return _add_bytes(report, more, trained + more, trained + more)
-    idle = report.idle_bytes - trained - report.optimizer_bytes + SAVED_COPIES * trained // num
-    in_step = trained if stage == 1 else trained // num
-    in_step += 2 * min(BUCKET_VALUES * 4, trained)
-    loaded = idle - SAVED_COPIES * trained // num + trained
-    more = idle - report.idle_bytes
-    found = _add_bytes(report, loaded - report.loaded_bytes, more, more + in_step)
-    return replace(found, optimizer_bytes=SAVED_COPIES * trained // num)
-
-
-def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
-    """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
-    return replace(
-        report,
-        optimizer_bytes=report.optimizer_bytes + idle,
-        loaded_bytes=report.loaded_bytes + loaded,
-        idle_bytes=report.idle_bytes + idle,
-        evaluation_bytes=report.evaluation_bytes + idle,
-        heap_evaluation_bytes=report.heap_evaluation_bytes + idle,
-        peak_bytes=report.peak_bytes + in_step,
-        heap_peak_bytes=report.heap_peak_bytes + in_step,
-    )
 
 
 def _model_bytes(

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from hpc_tune.config.constraints import conflicts_with_pieces
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import BatchConfig, ModelConfig
+from hpc_tune.config.schema import BatchConfig, ModelConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
@@ -32,6 +33,8 @@ from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.units import format_bytes
+
+PIECE_TOKENS = 4096  # the least of a piece of a row, where the pieces are left to choose
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,22 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
     if layout.context > 1:
         problems += sharing_problems(model, layout)
     return problems
+
+
+def choose_row_pieces(
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, row_tokens: int
+) -> ParallelConfig:
+    """Return the settings with row_pieces decided; ``train`` knows whether blocks are compiled.
+
+    A piece of PIECE_TOKENS is no slower than a whole row. Where nothing else is recomputed, pieces
+    would cost another forward pass of the MLPs: there they are the user's, or the governor's.
+    """
+    if parallel.row_pieces != "auto":
+        return parallel
+    num_pieces = 1
+    if parallel.recompute == "full" and not any(conflicts_with_pieces(parallel, tune, train)):
+        num_pieces = max(1, row_tokens // PIECE_TOKENS)
+    return parallel.model_copy(update={"row_pieces": num_pieces})
 
 
 def list_useless_settings(layout: Layout, parallel: ParallelConfig) -> list[str]:

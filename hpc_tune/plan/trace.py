@@ -51,11 +51,18 @@ from hpc_tune.model.experts import looping_over_experts_in_fp32
 from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.resolve import ModelShape, min_micro_rows, planned_dtype, resolve
+from hpc_tune.plan.resolve import (
+    ModelShape,
+    choose_row_pieces,
+    min_micro_rows,
+    planned_dtype,
+    resolve,
+)
 from hpc_tune.plan.traced_memory import TracedMemory, replaced_attribute, simulating_scratch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
+from hpc_tune.units import format_bytes
 
 DEVICE = torch.device("cpu")
 # Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
@@ -84,7 +91,8 @@ class TraceReport:
     are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
     ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``shards``: how many
     sharded weights have so many bytes on the rank. ``parts``: the two peaks of the step's parts
-    (see ``_mark_parts``).
+    (see ``_mark_parts``). ``moved_bytes``: of buffers on the host for inputs of blocks.
+    ``row_pieces``: in which MLPs are computed.
     """
 
     layout: str
@@ -108,6 +116,15 @@ class TraceReport:
     kernel_bytes: int = 0
     shards: dict[int, int] = dataclasses.field(default_factory=dict)
     parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    moved_bytes: int = 0
+    row_pieces: int = 1
+
+    @property
+    def long_rows(self) -> str:
+        """What is done for long rows, in words that follow a comma; "" for nothing."""
+        pieces = f", MLPs in {self.row_pieces} pieces of a row" if self.row_pieces > 1 else ""
+        moved = f"{format_bytes(self.moved_bytes)} per rank"
+        return pieces + (f", inputs of blocks on the host ({moved})" if self.moved_bytes else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +188,8 @@ def trace_step(step: TracedStep) -> TraceReport:
     world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
     with world, experts, fake, memory.watch(), _allocating_as_device(step):
         engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
+        engine.inputs.counts_only = True
+        engine.inputs.is_on = step.for_gpu and step.parallel.offload_activations
         for stage in engine.stages:
             stage.module.within_documents &= step.has_tiles
             stage.module.has_kernel = step.has_kernel
@@ -212,6 +231,8 @@ def trace_step(step: TracedStep) -> TraceReport:
         kernel_bytes=kernel_bytes,
         shards=_count_shards(engine),
         parts=parts,
+        moved_bytes=engine.inputs.buffer_bytes,
+        row_pieces=1 if step.parallel.row_pieces == "auto" else step.parallel.row_pieces,
     )
 
 
@@ -346,7 +367,7 @@ class _SentMessage:
 
 def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     """Return what is traced of a configuration, resolved for ranks of ``DEVICE_BYTES``."""
-    asked = config.parallel
+    asked = choose_row_pieces(config.parallel, config.tune, config.train, config.data.seq_len)
     if asked.zero_stage is not None:
         raise ConfigError(
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "

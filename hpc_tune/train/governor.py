@@ -42,6 +42,8 @@ _ACTION_WORDS = {
     Action.SAVE_IN_PIECES: "waits for its saves",
     Action.SPLIT_MICRO_BATCHES: "uses smaller micro-batches",
     Action.RECOMPUTE: "recomputes activations",
+    Action.MORE_PIECES: "computes MLPs in more pieces of a row",
+    Action.OFFLOAD_ACTIVATIONS: "keeps activations in host memory",
     Action.MOVE_OPTIMIZER: "keeps the optimizer's state in host memory",
 }
 

@@ -28,7 +28,12 @@ from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.model.special_layers import find_uncalled_linears
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
-from hpc_tune.plan.resolve import ResolvedLayout, list_useless_settings, resolve
+from hpc_tune.plan.resolve import (
+    ResolvedLayout,
+    choose_row_pieces,
+    list_useless_settings,
+    resolve,
+)
 from hpc_tune.step.layout import uneven_heads_warnings
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
@@ -333,7 +338,8 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
         ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
             be laid out like that.
     """
-    asked, comm = model.config.parallel, job.setup_comm
+    config, comm = model.config, job.setup_comm
+    asked = choose_row_pieces(config.parallel, config.tune, config.train, config.data.seq_len)
     machine = detect_machine(comm, job.monitor.limit.num_bytes)
     resolved = resolve(
         asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
@@ -343,6 +349,8 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
         useless = list_useless_settings(resolved.layout, asked)
         for warning in (*useless, *uneven_heads_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
+    if comm.is_rank_0 and resolved.parallel.row_pieces != 1:
+        log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)
     if job.chosen is None:
         return resolved
     why = f"the shortest step by prediction, {job.chosen.time.seconds:.3g} s"

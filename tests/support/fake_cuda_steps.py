@@ -60,6 +60,11 @@ LAYOUTS = {
     "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
     "context 2": {"replicate": 2, "context": 2},
+    "long rows": {"offload_activations": True, "row_pieces": 4},
+    "long rows, shard 2": {
+        **{"shard": 2, "reshard": "block"},
+        **{"offload_activations": True, "row_pieces": 4},
+    },
     "dpo": {},
     "dpo, context 2": {"shard": 2, "context": 2, "reshard": "block"},
     "kto": {},
@@ -84,7 +89,8 @@ IN_FULL = (
 def cases():
     """(layout, method, recompute, dtype): of recompute what layouts do not change."""
     for layout in LAYOUTS:
-        yield layout, "full" if _is_in_full(layout) else "lora", "none", "bf16"
+        method, recompute = "full" if _is_in_full(layout) else "lora", _recompute(layout)
+        yield layout, method, recompute, "bf16"
     yield "single", "lora", "selective", "bf16"
     yield "shard 2", "full", "full", "bf16"
     yield "single", "lora", "full", "fp32"  # attention takes a mask
@@ -93,7 +99,12 @@ def cases():
 def more_cases():
     """Each layout with the other method."""
     for layout in LAYOUTS:
-        yield layout, "lora" if _is_in_full(layout) else "full", "none", "bf16"
+        method, recompute = "lora" if _is_in_full(layout) else "full", _recompute(layout)
+        yield layout, method, recompute, "bf16"
+
+
+def _recompute(layout: str) -> str:
+    return "full" if "long rows" in layout else "none"
 
 
 def _is_in_full(layout: str) -> bool:

@@ -37,6 +37,8 @@ from hpc_tune.engine.context_parallel import (
     share_batches,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.offloaded_inputs import OffloadedInputs
+from hpc_tune.engine.row_pieces import RowPieces
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.settings import load_async_io
@@ -138,11 +140,13 @@ class ZeroEngine:
         init_model(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
         use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
-        checkpoint_blocks(blocks, parallel.recompute)
+        inputs = OffloadedInputs(settings)
+        checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
         if train.compiles:
             compile_blocks(blocks)
             compile_loss(built.module)
-        self.levers = recompute_levers(blocks, parallel.recompute)
+        self.levers = recompute_levers(blocks, parallel.recompute, inputs.saving)
+        self.levers |= RowPieces(blocks, settings).levers() | inputs.levers()
         self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         share_attention(built.module, self._share)
         self._engine = self._connect_and_load(built)

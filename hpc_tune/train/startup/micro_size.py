@@ -31,6 +31,7 @@ _MAX_ROW_RATIO = 8
 _MEMORY_SETTINGS = (  # what a row takes in a layout, and what there is room for
     *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
     *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
+    *("parallel.row_pieces", "parallel.offload_activations"),
     *("parallel.zero_stage", "parallel.offload_params", "parallel.offload_optimizer"),
     "parallel.context",
 )

@@ -20,8 +20,8 @@ from hpc_tune.memory.policy import (
 
 GIB = 1 << 30
 CALM, TIGHT, HIGH, CRITICAL, WILL_EXCEED = Level
-TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
-ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
+TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, CUT, OFFLOAD, MOVE, LEAVE = Action
+ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, CUT, OFFLOAD, MOVE})
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,8 @@ def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
         ((SHRINK, PIECES), True, HIGH, {SPLIT, RECOMPUTE, MOVE}, SPLIT),
         ((SHRINK, PIECES, SPLIT), True, HIGH, {SPLIT, RECOMPUTE, MOVE}, SPLIT),
         ((SHRINK, PIECES, SPLIT), True, HIGH, {RECOMPUTE, MOVE}, RECOMPUTE),
+        ((SHRINK, PIECES, SPLIT, RECOMPUTE), True, HIGH, {CUT, OFFLOAD, MOVE}, CUT),
+        ((SHRINK, PIECES, SPLIT, RECOMPUTE, CUT), True, HIGH, {OFFLOAD, MOVE}, OFFLOAD),
         ((SHRINK, PIECES, SPLIT, RECOMPUTE), True, HIGH, {MOVE}, MOVE),
         (tuple(ALL), True, TIGHT, (), None),
         (tuple(ALL), True, HIGH, (), None),
@@ -140,11 +142,11 @@ def climb(levels, ladder=None):
 
 
 def test_each_action_has_a_step_to_show_what_it_gives():
-    _, done = climb([HIGH] * 14 + [CRITICAL] * 2)
-    actions = [TRIM, SHRINK, PIECES, SPLIT, SPLIT, RECOMPUTE, MOVE]
-    assert done[:14:2] == [("do", action) for action in actions]
-    assert done[1:14:2] == [None] * 7
-    assert done[14:] == [("do", LEAVE)] * 2
+    _, done = climb([HIGH] * 18 + [CRITICAL] * 2)
+    actions = [TRIM, SHRINK, PIECES, SPLIT, SPLIT, RECOMPUTE, CUT, OFFLOAD, MOVE]
+    assert done[:18:2] == [("do", action) for action in actions]
+    assert done[1:18:2] == [None] * 9
+    assert done[18:] == [("do", LEAVE)] * 2
 
 
 def test_a_settling_action_is_not_waited_for_when_the_limit_is_near():

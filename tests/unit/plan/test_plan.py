@@ -16,7 +16,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.experts import find_stacks
-from hpc_tune.plan import report
+from hpc_tune.plan import memory_model, report
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     MemorySettings,
@@ -428,7 +428,7 @@ def test_the_optimizer_of_zero_is_this_ranks_share_of_copies_and_moments(stage):
         parallel=SimpleNamespace(zero_stage=stage), layout=SimpleNamespace(size=8)
     )
     trained = replace(TRACE, gradient_bytes=800 * MIB, optimizer_bytes=1600 * MIB)
-    assert report._adapt_to_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
+    assert memory_model.adapt_to_zero(trained, resolved).optimizer_bytes == 3 * 100 * MIB
 
 
 @pytest.mark.parametrize("governor", ["on", "off"])

@@ -1,0 +1,222 @@
+"""The MLP of a decoder block in pieces of a row, of which neither pass keeps more than one.
+
+    forward     for each piece: out[piece] = mlp(x[piece]); only x is kept
+    backward    for each piece: mlp(x[piece]) again, and its gradients: those of x side by side,
+                those of weights added up in fp32 and given to autograd once
+
+An MLP works on each token by itself, so its results and the gradients of its input are the same
+bits, as far as a matrix product's are for fewer rows; the gradients of weights are sums of one
+product for each piece (the tiled MLP of ALST, arXiv:2506.13996). Nested checkpoints would bound
+memory as well, but autograd would add the pieces' gradients up in the dtype of products, and a
+block that is recomputed would run all pieces but the last once more. Here it stops in front of the
+MLP (see ``_Keep``), unless what follows in the block keeps the MLP's result, as a norm does.
+
+Routed experts are left whole: which tokens each of them has is counted over a whole micro-batch.
+Experts that all tokens share are cut.
+
+Shapes: x is [..., T, D], and cut along its T tokens.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.engine.activation_checkpoint import outside_recompute
+from hpc_tune.engine.base import EngineSettings
+from hpc_tune.log import log
+from hpc_tune.memory.policy import Action, ActionHandle
+from hpc_tune.model.dropout import RowDropout
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+MIN_PIECE_TOKENS = 1024  # of pieces that the governor makes: shorter products take longer per token
+_MLP_CLASS = re.compile(r"MLP|FeedForward|FFN|Mlp")
+_NORM_CLASS = re.compile(r"(RMS|Layer)Norm$")
+_ROUTED = re.compile(r"(^|\.)experts(\.|$)")
+
+
+class RowPieces:
+    """In how many pieces the MLPs of an engine are computed; changed between two steps."""
+
+    def __init__(self, blocks: Iterable[nn.Module], settings: EngineSettings) -> None:
+        """Replace the ``forward`` of each MLP in ``blocks``. With one piece it does as before."""
+        asked = settings.parallel.row_pieces
+        self.num_pieces = 1 if asked == "auto" else asked
+        self._row_tokens = settings.row_tokens
+        can_cut = not settings.train.compiles and settings.parallel.zero_stage != 3
+        mlps = [mlp for block in blocks for mlp in find_mlps(block)] if can_cut else []
+        for mlp in mlps:
+            _sum_whole_rows(mlp)
+            mlp.forward = self._cut(mlp, mlp.forward)
+        self._has_mlps = bool(mlps)
+        if self.num_pieces > 1 and not mlps:
+            log.warning(
+                "parallel.row_pieces=%d has no effect: this model has no MLP that can be cut",
+                self.num_pieces,
+            )
+
+    def levers(self) -> dict[Action, ActionHandle]:
+        """Return the lever that doubles the pieces, unless rows are short or not known."""
+        asked = self.num_pieces
+
+        def double(times: int) -> str:
+            self.num_pieces = asked << times
+            return f"MLPs are computed in {self.num_pieces} pieces of a row"
+
+        most = (self._row_tokens // (MIN_PIECE_TOKENS * asked)).bit_length() - 1
+        if most < 1 or not self._has_mlps:
+            return {}
+        return {Action.MORE_PIECES: ActionHandle(double, most)}
+
+    def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
+        def in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            size = -(-x.shape[-2] // self.num_pieces) if x.dim() > 1 else 0
+            if args or kwargs or x.dim() < 2 or size in (0, x.shape[-2]):
+                return forward(x, *args, **kwargs)
+            if not torch.is_grad_enabled():
+                return _run_pieces(forward, x, size)
+            weights = [p for p in mlp.parameters() if p.requires_grad]
+            kept = _Keep.apply(x) if x.requires_grad else x
+            out: torch.Tensor = _InPieces.apply(forward, size, kept, *weights)
+            return out
+
+        return in_pieces
+
+
+def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield what in a block works on each token by itself: linear layers and what is between them.
+
+    Known by the name of its class, by what it is made of, and by taking one tensor alone.
+    """
+    for path, module in block.named_modules():
+        if (
+            path
+            and _MLP_CLASS.search(type(module).__name__)
+            and not _ROUTED.search(path)
+            and _takes_one_tensor(module)
+            and _is_of_linears(module)
+            and not any(isinstance(m, (RowDropout, nn.Dropout)) and m.p for m in module.modules())
+        ):
+            yield module
+
+
+def _sum_whole_rows(mlp: nn.Module) -> None:
+    """Let a sliced MLP send its sum over ranks once for a row, as its own output.
+
+    Behind its last layer nothing is left to do that may not be done before the sum.
+    """
+    for layer in list(mlp.modules()):
+        if (of_layer := layer.__dict__.pop("output_sum", None)) is not None:
+            handle, sum_output = of_layer
+            handle.remove()
+            mlp.register_forward_hook(sum_output)
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    arguments = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    return sum(argument.default is argument.empty for argument in arguments) == 1
+
+
+def _is_of_linears(module: nn.Module) -> bool:
+    """Whether all weights are of matrices, with or without adapters, or of norms."""
+    inside: set[nn.Module] = set()
+    num_matrices = 0
+    for part in module.modules():
+        is_matrix = isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+        if part in inside:
+            continue
+        if is_matrix or hasattr(part, "base_layer"):
+            inside |= set(part.modules())
+            num_matrices += 1
+        elif not _NORM_CLASS.search(type(part).__name__) and (part._parameters or part._buffers):
+            return False
+    return num_matrices > 1
+
+
+@outside_recompute
+def _run_pieces(forward: Forward, x: torch.Tensor, size: int) -> torch.Tensor:
+    out = None
+    for start in range(0, x.shape[-2], size):
+        part = forward(x.narrow(-2, start, min(size, x.shape[-2] - start)))
+        if out is None:
+            out = part.new_empty((*x.shape[:-1], part.shape[-1]))
+        out.narrow(-2, start, part.shape[-2]).copy_(part)
+        del part
+    assert out is not None, "x has no tokens"
+    return out
+
+
+class _Keep(torch.autograd.Function):
+    """Identity that keeps its input, for the MLP behind it.
+
+    A function's own tensors are kept when its forward has ended. These are kept before, so a block
+    that is recomputed has all that it needs and stops without computing its MLP.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad
+
+
+class _InPieces(torch.autograd.Function):
+    """``forward(x)`` in pieces of ``size`` tokens; ``weights`` are what is trained of it.
+
+    Those are not saved: FSDP2 gathers them into the same parameters for the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, size: int, x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.run, ctx.size, ctx.weights = forward, size, weights
+        ctx.keeper = x.grad_fn
+        if ctx.keeper is None:
+            ctx.save_for_backward(x)
+        device_type = x.device.type
+        ctx.autocast = {
+            "device_type": device_type,
+            "dtype": torch.get_autocast_dtype(device_type),
+            "enabled": torch.is_autocast_enabled(device_type),
+        }
+        return _run_pieces(forward, x, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
+        grad_x = torch.empty_like(x) if ctx.keeper is not None else None
+        sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            for start in range(0, x.shape[-2], ctx.size):
+                where = -2, start, min(ctx.size, x.shape[-2] - start)
+                piece = x.detach().narrow(*where).requires_grad_(grad_x is not None)
+                inputs = [*([piece] if grad_x is not None else []), *ctx.weights]
+                grads = list(
+                    torch.autograd.grad(
+                        ctx.run(piece), inputs, grad.narrow(*where), allow_unused=True
+                    )
+                )
+                if grad_x is not None:
+                    grad_x.narrow(*where).copy_(grads.pop(0))
+                _add_in_fp32(sums, grads)
+                del grads
+        of_weights = (
+            total if total is None else total.to(weight.dtype)
+            for total, weight in zip(sums, ctx.weights, strict=True)
+        )
+        return None, None, grad_x, *of_weights
+
+
+@torch.no_grad()
+def _add_in_fp32(sums: list[torch.Tensor | None], grads: Iterable[torch.Tensor | None]) -> None:
+    for number, grad in enumerate(grads):
+        if grad is not None:
+            total = sums[number]
+            sums[number] = grad.float() if total is None else total.add_(grad)

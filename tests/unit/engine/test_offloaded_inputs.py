@@ -1,0 +1,134 @@
+"""Inputs of recomputed blocks on the host: the same bits, each copied once there and once back."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import TrainConfig
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.engine.offloaded_inputs import OffloadedInputs
+from hpc_tune.faults import Faults
+from hpc_tune.memory.policy import Action
+
+NUM_BLOCKS, SHAPE = 5, (2, 16, 32)
+INPUT_BYTES = 2 * 16 * 32 * 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x_BTD):
+        return x_BTD + self.outer(torch.tanh(self.inner(x_BTD)))
+
+
+def make(is_on=True, row_tokens=0, **others):
+    return OffloadedInputs(
+        SimpleNamespace(
+            device=torch.device("cpu"),
+            parallel=ParallelConfig(offload_activations=is_on),
+            train=TrainConfig(**others),
+            faults=Faults(moves_on_host=True),
+            row_tokens=row_tokens,
+        )
+    )
+
+
+def blocks_with(inputs):
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(NUM_BLOCKS)]
+    checkpoint_blocks(blocks, "full", inputs.saving)
+    return blocks
+
+
+def forward(blocks, seed):
+    torch.manual_seed(seed)
+    x_BTD = torch.randn(SHAPE, requires_grad=True)
+    out_BTD = x_BTD
+    for block in blocks:
+        out_BTD = block(out_BTD)
+    return x_BTD, out_BTD.square().sum()
+
+
+def gradients(inputs, steps=1, micros=1):
+    """Return the gradients of steps, whose micro-batches are all in flight, as in a pipeline."""
+    blocks, found = blocks_with(inputs), []
+    for step in range(steps):
+        passes = [forward(blocks, step * micros + n) for n in range(micros)]
+        for x_BTD, loss in passes:
+            loss.backward()
+            found.append(x_BTD.grad)
+    return found + [p.grad for block in blocks for p in block.parameters()]
+
+
+def test_gradients_are_the_same_bits_and_buffers_are_used_again():
+    wanted = gradients(make(is_on=False), steps=3)
+    inputs = make()
+    assert all(map(torch.equal, gradients(inputs, steps=3), wanted))
+    assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
+
+
+def test_micro_batches_in_flight_have_buffers_of_their_own():
+    wanted = gradients(make(is_on=False), steps=2, micros=3)
+    inputs = make()
+    assert all(map(torch.equal, gradients(inputs, steps=2, micros=3), wanted))
+    assert inputs.buffer_bytes == 3 * NUM_BLOCKS * INPUT_BYTES
+
+
+def test_each_input_is_copied_once_and_comes_back_one_block_ahead():
+    inputs, copies = make(), []
+    plain = inputs._copy
+
+    def noting(to, source):
+        copies.append((source.data_ptr(), to.data_ptr(), to.nbytes))
+        return plain(to, source)
+
+    inputs._copy = noting
+    blocks = blocks_with(inputs)
+    ran = []
+    for number, block in enumerate(blocks):
+        block.inner.register_forward_pre_hook(lambda *_, n=number: ran.append((n, len(copies))))
+    _, loss = forward(blocks, 0)
+    assert [num for _, num in ran] == [1, 2, 3, 4, 5]
+    del ran[:]
+    loss.backward()
+    assert [num_bytes for *_, num_bytes in copies] == [INPUT_BYTES] * 2 * NUM_BLOCKS
+    there, back = copies[:NUM_BLOCKS], copies[NUM_BLOCKS:]
+    assert [source for source, *_ in back] == [to for _, to, _ in reversed(there)]
+    # Before the last block runs again, its input and that of the one before have been asked for.
+    assert ran == [(4, 7), (3, 8), (2, 9), (1, 10), (0, 10)]
+
+
+def test_what_broke_off_gives_its_buffers_back():
+    inputs = make()
+    blocks = blocks_with(inputs)
+    _, loss = forward(blocks, 0)
+    del loss, _
+    inputs.settle()
+    assert all(map(torch.equal, gradients(inputs), gradients(make(is_on=False))))
+    assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
+
+
+def test_a_trace_counts_buffers_and_has_none():
+    inputs = make()
+    inputs.counts_only = True
+    gradients(inputs)
+    assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
+
+
+def test_the_lever_is_for_long_rows_that_are_not_moved_yet():
+    assert make(is_on=False, row_tokens=512).levers() == {}
+    assert make(row_tokens=1 << 15).levers() == {}
+    assert make(is_on=False, row_tokens=1 << 15, compile=True).levers() == {}
+    inputs = make(is_on=False, row_tokens=1 << 15)
+    lever = inputs.levers()[Action.OFFLOAD_ACTIVATIONS]
+    assert "host" in lever.set_level(1)
+    wanted = gradients(make(is_on=False))
+    assert all(map(torch.equal, gradients(inputs), wanted))
+    assert inputs.buffer_bytes == NUM_BLOCKS * INPUT_BYTES
+    assert "device" in lever.set_level(0)
+    assert all(map(torch.equal, gradients(inputs), wanted))
+    assert inputs.buffer_bytes == 0
