@@ -183,11 +183,18 @@ def choose_row_pieces(
     return parallel.model_copy(update={"row_pieces": num_pieces})
 
 
-def list_useless_settings(layout: Layout, parallel: ParallelConfig) -> list[str]:
-    """Return, in words, the settings that do nothing in a layout."""
+def list_useless_settings(
+    layout: Layout, parallel: ParallelConfig, has_gpus: bool = True
+) -> list[str]:
+    """Return, in words, the settings that do nothing in a layout on this kind of device."""
+    useless = []
+    if parallel.offload_activations and not has_gpus:
+        useless.append(
+            "parallel.offload_activations=true has no effect on CPUs, whose memory is the host's"
+        )
     if uses_fsdp(layout.shard, parallel):
-        return []
-    return [
+        return useless
+    return useless + [
         f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
         for name, value in parallel.shard_settings.items()
     ]

@@ -346,7 +346,8 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     )
     require_shardable_experts(model.built.module, resolved.layout.expert)
     if comm.is_rank_0:
-        useless = list_useless_settings(resolved.layout, asked)
+        on_gpu = comm.device.type == "cuda"
+        useless = list_useless_settings(resolved.layout, asked, on_gpu)
         for warning in (*useless, *uneven_heads_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
     if comm.is_rank_0 and resolved.parallel.row_pieces != 1:

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_tune.config.constraints import check_config
+from hpc_tune.config.constraints import check_config, why_not_compiled
 from hpc_tune.config.load import (
     describe_fields,
     field_names,
@@ -482,6 +482,43 @@ def test_deepspeed_settings_that_fit_are_accepted(write, overrides):
 def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(write(SOME), overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("parallel.row_pieces=4 train.compile=true", "a graph computes rows as a whole"),
+        ("parallel.row_pieces=4 parallel.zero_stage=3", "use zero_stage 1 or 2"),
+        ("parallel.row_pieces=4 tune.dropout=0.1", "its masks are drawn for whole rows"),
+        ("parallel.offload_activations=true", "needs parallel.recompute=full, whose inputs of"),
+        (
+            "parallel.offload_activations=true parallel.recompute=full train.compile=true",
+            "a graph keeps its inputs by itself",
+        ),
+        (
+            "parallel.offload_activations=true parallel.recompute=full run.device=cpu",
+            "has no effect with run.device=cpu",
+        ),
+    ],
+)
+def test_long_rows_refuse_what_goes_not_with_them(write, overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(write(SOME), overrides.split())
+
+
+@pytest.mark.parametrize("others", [[], ["tune.dropout=0.1"], ["parallel.zero_stage=3"]])
+def test_a_whole_row_is_one_piece(write, others):
+    load_config(write(SOME), ["parallel.row_pieces=1", *others])
+
+
+@pytest.mark.parametrize(
+    "long_rows", [["parallel.row_pieces=2"], ["parallel.offload_activations=true"]]
+)
+def test_auto_does_not_compile_what_is_done_for_long_rows(write, long_rows):
+    config = load_config(write(SOME), ["parallel.recompute=full", *long_rows])
+    assert "train.compile=true with " + long_rows[0].partition("=")[0] in why_not_compiled(
+        config.parallel, config.tune, config.train, False
+    )
 
 
 @pytest.mark.parametrize("shard", ["", "parallel.shard=6"])
