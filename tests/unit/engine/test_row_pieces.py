@@ -145,6 +145,23 @@ def test_what_is_frozen_has_no_gradient(trained, of_input):
         assert wanted is None or torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_sliced_mlp_sends_its_sum_once_for_a_row():
+    mlp = next(find_mlps(make("llama").model.layers[0]))
+    other, sent, x_BTD = copy.deepcopy(mlp), [], torch.randn(1, 12, 32)
+
+    def sum_output(_module, _inputs, y):
+        sent.append(y.shape[-2])
+        return 2 * y
+
+    layer = other.down_proj
+    layer.output_sum = layer.register_forward_hook(sum_output), sum_output
+    RowPieces([nn.ModuleDict({"mlp": other})], settings(4))
+    assert torch.allclose(other(x_BTD), 2 * mlp(x_BTD), rtol=1e-4, atol=1e-6)
+    assert sent == [12]
+    other(x_BTD.requires_grad_()).sum().backward()
+    assert sent == [12, 12]
+
+
 def test_a_lever_doubles_the_pieces_of_long_rows():
     block = make("llama").model.layers[0]
     assert RowPieces([block], settings(2, row_tokens=2048)).levers() == {}
