@@ -16,7 +16,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.step.layout import Layout, describe_axes
+from hpc_tune.step.layout import Layout, describe_axes, list_divisors
 from hpc_tune.step.size import static_bytes
 
 _FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
@@ -104,7 +104,7 @@ def legal_layouts(
     for size in range(1, num_ranks + 1):
         if size < num_ranks and num_ranks > 8 and size & (size - 1):
             continue
-        for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
+        for pipeline, tensor, shard in itertools.product(list_divisors(size), repeat=3):
             if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
                 continue
             axes = (size // (pipeline * tensor * shard), shard, tensor, pipeline)
@@ -112,7 +112,7 @@ def legal_layouts(
             is_asked = all(getattr(whole, a) == ranks for a, ranks in parallel.axes.items())
             if is_asked and not layout_problems(whole, parallel, model):
                 may_deal = 1 if tensor > 1 else math.gcd(shard, num_experts)
-                layouts += [replace(whole, expert=n) for n in _divisors(may_deal)]
+                layouts += [replace(whole, expert=n) for n in list_divisors(may_deal)]
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 
@@ -153,7 +153,3 @@ def ring_order(network: Network) -> tuple[int, ...]:
 
 def _slowest_neighbours(ranks: Sequence[int], network: Network) -> float:
     return min((network.rate(a, b) for a, b in itertools.pairwise(ranks)), default=0.0)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -35,7 +35,9 @@ SHUFFLED = "rows are always shuffled, by train.seed"
 OTHER_STATE = "their state cannot be read; tune.init_from takes adapters"
 SYSTEM_MESSAGE = "begin each record's messages with a system message"
 NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
-RECOMPUTE_INSTEAD = "parallel.recompute=full saves that memory"
+RECOMPUTE_INSTEAD = (
+    "parallel.recompute=full saves that memory; parallel.offload_activations=true beside it more"
+)
 PURE_BF16 = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.files import read_json_object
+from hpc_tune.files import raise_if_out_of_files
 
 # Where config.json may name kernels of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
@@ -37,6 +37,20 @@ def read_config_json(directory: Path) -> Any:
 @functools.lru_cache(maxsize=8)
 def _read_cached(file: Path, changed_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def try_read_config_json(directory: Path) -> dict[str, Any]:
+    """Return what ``read_config_json`` does; empty where it cannot be read or is no object.
+
+    Raises:
+        OSError: if no more files can be opened.
+    """
+    try:
+        config = read_config_json(directory)
+    except (OSError, ValueError, RecursionError) as error:
+        raise_if_out_of_files(error)
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def config_parts(settings: Any) -> list[dict[str, Any]]:
@@ -65,7 +79,7 @@ def refuse_huge_counts(directory: Path) -> None:
     Raises:
         DataError: which names it.
     """
-    settings = read_json_object(directory / "config.json")  # transformers says what is wrong
+    settings = try_read_config_json(directory)  # transformers says what is wrong
     counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
         if _COUNT_KEY.search(name) and isinstance(value, int | float) and value > MAX_PARTS:

@@ -12,15 +12,16 @@ Shapes: B rows, T tokens of a row, S of them on this rank, C ranks, H heads, K h
 values, D values per head, P pairs, N tokens with loss.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
-from hpc_tune.batch import IGNORED_LABEL, Batch, PreferencePairs, read_document_lengths
-from hpc_tune.step.layout import count_aligned_heads
+from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
 
 HeadAttention = Callable[..., torch.Tensor]
 
@@ -135,6 +136,16 @@ def align_heads(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Te
     return [F.pad(x, (0, 0, 0, 0, 0, more)) if more else x for x in (query_BHSD, *keys)]
 
 
+def count_aligned_heads(num_heads: int, groups: int, size: int) -> tuple[int, int]:
+    """Return the heads of queries, and of keys and values, that ``size`` ranks share evenly.
+
+    ``groups`` heads of keys are repeated, or heads of zeros fill up: see ``align_heads``.
+    """
+    if num_heads % size:
+        return num_heads + -num_heads % size, num_heads + -num_heads % size
+    return num_heads, groups * (size // math.gcd(groups, size))
+
+
 class HeadsOfModule:
     """An attention module as it is for a part of its heads: what has a value per head is cut."""
 
@@ -177,20 +188,20 @@ def share_batch(batch: Batch, rank: int, size: int) -> Batch:
     num_own = positions_BT.shape[1] // size
     own = slice(rank * num_own, (rank + 1) * num_own)
     labels_BS = F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)[:, own].contiguous()
-    is_own_N = _is_own_label(batch.labels_BT, own)
+    loss_tokens = _find_own_labels(batch, own, rank, size)
     real = sum(min(max(positions_BT.shape[1] - n - own.start, 0), num_own) for n in padding)
     return replace(
         batch,
         tokens_BT=F.pad(batch.tokens_BT, (0, more))[:, own].contiguous(),
         labels_BT=labels_BS,
         positions_BT=positions_BT[:, own].contiguous(),
-        num_loss_tokens=int(is_own_N.sum()),
+        num_loss_tokens=loss_tokens.num,
         num_tokens=real,
         document_lengths=lengths,
         padding=padding,
-        pairs=batch.pairs and _with_own_counts(batch.pairs, is_own_N),
+        pairs=batch.pairs and replace(batch.pairs, own_counts_P2=loss_tokens.counts_P2),
         mismatched=batch.mismatched and share_batch(batch.mismatched, rank, size),
-        weights_N=None if batch.weights_N is None else batch.weights_N[is_own_N],
+        weights_N=loss_tokens.weights_N,
     )
 
 
@@ -204,17 +215,31 @@ def own_tokens(batch: Batch, rank: int, size: int) -> tuple[int, int]:
     return num_rows * num_own, int((batch.labels_BT[:, own] != IGNORED_LABEL).sum())
 
 
-def _is_own_label(labels_BT: torch.Tensor, own: slice) -> torch.Tensor:
-    """Return which of the tokens with loss, row by row, are this rank's, bool [N]."""
-    column_N = torch.nonzero(labels_BT != IGNORED_LABEL)[:, 1]
-    return (column_N >= own.start) & (column_N < own.stop)
+@dataclass(frozen=True)
+class _OwnLabels:
+    """How many of a batch's tokens with loss a rank has, also of each answer, and their weights."""
+
+    num: int
+    counts_P2: torch.Tensor | None
+    weights_N: torch.Tensor | None
 
 
-def _with_own_counts(pairs: PreferencePairs, is_own_N: torch.Tensor) -> PreferencePairs:
-    counts = pairs.counts_P2.flatten()
-    answer_N = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    own = torch.bincount(answer_N[is_own_N], minlength=len(counts))
-    return replace(pairs, own_counts_P2=own.view_as(pairs.counts_P2))
+def _find_own_labels(batch: Batch, own: slice, rank: int, size: int) -> _OwnLabels:
+    pairs, weights_N = batch.pairs, batch.weights_N
+    if isinstance(batch.labels_BT, FakeTensor):  # in a trace no label has a value: an even share
+        num = len(range(rank, batch.num_loss_tokens, size))
+        counts_P2 = None if pairs is None else pairs.counts_P2 // size
+        return _OwnLabels(num, counts_P2, None if weights_N is None else weights_N[:num])
+    column_N = torch.nonzero(batch.labels_BT != IGNORED_LABEL)[:, 1]
+    is_own_N = (column_N >= own.start) & (column_N < own.stop)
+    counts_P2 = None
+    if pairs is not None:
+        counts = pairs.counts_P2.flatten()
+        answer_N = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        own_counts = torch.bincount(answer_N[is_own_N], minlength=len(counts))
+        counts_P2 = own_counts.view_as(pairs.counts_P2)
+    own_weights_N = None if weights_N is None else weights_N[is_own_N]
+    return _OwnLabels(int(is_own_N.sum()), counts_P2, own_weights_N)
 
 
 def cut_tokens(x_BT: torch.Tensor, rank: int, size: int, dim: int = 1) -> torch.Tensor:

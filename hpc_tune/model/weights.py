@@ -21,8 +21,13 @@ import torch
 from safetensors import SafetensorError
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
-from hpc_tune.files import read_json_object, why_pointer
-from hpc_tune.model.config_json import ShapeIndex, config_parts, read_config_json
+from hpc_tune.files import why_pointer
+from hpc_tune.model.config_json import (
+    ShapeIndex,
+    config_parts,
+    read_config_json,
+    try_read_config_json,
+)
 from hpc_tune.model.tensor_sources import (
     BLOCK_BYTES,
     BLOCK_VALUES,
@@ -495,7 +500,7 @@ def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
 
 def _read_quantization(directory: Path) -> dict[str, Any]:
     """Return quantization_config of a directory's config.json, or of a part; empty without one."""
-    config = read_json_object(directory / "config.json")
+    config = try_read_config_json(directory)
     found = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
     return next((settings for settings in found if isinstance(settings, dict)), {})
 

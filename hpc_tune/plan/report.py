@@ -171,7 +171,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             text = "steady: parallel.recompute=full keeps only each block's input"
             advice.append(Remedy(text, {"parallel.recompute": "full"}))
         else:
-            advice += _for_long_rows(plan, parallel, tune)
+            advice += _long_row_remedies(plan, parallel, tune)
         if 0 < plan.tokens_that_fit < plan.seq_len:
             name, changes = "data.seq_len", {"data.seq_len": plan.tokens_that_fit}
             text = f"steady: {name}={plan.tokens_that_fit} or less"
@@ -194,19 +194,23 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
     return advice
 
 
-def _for_long_rows(
+def _long_row_remedies(
     plan: "MemoryPlan", parallel: ParallelConfig, tune: TuneConfig
 ) -> Iterator[Remedy]:
-    num_pieces, can_cut = (
-        plan.seq_len // PIECE_TOKENS,
-        parallel.zero_stage != 3 and not tune.dropout,
-    )
+    num_pieces = plan.seq_len // (PIECE_TOKENS * parallel.context)
+    can_cut = parallel.zero_stage != 3 and not tune.dropout
     if num_pieces > plan.trace.row_pieces and can_cut:
         text = f"steady: parallel.row_pieces={num_pieces} keeps one piece of a row in each MLP"
         yield Remedy(text, {"parallel.row_pieces": num_pieces})
     if plan.machine.device_bytes is not None and not parallel.offload_activations:
         text = "steady: parallel.offload_activations=true keeps blocks' inputs on the host"
         yield Remedy(text, {"parallel.offload_activations": True})
+    ranks = (parallel.replicate or 1) * (parallel.shard or 1)
+    least = parallel.context * -(-plan.seq_len // max(1, plan.tokens_that_fit))
+    shared = next((n for n in range(max(2, least), ranks + 1) if ranks % n == 0), 1)
+    if shared > parallel.context:
+        text = f"steady: parallel.context={shared} lets {shared} ranks share each row"
+        yield Remedy(text, {"parallel.context": shared})
 
 
 def _shrink_state_remedies(

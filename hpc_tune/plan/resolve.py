@@ -26,9 +26,17 @@ from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shape_names
 from hpc_tune.model.language import read_config, read_language_config, why_too_long
+from hpc_tune.model.shared_rows import count_aligned_heads
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.step.layout import Layout, MeshCoordinates, sharing_problems, staging_problems
+from hpc_tune.step.layout import (
+    Layout,
+    MeshCoordinates,
+    format_choices,
+    list_divisors,
+    sharing_problems,
+    staging_problems,
+)
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
@@ -179,7 +187,7 @@ def choose_row_pieces(
         return parallel
     num_pieces = 1
     if parallel.recompute == "full" and not any(conflicts_with_pieces(parallel, tune, train)):
-        num_pieces = max(1, row_tokens // PIECE_TOKENS)
+        num_pieces = max(1, row_tokens // (PIECE_TOKENS * parallel.context))
     return parallel.model_copy(update={"row_pieces": num_pieces})
 
 
@@ -197,6 +205,20 @@ def list_useless_settings(
     return useless + [
         f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
         for name, value in parallel.shard_settings.items()
+    ]
+
+
+def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
+    """Return in words how many heads are computed where ranks do not divide them; often nothing."""
+    heads = config.num_attention_heads // layout.tensor
+    even, _ = count_aligned_heads(heads, heads, layout.context)
+    if even == heads:
+        return []
+    choices = [n for n in list_divisors(heads) if n > 1 and layout.weight_size % n == 0]
+    use = f"; {format_choices(choices)} would divide them" if choices else ""
+    return [
+        f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
+        f"attention computes {even}, of which {even - heads} are zeros{use}"
     ]
 
 

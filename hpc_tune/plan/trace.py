@@ -180,12 +180,12 @@ def trace_step(step: TracedStep) -> TraceReport:
         DataError: if config.json is none of a causal LM.
     """
     began_s = time.perf_counter()
-    built, layout, world_size = step.shape.build(), step.layout, step.layout.size
+    built, layout = step.shape.build(), step.layout
     most = RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES
     memory = TracedMemory(int(ROW_MARGIN * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.for_model(built, layout, step.parallel)
-    world, experts = _fake_world(step.rank, world_size), looping_over_experts_in_fp32()
+    world, experts = _fake_world(step.rank, layout.size), looping_over_experts_in_fp32()
     with world, experts, fake, memory.watch(), _allocating_as_device(step):
         engine = make_fake_engine(built, EngineSettings(plan, DEVICE, step.optim), step.for_gpu)
         engine.inputs.counts_only = True
@@ -195,11 +195,7 @@ def trace_step(step: TracedStep) -> TraceReport:
             stage.module.has_kernel = step.has_kernel
             stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
-        document = step.seq_len if step.has_tiles else DOCUMENT_TOKENS
-        batches = [
-            _make_traced_batch(step.micro_rows, step.seq_len, document)
-            for _ in range(step.num_micro)
-        ]
+        batches = [_make_traced_batch(step) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
         loaded_bytes = memory.live_bytes
         memory.begin()
@@ -214,7 +210,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
         str(layout),
-        world_size,
+        layout.size,
         step.rank,
         plan.size.blocks(built.config),
         step.num_micro,
@@ -268,7 +264,9 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     blocks[len(blocks) // 2].register_forward_hook(mark)
 
 
-def _make_traced_batch(rows: int, seq_len: int, document: int) -> Batch:
+def _make_traced_batch(step: TracedStep) -> Batch:
+    rows, seq_len = step.micro_rows, step.seq_len
+    document = seq_len if step.has_tiles else DOCUMENT_TOKENS
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
     )

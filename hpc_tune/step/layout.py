@@ -147,7 +147,7 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
     if layout.weight_size % layout.context:
         return [
             f"{said} groups the {layout.weight_size} ranks of replicate x shard, which it must "
-            f"divide; use {_list_choices(_divisors(layout.weight_size))}"
+            f"divide; use {format_choices(list_divisors(layout.weight_size))}"
         ]
     others = set(getattr(config, "layer_types", None) or ()) - set(_WHOLE_ROW_LAYERS)
     if others:
@@ -158,35 +158,13 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
     return []
 
 
-def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
-    """Return in words how many heads are computed where ranks do not divide them; often nothing."""
-    heads = config.num_attention_heads // layout.tensor
-    even, _ = count_aligned_heads(heads, heads, layout.context)
-    if even == heads:
-        return []
-    choices = [n for n in _divisors(heads) if n > 1 and layout.weight_size % n == 0]
-    use = f"; {_list_choices(choices)} would divide them" if choices else ""
-    return [
-        f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
-        f"attention computes {even}, of which {even - heads} are zeros{use}"
-    ]
-
-
-def count_aligned_heads(num_heads: int, groups: int, size: int) -> tuple[int, int]:
-    """Return the heads of queries, and of keys and values, that ``size`` ranks share evenly.
-
-    See ``model/shared_rows.py``, which repeats ``groups`` heads of keys, or fills up with zeros.
-    """
-    if num_heads % size:
-        return num_heads + -num_heads % size, num_heads + -num_heads % size
-    return num_heads, groups * (size // math.gcd(groups, size))
-
-
-def _divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
+    """Return the numbers that divide one, rising."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _list_choices(numbers: Iterable[int]) -> str:
+def format_choices(numbers: Iterable[int]) -> str:
+    """Return numbers of which one is to be chosen, in words."""
     return " or ".join(map(str, numbers))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.step.layout import CollectiveKind, count_aligned_heads, sent_bytes
+from hpc_tune.model.shared_rows import count_aligned_heads
+from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces
 

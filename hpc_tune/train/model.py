@@ -33,8 +33,8 @@ from hpc_tune.plan.resolve import (
     choose_row_pieces,
     list_useless_settings,
     resolve,
+    uneven_heads_warnings,
 )
-from hpc_tune.step.layout import uneven_heads_warnings
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import (

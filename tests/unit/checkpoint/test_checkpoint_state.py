@@ -33,6 +33,7 @@ REFUSED = {
     "data.packing": False,
     "batch.global_size": 3,
     "train.seed": 9,
+    "model.rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
 # Settings with which the run goes on, and differs from an uninterrupted one.
 WARNED = {

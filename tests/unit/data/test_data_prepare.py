@@ -33,7 +33,7 @@ RECORDS = [chat(f"question {n}", "answer " * (n % 40)) for n in range(300)]
 WATCH_MEMORY = """
 import sys, threading
 from tests.support.data import byte_tokenizer
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 
 def anonymous_mib():
     lines = open("/proc/self/status").read().splitlines()
@@ -47,7 +47,7 @@ tokenizer, done = byte_tokenizer(), threading.Event()
 samples = [anonymous_mib()]
 thread = threading.Thread(target=watch)
 thread.start()
-prepare(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(512))
+prepare_data(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(512))
 done.set()
 thread.join()
 print(max(samples) - samples[0])
@@ -286,11 +286,11 @@ def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
 JOB = """
 import sys
 from tests.support.data import byte_tokenizer
-from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare_data
 tokenizer = byte_tokenizer()
 print("ready", flush=True)
 sys.stdin.readline()
-print(prepare(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(200)))
+print(prepare_data(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(200)))
 """
 
 

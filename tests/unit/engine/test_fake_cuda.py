@@ -93,7 +93,7 @@ def test_where_weights_are_updated_on_the_host_fsdp_and_the_clipping_wait_too(no
         assert ours == [
             # FSDP2's own, both in counted_collectives.py
             "a tensor is copied to the host in engine/counted_collectives.py timed_post_backward",
-            "a tensor is copied to the host in engine/native.py _clip",
+            "a tensor is copied to the host in engine/native.py _clip_gradients",
             "an event is waited for in engine/counted_collectives.py timed_finalize",
             "values are read in engine/native.py update",
         ]

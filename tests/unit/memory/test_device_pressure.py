@@ -38,7 +38,7 @@ from hpc_tune.train.startup.micro_size import largest_micro_size
 from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
 
 CALM, TIGHT, HIGH, CRITICAL, WILL_EXCEED = Level
-TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
+TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, CUT, OFFLOAD, MOVE, LEAVE = Action
 ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
 LIMIT = 1_000_000
 NOTHING_BEFORE = PreviousRun()

@@ -13,6 +13,7 @@ LLAMA_8B = (4096, 14336, 32, 4096, 1024, 128256)
 LLAMA_70B = (8192, 28672, 80, 8192, 1024, 128256)
 LLAMA_405B = (16384, 53248, 126, 16384, 1024, 128256)
 QWEN_32B = (5120, 25600, 64, 8192, 1024, 151936)
+QWEN_2_32B = (5120, 27648, 64, 5120, 1024, 152064)
 PHI_MINI = (3072, 8192, 32, 3072, 3072, 32064)
 
 
@@ -65,6 +66,7 @@ def deepseek(hidden=7168, layers=61, dense=3, experts=256, vocab=129280):
         ("llama3-70b", 70.55e9, gated(*LLAMA_70B)),
         ("llama3-405b", 405.85e9, gated(*LLAMA_405B)),
         ("qwen3-32b", 32.76e9, gated(*QWEN_32B, extra=2 * 128)),  # norms of q and k
+        ("qwen2.5-32b", 32.76e9, gated(*QWEN_2_32B, extra=56 * 128)),  # biases of q, k and v
         ("phi3-mini", 3.82e9, gated(*PHI_MINI)),
         ("falcon-7b", 6.92e9, falcon()),
         ("qwen3-30b-a3b", 30.53e9, qwen_mixture()),
@@ -82,7 +84,7 @@ def test_a_shape_has_the_published_number_of_parameters(name, published, counted
 def test_every_shape_is_counted_above():
     assert shape_names() == [
         *("deepseek-v3", "falcon-7b", "gpt-oss-120b", "llama3-405b", "llama3-70b", "llama3-8b"),
-        *("phi3-mini", "qwen3-30b-a3b", "qwen3-32b"),
+        *("phi3-mini", "qwen2.5-32b", "qwen3-30b-a3b", "qwen3-32b"),
     ]
 
 

@@ -12,13 +12,15 @@ from transformers import AutoConfig
 from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
-from hpc_tune.model.shared_rows import HeadsOfModule, align_heads, own_tokens, share_batch
-from hpc_tune.step.layout import (
-    Layout,
+from hpc_tune.model.shared_rows import (
+    HeadsOfModule,
+    align_heads,
     count_aligned_heads,
-    sharing_problems,
-    uneven_heads_warnings,
+    own_tokens,
+    share_batch,
 )
+from hpc_tune.plan.resolve import uneven_heads_warnings
+from hpc_tune.step.layout import Layout, sharing_problems
 from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
 from tests.support.older_transformers import skip_without
 

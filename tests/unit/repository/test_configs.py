@@ -20,6 +20,9 @@ FOLDER = Path(__file__).parents[3] / "configs"
 SHAPED = {
     "llama3_8b_lora": "llama3-8b",
     "llama3_70b_lora": "llama3-70b",
+    "llama3_8b_128k_lora": "llama3-8b",
+    "llama3_70b_64k_lora": "llama3-70b",
+    "qwen2.5_32b_256k_lora": "qwen2.5-32b",
     "llama3_405b_lora": "llama3-405b",
     "qwen3_32b_lora": "qwen3-32b",
     "phi3_mini_lora": "phi3-mini",
@@ -52,7 +55,8 @@ def test_the_layout_fits_the_launch_line_and_the_model(name):
     assert layout.size == int(found[1])
     shape = read_language_config(shape_directory(f"shape:{SHAPED[name]}"))
     check_layout(layout, config.parallel, shape)
-    assert config.data.seq_len <= shape.max_position_embeddings
+    stretched = (config.model.rope_scaling or {}).get("factor", 1)
+    assert config.data.seq_len <= stretched * shape.max_position_embeddings
     assert config.batch.global_size % layout.data_size == 0
 
 

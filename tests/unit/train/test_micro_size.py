@@ -20,7 +20,7 @@ def rows_of(monkeypatch, saved=(), now=(), layout=LAYOUT):
     config = load_config(None, now)
     before = load_config(None, saved).model_dump()
     state = RunState(10, 40, "", {}, layout.saved, SAVED, before)
-    limit = SimpleNamespace(enter=lambda _: None, over=contextlib.nullcontext)
+    limit = SimpleNamespace(enter=lambda _: None, watching=contextlib.nullcontext)
     job = SimpleNamespace(
         config=config, step_limit=lambda: limit, setup_comm=None, monitor=None, step_comm=None
     )
