@@ -55,7 +55,7 @@ KINDS = (
     *("copies of gathered weights", "other"),
 )
 USUAL = ("model.dtype=bf16", "tune.method=lora", "data.seq_len=4096", "parallel.recompute=none")
-AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
+AXES = ("replicate", "shard", "tensor", "pipeline", "expert", "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,8 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
                 train_step(engine, batches, num_micro * batch.num_tokens, 1e-4)
             steps = recorder.finish()
             steps.micro_tokens = batch.num_tokens
-    return steps, num_micro * batch.num_tokens // (layout.tensor * layout.pipeline)
+    ways = layout.tensor * layout.pipeline * layout.context
+    return steps, num_micro * batch.num_tokens // ways
 
 
 def _engine(built: Any, settings: EngineSettings) -> NativeEngine:

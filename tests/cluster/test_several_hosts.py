@@ -119,6 +119,7 @@ def test_a_run_goes_on_on_another_number_of_hosts(tmp_path, alone, name):
     assert worst_gap(losses(run_dir), alone) < 1e-5
 
 
+@pytest.mark.full
 def test_a_host_that_is_cut_off_ends_every_rank_and_is_named(tmp_path):
     cut_off(tmp_path, 2, 2, 1, OPEN_MPI, timeout_s=4)
 

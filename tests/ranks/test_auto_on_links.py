@@ -119,6 +119,7 @@ def compare_all(tmp_path, links, settings):
     return chosen
 
 
+@pytest.mark.full
 def test_auto_says_what_it_chose_and_how_far_off_it_was_and_the_losses_are_those_of_one(tmp_path):
     words = [*SMALL, "tune.method=lora"]
     done = train([*words, "parallel=auto", f"run.dir={tmp_path / 'auto'}"], n=2)

@@ -59,6 +59,7 @@ def gaps_of(shared, references, names):
     }
 
 
+@pytest.mark.full
 def test_options_give_the_same_losses_in_a_layout(shared, references):
     found = gaps_of(shared, references, SAMPLE)
     assert max(found.values()) < 1e-5, found

@@ -116,6 +116,7 @@ def test_a_run_of_preferences_resumes_on_other_ranks(alone):
     assert worst_gap(losses(folder / "resumed"), references["dpo"]) < 1e-5
 
 
+@pytest.mark.full
 def test_a_run_that_began_with_an_adapter_goes_on_against_it_alone(tmp_path):
     data = write(tmp_path / "pairs.jsonl", pairs(30))
     answers = ({"messages": row["prompt"] + row["chosen"]} for row in pairs(30))

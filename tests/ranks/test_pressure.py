@@ -84,6 +84,7 @@ def ladder_settings(folder, axis, method):
     return [*words, "parallel.shard=4", "parallel.expert=2"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n", "axis", "method", "actions"), [*ladder_cases()])
 def test_what_is_saved_after_each_action_is_gone_on_with_elsewhere(
     tmp_path, n, axis, method, actions

@@ -27,6 +27,7 @@ def inside(scratch, *commands, **environ):
     return run_inside(scratch, script, PYTHONPATH=str(ROOT), **environ)
 
 
+@pytest.mark.full
 def test_a_run_writes_below_scratch_alone(scratch):
     run = scratch / "run"
     said = inside(

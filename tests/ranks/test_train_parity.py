@@ -60,7 +60,8 @@ def test_training_reduces_the_loss(references):
 
 
 @pytest.mark.parametrize(
-    ("n", "axis"), [pytest.param(1, "replicate", marks=pytest.mark.full), (2, "shard")]
+    ("n", "axis"),
+    [pytest.param(*row, marks=pytest.mark.full) for row in ((1, "replicate"), (2, "shard"))],
 )
 def test_a_run_stopped_at_every_step_goes_on_with_bitwise_the_same_losses(shared, n, axis):
     layout = [*METHODS["lora"], f"parallel.{axis}={n}", "tune.dropout=0.1"]

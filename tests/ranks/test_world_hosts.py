@@ -38,6 +38,7 @@ def command_on(two_hosts, n, program_file):
     return two_hosts.on(0, *argv, sys.executable, str(program_file))
 
 
+@pytest.mark.full
 def test_ranks_meet_on_the_network_that_every_host_reaches(two_hosts, tmp_path):
     # A fast-looking network that leads nowhere, and container bridges of the same address.
     add_stray(two_hosts.names[0], "ib0", "10.250.1.1/24")

@@ -179,7 +179,13 @@ SHARED = {
 LFM2 = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("gemma2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.full)
+        for kind in SHARED
+    ],
+)
 def test_families_whose_tokens_meet_in_attention_alone_can_share_rows(kind):
     skip_without(kind)
     found = check_architecture(AutoConfig.for_model(kind, **SHARED[kind]))

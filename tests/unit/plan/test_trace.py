@@ -531,6 +531,7 @@ for steps in phases:
 """
 
 
+@pytest.mark.full
 def test_a_heap_that_returns_large_blocks_takes_what_glibcs_does_and_after_a_trim():
     """Blocks of 1 MiB and more are mapped, but where a hole has room; a trimmed heap has holes.
 

@@ -289,7 +289,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     "cases",
     [
-        CASES,
+        pytest.param(CASES, marks=pytest.mark.full),
         pytest.param(MORE_CASES, marks=[pytest.mark.full, pytest.mark.timeout(900)]),
     ],
     ids=["few", "many"],

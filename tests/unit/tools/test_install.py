@@ -97,7 +97,7 @@ def _arguments(*words: str) -> argparse.Namespace:
     return install._parser().parse_args(words)
 
 
-@pytest.mark.parametrize("known_to_pip", [True, False])
+@pytest.mark.parametrize("known_to_pip", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_no_torch_is_installed_over_that_of_the_site(
     tmp_path: Path, wheels: Path, known_to_pip: bool
 ) -> None:
@@ -112,6 +112,7 @@ def test_no_torch_is_installed_over_that_of_the_site(
     assert ", numpy 1.26.4" in told
 
 
+@pytest.mark.full
 def test_it_can_be_run_again_and_brings_what_is_asked_for(tmp_path: Path, wheels: Path) -> None:
     python = site(tmp_path / "site", known_to_pip=True)
     assert "would install deepspeed 99.0" in run(

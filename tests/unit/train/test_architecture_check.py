@@ -105,10 +105,16 @@ def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
 @pytest.mark.parametrize(
     "kind",
     [
-        "deepseek_v32",
         *(
             pytest.param(kind, marks=pytest.mark.full)
-            for kind in ("mistral_large4", "axk2", "glm_moe_dsa", "dots3_note", "minimax_m3_vl")
+            for kind in (
+                "deepseek_v32",
+                "mistral_large4",
+                "axk2",
+                "glm_moe_dsa",
+                "dots3_note",
+                "minimax_m3_vl",
+            )
         ),
     ],
 )
@@ -452,6 +458,7 @@ def test_adapters_that_get_no_gradient_are_named(kind, targets, said):
     assert found.untrained == said
 
 
+@pytest.mark.full
 def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     """GLM-5's indexer casts to the dtype of a weight, which of such codes is that of bytes."""
     pytest.importorskip("bitsandbytes")
