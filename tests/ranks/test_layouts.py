@@ -317,11 +317,10 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, dtype, l
 
 FEW_LEGS = [(2, ["shard=2"]), (2, ["zero_stage=2"]), (2, ["pipeline=2"])]
 ALL_LEGS = [
-    (4, ["shard=4"]),
+    (4, ["shard=4", "context=2"]),
     (2, ["zero_stage=3", "offload_optimizer=cpu"]),
     (2, ["tensor=2"]),
     (1, []),
-    (4, ["replicate=2", "shard=2", "context=4"]),
     (2, ["pipeline=2", "stages_per_rank=2"]),
 ]
 
