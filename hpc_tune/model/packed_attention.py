@@ -498,7 +498,6 @@ def _attend_heads(
         )[0]
         return out_BTHD
     if batch.starts is not None:
-        mask = None
         if window is not None:
             mask = varlen_attention.encode_window(window, inputs_BHTD[0].device)
     elif window is not None or not batch.documents:

@@ -180,7 +180,7 @@ def choose_row_pieces(
 ) -> ParallelConfig:
     """Return the settings with row_pieces decided; ``train`` knows whether blocks are compiled.
 
-    A piece of PIECE_TOKENS is no slower than a whole row. Where nothing else is recomputed, pieces
+    Pieces have PIECE_TOKENS. Where nothing else is recomputed, pieces
     would cost another forward pass of the MLPs: there they are the user's, or the governor's.
     """
     if parallel.row_pieces != "auto":
