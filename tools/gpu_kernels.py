@@ -26,6 +26,7 @@ MAX_RANK = 256  # a product of which no side is longer is an adapter's
 _FILES = {
     "varlen_attention.py": "attention",
     "packed_attention.py": "attention",
+    "tiled_attention.py": "attention",
     "loss.py": "loss",
     "objective.py": "loss",
     "lora_linear.py": "adapters",

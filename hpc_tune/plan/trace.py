@@ -43,7 +43,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, print_line
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
-from hpc_tune.model import grouped_matmul, packed_attention
+from hpc_tune.model import grouped_matmul, tiled_attention
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import shape_directory
@@ -75,8 +75,8 @@ _OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     # Which tokens a tile has does not depend on their values.
-    (packed_attention, "_make_tiling"),
-    (packed_attention, "_later_mask"),
+    (tiled_attention, "_make_tiling"),
+    (tiled_attention, "_later_mask"),
 )
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpc_tune import torch_versions
-from hpc_tune.model import packed_attention
+from hpc_tune.model import tiled_attention
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 
 # -- How far glibc's heap reaches for blocks that come and go, by the rules of its malloc (2.36).
@@ -311,7 +311,7 @@ class TracedMemory(TorchDispatchMode):
         self._note_matmul(func, args)
         if func is torch.ops.hpc_tune.document_attention.default:
             with self:  # its tiles are seen too
-                return packed_attention._tiled_forward(*args)
+                return tiled_attention._tiled_forward(*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":

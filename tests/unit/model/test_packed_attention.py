@@ -11,12 +11,8 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
-from hpc_tune.model.packed_attention import (
-    _attend,
-    _make_tiling,
-    make_documents,
-    use_document_attention,
-)
+from hpc_tune.model.packed_attention import _attend, make_documents, use_document_attention
+from hpc_tune.model.tiled_attention import _make_tiling
 
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
@@ -156,7 +152,7 @@ def test_heads_whose_values_are_of_another_size_attend_as_torchs_do(value_dim):
 @pytest.mark.parametrize("most_scores", [1 << 21, 1])
 @pytest.mark.parametrize("lengths", LONGER)
 def test_documents_of_any_length_attend_as_torchs_do(lengths, most_scores, monkeypatch):
-    monkeypatch.setattr("hpc_tune.model.packed_attention.MAX_SCORES", most_scores)
+    monkeypatch.setattr("hpc_tune.model.tiled_attention.MAX_SCORES", most_scores)
     _make_tiling.cache_clear()
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, h, sum(lengths), 8, generator=generator) for h in (6, 2, 2)]

@@ -1,0 +1,329 @@
+"""Causal attention of documents on a CPU, in tiles of matrix products with a softmax in between.
+
+    documents -> padded to whole tiles, those of one length together
+    tile of queries x all keys up to it -> scores -> softmax -> x values
+
+torch's fused kernel for CPUs multiplies blocks that are too small for the matrix units: in bf16
+it takes 2 to 3 times as long (benchmarks/NOTES.md). The backward pass recomputes the
+probabilities, as in FlashAttention (arXiv:2205.14135); no T x T scores are kept.
+
+In 16 bits a score is rounded where it is written, which is too coarse for large ones. So each
+row's largest score is subtracted before that, within the product: what matters to the softmax is
+then near zero, and as exact as scores in fp32.
+
+All tiles use the same buffers. New ones for each would be mapped and faulted in anew wherever
+freed memory returns to the kernel, which takes as long as the products.
+
+Shapes: B rows of T tokens; H heads in K groups of G, which share keys and values; D values per
+head, which may be others for V; M documents of L tokens, padded.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+TILE, LONG_TILE = 64, 128  # queries at once
+LONG_TOKENS = 1024  # tokens from which on the longer tile is faster
+MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
+Span = tuple[int, int, int, int]  # first row, end row, start, stop
+_LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
+_LIBRARY.define(
+    "document_attention(Tensor query, Tensor key, Tensor value, int[] spans, float scale)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def tiled_attention(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    spans: Sequence[Span],
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the attention of each document as BTHD rows.
+
+    ``spans`` are the documents: rows, and their tokens in each of these; together they are all
+    tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute keeps the result by the name of
+    its operator.
+    """
+    flat = [number for span in spans for number in span]
+    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    out_BTHD: torch.Tensor = _TiledAttention.apply(query_BHTD, key_BKTD, value_BKTD, flat, scale)
+    return out_BTHD
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHTD: torch.Tensor,
+        key_BKTD: torch.Tensor,
+        value_BKTD: torch.Tensor,
+        spans: list[int],
+        scale: float,
+    ) -> torch.Tensor:
+        inputs = query_BHTD, key_BKTD, value_BKTD
+        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, spans, scale)
+        ctx.save_for_backward(*inputs, shifts)
+        ctx.spans, ctx.scale = spans, scale
+        return out_BTHD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
+        *inputs, shifts = ctx.saved_tensors
+        return *_tiled_backward(inputs, grad_BTHD, shifts, ctx.spans, ctx.scale), None, None
+
+
+@dataclass(frozen=True)
+class _DocumentGroup:
+    """M documents of L tokens; without ``tokens`` they are the rows as they are.
+
+    ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
+    that are none of a document: copies of its last token, which no token of it sees.
+    """
+
+    num_documents: int
+    length: int
+    tokens: torch.Tensor | None = None
+    is_padding: torch.Tensor | None = None
+
+    def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return the documents of a tensor as (M K, L G, D)."""
+        tensor = tensor_BHTD.transpose(1, 2)
+        if self.tokens is not None:
+            tensor = tensor.flatten(0, 1)[self.tokens]
+        shape = self.num_documents, self.length, num_groups, -1, tensor_BHTD.shape[-1]
+        return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return what ``as_documents`` returns as (M L, H, D)."""
+        shape = self.num_documents, num_groups, self.length, -1, tensor.shape[-1]
+        return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """The groups, and where each token of the rows is in all of them, one after another."""
+
+    groups: Sequence[_DocumentGroup]
+    token_places: torch.Tensor | None
+    tile: int
+
+    def write_rows(
+        self, parts: Sequence[torch.Tensor], num_groups: int, out_BTHD: torch.Tensor
+    ) -> None:
+        """Write what was computed of each group as BTHD rows."""
+        tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
+        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        out_SHD = out_BTHD.flatten(0, 1)
+        if self.token_places is None:
+            out_SHD.copy_(joined)
+        else:
+            torch.index_select(joined, 0, self.token_places, out=out_SHD)
+
+
+@lru_cache(maxsize=8)
+def _make_tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
+    spans = zip(*(flat[n::4] for n in range(4)), strict=True)
+    documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
+    tile = TILE if max(b - a for _, a, b in documents) <= LONG_TOKENS else LONG_TILE
+    if num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents):
+        return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, tile)
+    by_length = defaultdict(list)
+    for row, start, stop in documents:
+        padded = -(-(stop - start) // TILE) * TILE
+        by_length[padded].append((row * num_tokens + start, stop - start))
+    groups, places, at = [], torch.empty(num_rows * num_tokens, dtype=torch.int64), 0
+    for length, members in sorted(by_length.items()):
+        counting = torch.arange(length)
+        most = max(1, MAX_SCORES // (num_heads * tile * length))
+        for part in (members[n : n + most] for n in range(0, len(members), most)):
+            starts, lengths = torch.tensor(part).unsqueeze(2).unbind(1)
+            tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()
+            is_padding = (counting >= lengths).flatten()
+            places[tokens[~is_padding]] = at + torch.nonzero(~is_padding).flatten()
+            groups.append(_DocumentGroup(len(part), length, tokens, is_padding))
+            at += len(tokens)
+    return _Tiling(groups, places, tile)
+
+
+@torch.library.impl(_LIBRARY, "document_attention", "CPU")
+def _tiled_forward(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    spans: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention as BTHD rows, and what was subtracted from each query's scores (BTH1).
+
+    In 32 bits nothing is: the last size is 0.
+
+    Results are allocated first: what is freed after them leaves no holes in the heap.
+    """
+    num_rows, num_heads, num_tokens, _ = query_BHTD.shape
+    num_groups = key_BKTD.shape[1]
+    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
+    has_shifts = int(query_BHTD.dtype.itemsize == 2)
+    shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
+    outs, shifts = [], []
+    buffers = _make_buffers(query_BHTD, tiling, num_groups, (1, 1 + has_shifts))
+    for group in tiling.groups:
+        query, key, value = (
+            group.as_documents(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD)
+        )
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        shift = query.new_empty(*query.shape[:2], has_shifts)
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+            tile, keys = query[:, part], key[:, :stop]
+            if has_shifts:
+                _write_largest(tile, keys, start, scale, shift[:, part], buffers)
+            probabilities = _probabilities(tile, keys, start, scale, shift[:, part], buffers)
+            torch.bmm(probabilities, value[:, :stop], out=out[:, part])
+        outs.append(out)
+        shifts.append(shift)
+    tiling.write_rows(outs, num_groups, out_BTHD)
+    if has_shifts:
+        tiling.write_rows(shifts, num_groups, shifts_BTH1)
+    return out_BTHD, shifts_BTH1
+
+
+def _tiled_backward(
+    inputs: Sequence[torch.Tensor],
+    out_grad_BTHD: torch.Tensor,
+    shifts_BTH1: torch.Tensor,
+    spans: Sequence[int],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
+    num_rows, num_heads, num_tokens, _ = inputs[0].shape
+    num_groups = inputs[1].shape[1]
+    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
+    grads: list[list[torch.Tensor]] = [[], [], []]
+    buffers = _make_buffers(inputs[0], tiling, num_groups, (1, 1, 1))
+    longest = max(group.num_documents * group.length for group in tiling.groups)
+    product = buffers[0].new_empty(longest * num_groups * max(t.shape[3] for t in inputs[1:]))
+    for group in tiling.groups:
+        query, key, value = (group.as_documents(tensor, num_groups) for tensor in inputs)
+        grad = group.as_documents(out_grad_BTHD.transpose(1, 2), num_groups)
+        shift = query.new_empty(*query.shape[:2], 0)
+        if shifts_BTH1.numel():
+            shift = group.as_documents(shifts_BTH1.transpose(1, 2), num_groups)
+        if group.is_padding is not None:  # copies of a token: no gradient is theirs
+            padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
+            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
+        grad_query = torch.empty_like(query)
+        # Sums over the tiles, which are rounded once.
+        grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
+        grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
+        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+            tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
+            probabilities = _probabilities(tile, keys, start, scale, shift[:, part], buffers)
+            by_score, wanted = (_view(buffers[n], *probabilities.shape) for n in (0, 2))
+            grad_value[:, :stop] += _bmm(probabilities.transpose(1, 2), out_grad, product)
+            torch.bmm(out_grad, value[:, :stop].transpose(1, 2), out=wanted)
+            torch.ops.aten._softmax_backward_data.out(
+                wanted, probabilities, -1, wanted.dtype, grad_input=by_score
+            )
+            _matmul(by_score, keys, grad_query[:, part], scale)
+            grad_key[:, :stop] += _bmm(by_score.transpose(1, 2), tile, product)
+        for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
+            found.append(one.to(query.dtype))
+    for found, grad_BTHD in zip(grads, grads_BTHD, strict=True):
+        tiling.write_rows(found, num_groups, grad_BTHD)
+    return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
+
+
+def _cut_tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
+    """Return the first and last token of each tile, and its rows: G heads of each token."""
+    ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
+    return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
+
+
+def _make_buffers(
+    query_BHTD: torch.Tensor, tiling: _Tiling, num_groups: int, sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return a buffer for each of ``sizes``, which are multiples of the scores of the largest tile.
+
+    Each is a block of its own: small ones stay in the heap.
+    """
+    heads = query_BHTD.shape[1]
+    tiles = (g.num_documents * min(tiling.tile, g.length) * g.length for g in tiling.groups)
+    most = heads * max(tiles)
+    return [query_BHTD.new_empty(size * most) for size in sizes]
+
+
+def _view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _bmm(one: torch.Tensor, other: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return one other, written to the buffer."""
+    out = _view(buffer, one.shape[0], one.shape[1], other.shape[2])
+    return torch.bmm(one, other, out=out)
+
+
+def _write_largest(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    start: int,
+    scale: float,
+    out: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+) -> None:
+    """Write each query's largest score, roughly."""
+    scores = _bmm(query, keys.transpose(1, 2), buffers[0])
+    _mask_later(scores, start)
+    # In fp32 a maximum takes half as long.
+    wide = _view(buffers[1].view(torch.float32), *scores.shape)
+    out.copy_(wide.copy_(scores).amax(-1, keepdim=True).mul_(scale))
+
+
+def _probabilities(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    start: int,
+    scale: float,
+    shift: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the softmax of the scores of a tile whose first token is ``start``.
+
+    It lies in the second of the buffers; the first is used.
+    """
+    shape = *query.shape[:2], keys.shape[1]
+    scores, probabilities = _view(buffers[0], *shape), _view(buffers[1], *shape)
+    if shift.numel():
+        scores.copy_((-shift).expand_as(scores))
+    else:
+        scores.zero_()
+    _mask_later(scores, start)
+    _matmul(query, keys.transpose(1, 2), scores, scale, 1.0)
+    torch.ops.aten._softmax.out(scores, -1, False, out=probabilities)
+    return probabilities
+
+
+def _matmul(
+    one: torch.Tensor, other: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
+) -> None:
+    """Write beta out + alpha one other to ``out``, rounded once."""
+    torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
+
+
+def _mask_later(scores: torch.Tensor, start: int) -> None:
+    """Make the scores of keys that come after a query minus infinity, in place."""
+    num_keys = scores.shape[2] - start
+    scores[..., start:] += _later_mask(num_keys, scores.shape[1] // num_keys, scores.dtype)
+
+
+@lru_cache(maxsize=32)
+def _later_mask(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
+    hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
+    return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
