@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.mesh import LARGE_BYTES, wait_until_connected
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import force_document_attention
@@ -14,17 +16,24 @@ from hpc_tune.model.shared_rows import RankShare, SharedRows, share_batch
 from hpc_tune.step.layout import Layout
 
 
-def make_context_group(layout: Layout) -> dist.ProcessGroup | None:
+def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGroup | None:
     """Return the group of the ranks that share this one's rows, if there are several. Collective.
 
-    An engine with a ``Mesh`` has it from there.
+    On a GPU it is connected, which the first pass would do between its other messages. An engine
+    with a ``Mesh`` has such a group from there.
     """
     ranks = layout.group_of(dist.get_rank(), "context")
     if len(ranks) == 1:
         return None
-    if len(ranks) == layout.size:
-        return dist.group.WORLD
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    group = dist.group.WORLD
+    if len(ranks) < layout.size:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+    if device.type == "cuda":
+        whole = torch.zeros(LARGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
+        dist.all_reduce(whole, group=group)
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        wait_until_connected(device)
+    return group
 
 
 def make_share(

@@ -11,8 +11,9 @@ so that rows add up like tokens):
     balance = T * E / (k T^2) * sum_e n_e sum_t p_te       1 per token where all is even
     z       = sum_t logsumexp(logits_t)^2                  arXiv:2202.08906, equation 5
 
-A row is never split, so neither depends on micro-batches, ranks or layouts. The gradient goes into
-a pass where the experts' weights are, and no loss has to travel from stage to stage.
+Counts are those of whole rows, also where ranks share them, so neither depends on micro-batches,
+ranks or layouts. The gradient goes into a pass where the experts' weights are, and no loss has to
+travel from stage to stage.
 
 Shapes: B rows, T tokens, N = B x T, E experts, K chosen of them, L routers.
 """

@@ -40,10 +40,11 @@ class RowDropout(nn.Module):
         kept = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
         for row, mask in zip(rows, kept, strict=True):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
+        # Copies: the backward pass keeps the own part, and need not keep all.
         if share:
-            kept = cut_tokens(kept, share.rank, share.size)
+            kept = cut_tokens(kept, share.rank, share.size).clone()
         kept = kept.reshape(*x.shape[:-1], -1)
-        if self._num_slices > 1:  # a copy: the backward pass keeps it, and need not keep all
+        if self._num_slices > 1:
             kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
         return x * kept.div_(1 - self.p)
 

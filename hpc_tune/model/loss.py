@@ -199,7 +199,7 @@ class LossModel(nn.Module):
 
 
 class HeadUnit(nn.Module):
-    """``token_losses`` as a module, with the head in it: what FSDP2 gathers for a forward pass.
+    """``token_losses`` as a module, with the head in it: what is gathered for a forward pass.
 
     Losses take the head's weights in several ways, by calls of it and without. ``head`` may be
     deleted once it is sharded: it is a part of the model.

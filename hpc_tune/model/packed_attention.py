@@ -88,7 +88,8 @@ def _set_attention(model: Any) -> None:
 def _find_documents_on_host() -> None:
     """Let transformers take documents from the host where it has them.
 
-    It reads from the positions whether a row has several, and waits for the device to answer.
+    It reads from the positions whether a row has several, and waits for the device to answer. Of
+    rows that ranks share attention makes the masks.
     """
     from transformers import masking_utils
 
@@ -98,6 +99,8 @@ def _find_documents_on_host() -> None:
 
     @functools.wraps(theirs)
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if batch_context.batch.share is not None:
+            return None
         if (starts := batch_context.batch.starts) is None:
             found: torch.Tensor | None = theirs(position_ids)
             return found
@@ -214,7 +217,7 @@ def _attend_heads(
             own, *inputs_BHTD, mask, dropout=dropout, scaling=scaling, **options
         )[0]
         return out_BTHD
-    if batch.starts is not None:
+    if batch.starts is not None and (window is None or batch.starts.windows):
         if window is not None:
             mask = varlen_attention.encode_window(window, inputs_BHTD[0].device)
     elif window is not None or not batch.documents:

@@ -158,8 +158,8 @@ class HeadsOfModule:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
-        """Return this part of a vector with a value for each head; anything else as it is."""
-        if not isinstance(value, torch.Tensor) or value.shape != (self._heads,):
+        """Return this part of a parameter with a value for each head; anything else as it is."""
+        if not isinstance(value, torch.nn.Parameter) or value.shape != (self._heads,):
             return value
         more = -self._heads % self._size
         return (F.pad(value, (0, more)) if more else value).chunk(self._size)[self._part]

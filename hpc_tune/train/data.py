@@ -174,7 +174,7 @@ def open_data(
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
-    if comm.device.type == "cuda":
+    if comm.device.type == "cuda" and resolved.layout.context == 1:  # else parts are pinned
         loader.pin_batches(comm.device)
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size

@@ -58,6 +58,7 @@ LAYOUTS = {
     "context x shard": (2, ["shard=2", "context=2", "reshard=block"]),
     "context x zero2": (2, ["zero_stage=2", "context=2"]),
     "context x zero3": (2, ["zero_stage=3", "context=2", "recompute=full"]),
+    "context x zero2 of 4": (4, ["zero_stage=2", "context=2"]),
     "context 4 x shard": (4, ["shard=4", "context=4", "recompute=selective"]),
     "context x replicate x shard": (4, ["replicate=2", "shard=2", "context=2"]),
     "context x tensor": (4, ["tensor=2", "shard=2", "context=2"]),

@@ -17,7 +17,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.grouped_experts import has_grouped_form
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.loss import HeadUnit, LossModel
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.packed_attention import find_indexers
 from hpc_tune.model.regions import Region
@@ -135,7 +136,7 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._share = make_share(make_context_group(settings.layout), self._collectives)
+        self._share = make_share(make_context_group(settings.layout, device), self._collectives)
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
         init_model(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
@@ -287,7 +288,10 @@ class ZeroEngine:
 
         with zero_settings.setting_local_rank(device):
             optimizer = settings.run_and_agree("loading the model", load)
-            return _make_deepspeed_engine(built.module, optimizer, config)
+            if self._stage < 3:
+                return _make_deepspeed_engine(built.module, optimizer, config)
+            with _without_new_hooks(built.module.causal_lm().get_output_embeddings()):
+                return _make_deepspeed_engine(built.module, optimizer, config)
 
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
@@ -303,6 +307,7 @@ class ZeroEngine:
             from hpc_tune.engine.zero.partition import partition_parameters
 
             _mark_leaf_modules(built.module)
+            built.module.head_unit = _make_head_unit(built.module)
             partition_parameters(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
@@ -329,6 +334,33 @@ def _mark_leaf_modules(module: nn.Module) -> None:
     experts = (part for _, part in find_stacks(module) if not has_grouped_form(part))
     for part in (*experts, *find_indexers(module)):
         set_z3_leaf_module(part, True)
+
+
+def _make_head_unit(module: LossModel) -> HeadUnit:
+    """Return what DeepSpeed gathers the head for, with the head's parameters as its own.
+
+    A head is called for each chunk of tokens with loss, and ranks differ in their number: see
+    ``_mark_leaf_modules``. It can be no such leaf, whose gradients are sent where its own backward
+    pass ends: those of an embedding that is tied to the head come later.
+    """
+    head = module.causal_lm().get_output_embeddings()
+    unit = HeadUnit(head)
+    del unit.head
+    for number, parameter in enumerate(head.parameters()):
+        unit.register_parameter(f"parameter_{number}", parameter)
+    return unit
+
+
+@contextmanager
+def _without_new_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks of forward passes that a module and its parts get meanwhile."""
+    names = "_forward_pre_hooks", "_forward_hooks"
+    hooks = [getattr(part, name) for part in module.modules() for name in names]
+    before = [dict(of_part) for of_part in hooks]
+    yield
+    for of_part, kept in zip(hooks, before, strict=True):
+        of_part.clear()
+        of_part.update(kept)
 
 
 def _stored_name(part: str, name: str) -> str:

@@ -1,5 +1,7 @@
 """Dropout as a function of (seed, row, layer), however rows are grouped."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,21 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
         layer.take_slice(number, 4)
         with batch_context.using(MicroBatch([5, 6])):
             assert torch.equal(layer(torch.ones(2, 16, 8)), whole.chunk(4, -1)[number])
+
+
+def test_ranks_that_share_rows_have_their_part_of_the_mask_and_keep_no_more():
+    whole, kept = dropped([5, 6]), []
+    for rank in range(4):
+        share = SimpleNamespace(rank=rank, size=4)
+        x_BSD = torch.ones(2, 4, 32, requires_grad=True)
+        with (
+            batch_context.using(MicroBatch([5, 6], share=share)),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
+            ),
+        ):
+            assert torch.equal(RowDropout(P, 0, "a")(x_BSD), whole.chunk(4, 1)[rank])
+    assert kept == [2 * 4 * 32 * 4] * 4
 
 
 @pytest.mark.parametrize("other", [{"rows": [6]}, {"seed": 1}, {"layer": "b"}])

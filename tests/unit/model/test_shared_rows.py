@@ -42,8 +42,13 @@ def test_the_parts_of_a_batch_are_its_tokens_in_order(size):
     width = batch.tokens_BT.shape[1]
     for name in ("tokens_BT", "labels_BT", "positions_BT"):
         joined = torch.cat([getattr(part, name) for part in parts], 1)
-        assert joined[:, :width].equal(getattr(batch, name)) or name == "positions_BT"
         assert joined.shape[1] % size == 0
+        if name != "positions_BT":
+            assert joined[:, :width].equal(getattr(batch, name))
+            continue
+        for found, wanted, n in zip(joined, batch.positions_BT, parts[0].padding, strict=True):
+            num_real = len(found) - n
+            assert found.tolist() == [*wanted[:num_real].tolist(), *range(n)]
     assert sum(part.num_loss_tokens for part in parts) == batch.num_loss_tokens
     assert sum(part.num_tokens for part in parts) == batch.num_tokens
     for rank, part in enumerate(parts):
@@ -155,9 +160,10 @@ def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups
 
 def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
     module = torch.nn.Module()
-    module.sinks, module.scaling = torch.arange(8.0), 0.5
+    module.sinks, module.scaling = torch.nn.Parameter(torch.arange(8.0)), 0.5
     own = HeadsOfModule(module, 1, 4, 8, 2)
     assert own.sinks.tolist() == [2, 3]
+    assert own.cut(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
     assert own.scaling == 0.5
     assert HeadsOfModule(module, 2, 3, 8, 1).sinks.tolist() == [6, 7, 0]
     assert own.num_key_value_groups == 2

@@ -15,11 +15,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 from hpc_tune.batch import Batch, empty_batch, full_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.engine.context_parallel import share_attention
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention
+from hpc_tune.model.shared_rows import share_batch
 from hpc_tune.model.varlen_attention import (
     DocumentStarts,
     decode_window,
@@ -27,6 +29,7 @@ from hpc_tune.model.varlen_attention import (
     make_starts,
     varlen_kernel_fault,
 )
+from hpc_tune.train.startup.architecture_check import StackedShare, stack_parts
 from tests.support.varlen_on_cpu import CALLS, HAS_WINDOWS, use_cpu_kernels
 
 BY_NAME = pytest.mark.skipif(
@@ -258,6 +261,22 @@ def test_a_kernel_without_windows_leaves_them_their_mask(masks):
     assert masks
     assert not CALLS
     are_equal(found, by_mask(module))
+
+
+@pytest.mark.parametrize("windows", [pytest.param(True, marks=BY_NAME), False])
+def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_them(windows):
+    whole, module = batch(), model_of("mistral", sliding_window=3)
+    wanted = loss_and_grads(module)[0]
+    CALLS.clear()
+    module.kernel_has_windows = windows
+    share_attention(module, StackedShare(2))
+    losses = []
+    for row in range(3):
+        tensors = (tensor[row : row + 1] for tensor in whole.tensors)
+        one = replace(Batch(*tensors, 16, 16, row), document_lengths=LENGTHS[row : row + 1])
+        losses.append(module(stack_parts([share_batch(one, rank, 2) for rank in range(2)])))
+    assert sum(losses).item() == pytest.approx(wanted, rel=1e-6)
+    assert {call["before"] for call in CALLS} == ({2} if windows else set())
 
 
 def test_chunks_of_a_text_are_no_sliding_window(masks):
