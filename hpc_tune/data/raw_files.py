@@ -277,13 +277,15 @@ def _make_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
     return Text(decoded.replace("\r\n", "\n"), begins=begins, ends=ends)
 
 
-# -- Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time.
+# -- Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time, of
+# ``BATCH_BYTES`` or of one row.
 #
 # pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord`` in place of a
 # row that alone is wrong; what is wrong with the file is an error.
 
 
-PARQUET_ROWS = 256
+BATCH_ROWS = 256
+BATCH_BYTES = 4 << 20
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEAD = 1  # rows of names
@@ -302,7 +304,8 @@ def open_parquet(file: Path) -> Any:
     import pyarrow.parquet
 
     with _as_data_error(f"{file} cannot be read as Parquet"):
-        opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES)
+        # Else pyarrow holds all of a row group's bytes, whatever the size of the buffer.
+        opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         opened.schema_arrow.names  # noqa: B018  # of a damaged file they may be no text
         return opened
 
@@ -316,8 +319,20 @@ def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFin
     with open_parquet(file) as parquet:
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
-        batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
-        yield from _read_rows(file, batches, first)
+        num_rows = _rows_at_once(parquet.metadata.row_group(group), columns)
+        batches = parquet.iter_batches(num_rows, [group], columns, use_threads=False)
+        yield from _read_rows(file, _slice_batches(batches, columns), first)
+
+
+def _rows_at_once(group: Any, columns: list[str]) -> int:
+    """Return how many rows of a row group have about ``BATCH_BYTES`` in some of its columns."""
+    parts = [group.column(n) for n in range(group.num_columns)]
+    num_bytes = sum(
+        part.total_uncompressed_size
+        for part in parts
+        if part.path_in_schema.split(".")[0] in columns
+    )
+    return min(max(BATCH_BYTES * group.num_rows // max(num_bytes, 1), 1), BATCH_ROWS)
 
 
 def cut_batches(file: Path, num_bytes: int) -> list[int]:
@@ -430,8 +445,20 @@ def _make_ragged_error(row: Any) -> tuple[int, WrongRecord]:
 
 def _slice_batches(batches: Any, columns: list[str]) -> Iterator[Any]:
     for batch in batches:
-        for at in range(0, batch.num_rows, PARQUET_ROWS):
-            yield batch.slice(at, PARQUET_ROWS).select(columns)
+        for at in range(0, batch.num_rows, BATCH_ROWS):
+            yield from _halve(batch.slice(at, BATCH_ROWS).select(columns))
+
+
+def _halve(batch: Any) -> Iterator[Any]:
+    """Yield a batch in parts of ``BATCH_BYTES`` at most, or of one row."""
+    halves = [batch.slice(0, batch.num_rows // 2), batch.slice(batch.num_rows // 2)]
+    num_bytes = _batch_bytes(batch)
+    shares = sum(map(_batch_bytes, halves)) > 1.5 * num_bytes  # the values of a dictionary
+    if num_bytes <= BATCH_BYTES or batch.num_rows < 2 or shares:
+        yield batch
+        return
+    for half in halves:
+        yield from _halve(half)
 
 
 def _read_batches(file: Path) -> Iterator[Any]:
@@ -483,9 +510,9 @@ def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
             if batch is None:
                 return
             rows = _check_rows(batch)
-        for row in rows:
-            number += 1
-            yield number, row
+        yield from enumerate(rows, number + 1)
+        number += len(rows)
+        del batch, rows  # a long document is not held while the next one is read
 
 
 def _check_rows(batch: Any) -> list[Any]:

@@ -246,6 +246,9 @@ def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bo
             )
         return True
     try:
+        if reading.part == "all" and isinstance(example, Text):
+            example.text.encode()  # all that can be wrong with it; JSON of it takes as much again
+            return True
         data = _content_bytes(example)
     except RecursionError:
         raise WrongRecord("nested too deeply") from None

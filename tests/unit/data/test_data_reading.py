@@ -1,11 +1,12 @@
 import json
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow.csv import write_csv
 
-from hpc_tune.data import chunks
+from hpc_tune.data import chunks, raw_files
 from hpc_tune.data.chunks import list_chunks, read_chunk
 from hpc_tune.data.counts import ReadFindings
 from hpc_tune.data.hdf5_format import TokenStore
@@ -198,6 +199,48 @@ def test_a_bad_row_is_refused_with_its_place_or_skipped_and_counted(tmp_path, li
     assert len(_read(tmp_path / "d.jsonl", ReadOptions(bad_rows="skip"), findings)) == 3
     assert (findings.num_bad, len(findings.first_bad)) == (1, 1)
     assert "d.jsonl, line 3: " in findings.first_bad[0]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv"])
+def test_long_rows_of_tables_are_held_one_after_the_other(tmp_path, monkeypatch, suffix):
+    long, words = 3000, ["short", "is", "row"]
+    texts = [*words, *(char * long for char in "abcdef"), *words]
+    table, path = pa.table({"text": texts}), tmp_path / f"d.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "csv":
+        write_csv(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    held, check = [], raw_files._check_rows
+    monkeypatch.setattr(raw_files, "_check_rows", lambda b: held.append(b["text"]) or check(b))
+    monkeypatch.setattr(raw_files, "BATCH_BYTES", 2 * long)
+    assert [example.text for example in _read(path)] == texts
+    most = max(sum(len(text.as_py()) for text in column) for column in held)
+    assert most <= 2 * long
+    assert 1 < len(held) < len(texts)
+
+
+def test_of_a_parquet_file_no_row_group_is_held_whole(tmp_path):
+    rng = random.Random(5)
+    texts = [rng.randbytes(2000).hex() for _ in range(8000)]  # 32 MB that do not get smaller
+    pq.write_table(pa.table({"text": texts}), tmp_path / "d.parquet", compression="none")
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    default = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        assert len(_read(tmp_path / "d.parquet")) == len(texts)
+    finally:
+        pa.set_memory_pool(default)
+    assert pool.max_memory() < 16 << 20
+
+
+def test_rows_that_share_the_values_of_a_dictionary_stay_together(monkeypatch):
+    texts = pa.array([f"{n}" * 100 for n in range(10)] * 10).dictionary_encode()
+    batch = pa.record_batch({"text": texts})
+    monkeypatch.setattr(raw_files, "BATCH_BYTES", 500)
+    assert [part.num_rows for part in raw_files._slice_batches([batch], ["text"])] == [100]
 
 
 def test_bad_rows_of_tables_are_skipped_alone(tmp_path):
