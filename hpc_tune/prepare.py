@@ -12,6 +12,7 @@ from hpc_tune.config.data import Form, is_prepared
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import join_paths
 from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.loader import warn_of_cut_documents
 from hpc_tune.data.show import COLOUR_STYLE, PLAIN_STYLE, TextStyle, show_documents, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
@@ -46,13 +47,17 @@ def run_prepare(config: RunConfig, out: Path) -> int:
         )
         if not data.eval_fraction:
             prepare_file(path, out, data, tokenizer, comm, form=config.tune.form)
+            written = [out]
             log.info("wrote %s. Use it with data.path=%s", out, out)
         else:
             held_out = out.with_stem(f"{out.stem}-held-out")
+            written = [out, held_out]
             prepare_file(path, out, data, tokenizer, comm, "train", config.tune.form)
             prepare_file(path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
             log.info("wrote %s and %s. Use them with", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
+        for file in written if comm.is_rank_0 else ():
+            warn_of_cut_documents(TokenStore.open(file), data.seq_len)
         shutdown(comm)
     return EXIT_DONE
 

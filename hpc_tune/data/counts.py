@@ -47,7 +47,14 @@ _REMARKS = {
 # Counted for preferences alone.
 PREFERENCE_COUNTERS = ("cut_prompts", "cut_others", "unpaired", "unmatched")
 # Written into a file only where there are some: files without are those of before.
-OPTIONAL_COUNTERS = ("weighted", "written_reasoning", "joined_starts", "unmarked_answers")
+OPTIONAL_COUNTERS = (
+    "weighted",
+    "written_reasoning",
+    "joined_starts",
+    "unmarked_answers",
+    "cut_tokens",
+    "cut_lengths",
+)
 _ROLE_REMARKS = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
     f" takes one that writes them, {_TEMPLATE_EXAMPLE})",
@@ -57,7 +64,11 @@ _ROLE_REMARKS = {
 
 @dataclass
 class Counters:
-    """What became of the examples of a source."""
+    """What became of the examples of a source.
+
+    ``cut_tokens``: what examples longer than ``seq_len`` lost, those that were dropped all of
+    theirs. ``cut_lengths``: how many of them have up to so many tokens, see ``round_length``.
+    """
 
     examples: int = 0
     documents: int = 0
@@ -87,6 +98,8 @@ class Counters:
     unpaired: int = 0
     unmatched: int = 0
     weighted: int = 0
+    cut_tokens: int = 0
+    cut_lengths: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
@@ -94,6 +107,12 @@ class Counters:
     def drop(self, reason: str) -> None:
         """Count one example that gives no document."""
         _count(self.dropped, reason, "other reasons")
+
+    def note_cut(self, length: int, kept: int) -> None:
+        """Count an example of ``length`` tokens, more than fit, of which ``kept`` are left."""
+        self.cut_tokens += length - kept
+        key = str(round_length(length))
+        self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1
 
     def count_role(self, name: str, role: str) -> None:
         """Count a message of a role in the field ``name``."""
@@ -126,6 +145,12 @@ class Counters:
             parts += [f"{count:,} {remark.format(role=role)}" for role, count in roles]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
         return parts
+
+
+def round_length(length: int) -> int:
+    """Return a number of tokens that is at least ``length``, by 3% at most: its first 6 bits."""
+    step = 1 << max(length.bit_length() - 6, 0)
+    return -(-length // step) * step
 
 
 def _count(counts: dict[str, int], key: str, others: str) -> None:

@@ -186,13 +186,15 @@ class Encoder:
     def _encode_short_texts(self, rendered: list[RenderedText]) -> Iterator[Block]:
         if not rendered:
             return
-        rendered = [self._cut_long_chat(item) for item in rendered]
+        heads = [self._cut_long_chat(item) for item in rendered]
         documents: list[Side] = []
-        for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
+        for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
+            # Where the rest was not tokenized: as long as if it had as many characters per token.
+            whole = len(tokens) * len(item.text) // max(len(head.text), 1)
             documents += (
-                self._split_plain_text(item, tokens)
-                if item.split
-                else self._cut_at_seq_len(item, tokens, mask)
+                self._split_plain_text(head, tokens)
+                if head.split
+                else self._cut_at_seq_len(head, tokens, mask, whole)
             )
         yield from self._make_block(documents)
 
@@ -297,9 +299,9 @@ class Encoder:
         return list(zip(pieces, masks, strict=True))
 
     def _cut_at_seq_len(
-        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray
+        self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole: int
     ) -> list[Side]:
-        """Cut an example at ``seq_len``; drop it if nothing in it is learned."""
+        """Cut an example of ``whole`` tokens; drop it if nothing of what is left is learned."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
             self.counters.drop("empty answer")
@@ -307,8 +309,10 @@ class Encoder:
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
                 self.counters.drop(ANSWER_BEYOND)
+                self.counters.note_cut(whole, 0)
                 return []
             self.counters.truncated += 1
+            self.counters.note_cut(whole, self._seq_len)
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
 
     def _make_block(self, documents: list[Side]) -> Iterator[Block]:
@@ -473,9 +477,9 @@ class PreferenceEncoder:
         why = _why_unfit(sides)
         fitting = None if why else self._fit_sides(sides)
         if fitting is None:
-            self.counters.drop(why or _TOO_LONG)
+            self._drop(sides, why)
             return []
-        self.counters.cut_prompts += _is_cut(fitting, sides)
+        self._note_cut(sides, fitting)
         return fitting
 
     def _fit_labelled(self, sides: list[Side]) -> list[Side]:
@@ -484,9 +488,9 @@ class PreferenceEncoder:
         why = _why_unfit(own)
         fitting = None if why else self._fit_sides(own)
         if fitting is None:
-            self.counters.drop(why or _TOO_LONG)
+            self._drop(own, why)
             return []
-        self.counters.cut_prompts += _is_cut(fitting, own)
+        self._note_cut(own, fitting)
         is_comparable = bool(other) and _why_unfit(sides) in (None, _SAME)
         fitting_other = self._fit_sides(other) if is_comparable else None
         if fitting_other is None:
@@ -494,6 +498,17 @@ class PreferenceEncoder:
             return fitting
         self.counters.cut_others += _is_cut(fitting_other, other)
         return fitting + fitting_other
+
+    def _drop(self, sides: list[Side], why: str | None) -> None:
+        """Count sides that cannot be used; without ``why``, since they do not fit."""
+        self.counters.drop(why or _TOO_LONG)
+        if why is None:
+            self.counters.note_cut(_num_tokens(sides), 0)
+
+    def _note_cut(self, sides: list[Side], fitting: list[Side]) -> None:
+        if _is_cut(fitting, sides):
+            self.counters.cut_prompts += 1
+            self.counters.note_cut(_num_tokens(sides), _num_tokens(fitting))
 
     def _fit_sides(self, sides: list[Side]) -> list[Side] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
@@ -526,6 +541,10 @@ def make_encoder(
 
 def _is_cut(fitting: list[Side], sides: list[Side]) -> bool:
     return len(fitting[0][0]) < len(sides[0][0])
+
+
+def _num_tokens(sides: list[Side]) -> int:
+    return sum(len(tokens) for tokens, _ in sides)
 
 
 def _why_unfit(sides: list[Side]) -> str | None:

@@ -12,7 +12,7 @@ Shapes: B rows, T tokens per row.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.data import Form
+from hpc_tune.data.counts import round_length
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.order import ORDER_VERSION, SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, Rows, micro_batches
@@ -369,18 +370,12 @@ def prefetch_limit(step_bytes: int) -> int:
 
 
 def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
-    """Say which documents are longer than a row, or were when they were prepared."""
+    """Say which documents are longer than a row, or were when they were prepared, and what it
+    would take to train on them whole.
+    """
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
-    num_longer = int(store.length_counts[store.length_values > seq_len].sum())
-    if num_longer:
-        log.warning(
-            "%d of %d documents in %s are longer than data.seq_len=%d and are cut there",
-            num_longer,
-            store.num_documents,
-            store.path,
-            seq_len,
-        )
+    lengths = _lengths_beyond(store, seq_len)
     if prepared < seq_len and num_cut:
         log.warning(
             "%s was prepared with seq_len %d: %d documents are cut there, although data.seq_len is"
@@ -390,3 +385,48 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
             num_cut,
             seq_len,
         )
+    if prepared < seq_len or not lengths:
+        return
+    num_dropped = max(sum(counters.cut_lengths.values()) - num_cut, 0)
+    excess = np.maximum(store.length_values - seq_len, 0)
+    longest, most = _length_for(lengths, 1.0), _length_for(lengths, 0.99)
+    log.warning(
+        "%d of %d documents in %s are longer than data.seq_len=%d and are cut there%s: about %s"
+        " tokens are not used%s. data.seq_len=%d holds all of them%s; docs/long-rows.md says what"
+        " makes such rows fit (parallel.context, parallel.row_pieces,"
+        " parallel.offload_activations), and what they take: python -m hpc_tune plan --config FILE"
+        " data.seq_len=%d",
+        sum(lengths.values()),
+        store.num_documents + num_dropped,
+        store.path,
+        seq_len,
+        f", or dropped ({num_dropped})" if num_dropped else "",
+        f"{counters.cut_tokens + int(excess @ store.length_counts):,}",
+        " (pieces of texts lose none where they are prepared again with this data.seq_len)"
+        if counters.split and excess.any()
+        else "",
+        longest,
+        f", {most} 99%" if most < longest else "",
+        longest,
+    )
+
+
+def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
+    """Return how many documents have about how many tokens, of those with more than ``seq_len``:
+    as they were before they were prepared.
+    """
+    counters, values = store.attributes.counters, store.length_values.tolist()
+    held = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))
+    if counters.cut_lengths:  # which are now among those that fill a row
+        held[store.attributes.seq_len] -= counters.truncated
+    beyond = Counter({int(length): num for length, num in counters.cut_lengths.items()})
+    for length, num in held.items():
+        beyond[round_length(length)] += num if length > seq_len else 0
+    return Counter({length: num for length, num in beyond.items() if length > seq_len and num > 0})
+
+
+def _length_for(lengths: Counter[int], share: float) -> int:
+    """Return the length that a share of the documents has at most."""
+    ordered = sorted(lengths)
+    ends = np.cumsum([lengths[length] for length in ordered])
+    return ordered[int(np.searchsorted(ends, share * ends[-1]))]

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tokenizers import models, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data import chunks, encode
+from hpc_tune.data.counts import Counters, round_length
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import Chat, Completion, Text
 from hpc_tune.errors import DataError
@@ -147,6 +150,33 @@ def test_a_long_chat_is_cut_at_its_end():
     assert (counters.truncated, counters.tokens) == (1, 60)
 
 
+def test_what_examples_lose_at_seq_len_is_counted_with_their_length_and_texts_lose_nothing():
+    examples = [_chat("q", "a" * 100), _chat("q" * 200, "a"), _chat("q", "a"), Text("t" * 300)]
+    _, counters = _encode(byte_tokenizer(), examples, seq_len=60)
+    lengths = [_num_tokens("q", "a" * 100), _num_tokens("q" * 200, "a")]
+    assert (counters.truncated, counters.split) == (1, 1)
+    # The answer of the second begins after token 60: nothing of it is left.
+    assert counters.cut_tokens == lengths[0] - 60 + lengths[1]
+    assert counters.cut_lengths == {str(round_length(length)): 1 for length in lengths}
+    again = Counters()
+    again.add(counters)
+    again.add(counters)
+    assert again.cut_lengths == {str(round_length(length)): 2 for length in lengths}
+
+
+def _num_tokens(*turns):
+    (tokens, _), *_ = _documents(Encoder(byte_tokenizer(), 1000, "answers"), [_chat(*turns)])
+    return len(tokens)
+
+
+def test_a_rounded_length_holds_the_length_and_is_at_most_3_percent_more():
+    assert [round_length(n) for n in (1, 63, 64, 65, 4097, 100_001)] == [
+        1, 63, 64, 66, 4224, 100_352,
+    ]  # fmt: skip
+    for length in range(1, 10_000):
+        assert length <= round_length(length) <= length * (1 + 1 / 32)
+
+
 def test_a_long_text_is_split_into_pieces_and_all_of_it_is_kept():
     text = "".join(f"line {n}\n" for n in range(100))
     documents = _documents(Encoder(byte_tokenizer(), 64, "answers"), [Text(text)])
@@ -277,5 +307,7 @@ def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_sa
     for (tokens, mask), (all_tokens, all_mask) in zip(found, expected, strict=True):
         assert tokens.tolist() == all_tokens.tolist()
         assert mask.tolist() == all_mask.tolist()
-    assert encoder.counters == whole.counters
+    assert encoder.counters.cut_tokens == pytest.approx(whole.counters.cut_tokens, rel=0.5)
+    estimated = {"cut_tokens": 0, "cut_lengths": {}}
+    assert replace(encoder.counters, **estimated) == replace(whole.counters, **estimated)
     assert max(len(item.text) for item in sizes) < len(text) * 4

@@ -1,12 +1,14 @@
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
+from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.data import loader as loader_module
 from hpc_tune.data import order
 from hpc_tune.data.counts import Counters
@@ -14,7 +16,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOutRows, Loader, warn_of_cut_documents
 from hpc_tune.data.order import SampleOrder
 from hpc_tune.data.packed_rows import PackedRows, make_batch
-from hpc_tune.data.writer import Block, write_store
+from hpc_tune.data.writer import Block, verify_content, write_store
 from hpc_tune.errors import ConfigError, DataError
 from tests.support.data import attributes, store_of_lengths
 
@@ -249,6 +251,52 @@ def test_documents_that_are_cut_are_warned_of(store, caplog):
     store.attributes = dataclasses.replace(store.attributes, seq_len=60, counters=counters)
     warn_of_cut_documents(store, 64)
     assert "prepared with seq_len 60: 7 documents are cut" in caplog.text
+
+
+def test_what_would_hold_the_documents_that_are_cut_is_said(tmp_path, caplog):
+    store = store_of_lengths(tmp_path / "s.h5", [10] * 100 + [64] * 200)
+    # Of the 200 that fill a row 150 were cut there, and 1 more was dropped.
+    cut = {"200": 149, "1024": 1, "4224": 1}
+    counters = Counters(truncated=150, cut_tokens=9_000, cut_lengths=cut)
+    store.attributes = dataclasses.replace(store.attributes, seq_len=64, counters=counters)
+    warn_of_cut_documents(store, 64)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("151 of 301 documents in ")
+    assert "longer than data.seq_len=64 and are cut there, or dropped (1): about 9,000 to" in line
+    assert "data.seq_len=4224 holds all of them, 1024 99%" in line
+    assert line.endswith("plan --config FILE data.seq_len=4224")
+    for name in ("context", "row_pieces", "offload_activations"):
+        assert name in ParallelConfig.model_fields
+        assert f"parallel.{name}" in line
+    assert (Path(__file__).parents[3] / "docs" / "long-rows.md").is_file()
+    caplog.clear()
+    warn_of_cut_documents(store, 32)  # the 50 whole ones of 64 are cut now, too
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("201 of 301 documents in ")
+    assert f"about {9_000 + 200 * 32:,} tokens" in line
+
+
+def test_a_row_may_be_one_document_of_more_than_a_million_tokens(tmp_path):
+    length = (1 << 20) + 5
+    store = store_of_lengths(tmp_path / "s.h5", [3, length])
+    verify_content(store)
+    order = SampleOrder(length, packing=True, seed=0)
+    rows = sorted(_rows(HeldOutRows(store, order).batches()), key=lambda row: len(row[0]))
+    assert [len(tokens) for tokens, _, _ in rows] == [3, length]
+    tokens, labels, positions = rows[1]
+    assert positions == tuple(range(length))
+    assert tokens == tuple((1 + n) % 60_000 for n in range(length))
+    assert labels[: length - 1] == tokens[1:]
+
+
+def test_of_texts_that_are_split_no_loss_is_said(tmp_path, caplog):
+    store = store_of_lengths(tmp_path / "s.h5", [64] * 5 + [10])
+    counters = Counters(split=1)
+    store.attributes = dataclasses.replace(store.attributes, seq_len=64, counters=counters)
+    warn_of_cut_documents(store, 64)
+    assert not caplog.records
+    warn_of_cut_documents(store, 32)
+    assert "pieces of texts lose none where they are prepared again" in caplog.text
 
 
 def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(

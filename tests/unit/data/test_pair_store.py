@@ -127,6 +127,8 @@ def test_the_prompt_is_cut_from_the_left_on_both_sides_alike():
     assert documents[0][1][0] == "6789no<|im_end|>"
     assert documents[0][0][1] == "yes<|im_end|>"
     assert (counters.cut_prompts, counters.tokens) == (1, 15)
+    whole = len("0123456789") * 2 + len("yes") + len("no") + 2
+    assert (counters.cut_tokens, counters.cut_lengths) == (whole - 15, {str(whole): 1})
     assert "1 prompts cut from the left" in str(counters)
 
 
@@ -141,6 +143,8 @@ def test_a_bos_in_front_is_kept_and_a_token_of_the_prompt_beside_it():
     assert documents == []
     assert counters.dropped == {"the answers leave no room in seq_len for a token of the prompt": 1}
     assert counters.cut_prompts == 0
+    whole = 2 * (1 + len("0123456789") + 1) + len("yes") + len("no")
+    assert (counters.cut_tokens, counters.cut_lengths) == (whole, {str(whole): 1})
 
 
 def test_sides_that_are_no_pair_to_the_model_are_dropped_and_counted():
@@ -414,8 +418,12 @@ def test_plain_data_is_prepared_to_the_same_bytes_as_before_preferences(tmp_path
         assert file.attrs["version"] == 4
         assert file.attrs["content"] == PLAIN_CONTENT
         assert " ".join(sorted(file.attrs)) == PLAIN_ATTRIBUTES
-        assert " ".join(json.loads(file.attrs["counters"])) == PLAIN_COUNTERS
+        known = {*PLAIN_COUNTERS.split(), "cut_lengths", "cut_tokens"}
+        assert {*json.loads(file.attrs["counters"])} == known, "some are cut"
         assert [*file["documents"]] == ["by_length", "offsets"]
+    prepare_data("raw.jsonl", "whole.h5", byte_tokenizer(), PrepareSettings(512))
+    with h5py.File("whole.h5") as file:
+        assert " ".join(json.loads(file.attrs["counters"])) == PLAIN_COUNTERS
     monkeypatch.setattr("hpc_tune.data.prepare.source_identity", lambda paths: "identity")
     assert cache_name("raw.jsonl", "mark", PrepareSettings(128)) == f"raw-{PLAIN_KEY}.h5"
 
