@@ -16,7 +16,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.resolve import choose_reshard, layout_problems, max_micro_rows
 from hpc_tune.plan.step_time import Compute, Network, StepTime, StepWork, step_time
-from hpc_tune.step.layout import Layout, describe_axes, list_divisors
+from hpc_tune.step.layout import Layout, describe_axes, list_divisors, sharing_problems
 from hpc_tune.step.size import static_bytes
 
 _FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
@@ -48,7 +48,7 @@ class Candidate:
 
         Predictions are not exact: of layouts that are about as fast the simple one is better.
         """
-        names = ("shard", "tensor", "pipeline", "expert")
+        names = ("shard", "tensor", "pipeline", "expert", "context")
         axes = sum(getattr(self.layout, axis) > 1 for axis in names)
         return self.time.seconds * (1 + _MARGIN * (axes + (self.layout.size < num_ranks)))
 
@@ -114,6 +114,25 @@ def legal_layouts(
                 may_deal = 1 if tensor > 1 else math.gcd(shard, num_experts)
                 layouts += [replace(whole, expert=n) for n in list_divisors(may_deal)]
     return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
+
+
+def share_rows(
+    layouts: Iterable[Layout], model: Any, global_rows: int
+) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts with rows that ranks share, by each number that divides heads evenly.
+
+    First those of which some ranks would have no row without it, then the others. ``model`` is the
+    transformers config.
+    """
+    idle: list[Layout] = []
+    others: list[Layout] = []
+    for layout in layouts:
+        for num in list_divisors(layout.weight_size)[1:]:
+            shared = replace(layout, context=num)
+            is_even = model.num_attention_heads % (layout.tensor * num) == 0
+            if is_even and not sharing_problems(model, shared):
+                (idle if global_rows < layout.weight_size else others).append(shared)
+    return idle, others
 
 
 def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:

@@ -143,6 +143,7 @@ def measure_compute(
         sync_s,
         max(1.0, seconds[MORE_BLOCKS] / alone_s),
         overlaps=comm.device.type == "cuda",
+        host_copy_s=_host_copy_s(comm) if models.parallel.offload_activations else 0.0,
     )
 
 
@@ -199,6 +200,15 @@ def _copy_s(comm: Comm) -> float:
         torch.empty_like(gathered).copy_(gathered)
 
     return _slowest_rank_s(copy, comm) / (4 * _VALUES)
+
+
+def _host_copy_s(comm: Comm) -> float:
+    """Return the seconds per byte of a copy from a GPU to pinned memory, as all ranks copy."""
+    if comm.device.type != "cuda":
+        return 0.0
+    values = torch.zeros(_VALUES, device=comm.device)
+    pinned = torch.empty(_VALUES, pin_memory=True)
+    return _slowest_rank_s(lambda: pinned.copy_(values, non_blocking=True), comm) / values.nbytes
 
 
 def _sync_in_blocks_s(

@@ -18,9 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, legal_layouts, predict_candidates, ring_order
+from hpc_tune.autotune.candidates import (
+    Candidate,
+    legal_layouts,
+    predict_candidates,
+    ring_order,
+    share_rows,
+)
 from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
-from hpc_tune.config.constraints import allows_expert, allows_tensor
+from hpc_tune.config.constraints import allows_context, allows_expert, allows_tensor
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
@@ -125,7 +131,11 @@ def compute_from_data_sheet(
     speed = _REACHED_SHARE * cluster.flops
     # AdamW reads and writes some 28 bytes per value; devices of a petaflop move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
-    return Compute(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S, overlaps=True)
+    return Compute(
+        *(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S),
+        overlaps=True,
+        host_copy_s=1 / cluster.host_bytes_per_s,
+    )
 
 
 # -- The search for the fastest layout that fits.
@@ -139,6 +149,7 @@ class LayoutChoice:
     """What was chosen: ``rows`` are the fastest, ``refused`` faster ones that do not fit.
 
     ``simple`` is what would run without auto, ``alone`` one rank, where it has the memory.
+    ``why_shared``: why ranks share rows, in words, where nobody asked for it.
     """
 
     rows: list[Candidate]
@@ -146,6 +157,7 @@ class LayoutChoice:
     simple: Candidate | None
     alone: Candidate | None
     num_ranks: int
+    why_shared: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -212,7 +224,12 @@ def search_layout(
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
-    legal = predict_candidates(layouts, asked, config.batch, work, machine, compute, network)
+    may_share = asked.context == 1 and allows_context(asked, config.train)
+    shared = share_rows(layouts, built.config, work.global_rows) if may_share else ([], [])
+    legal, more = (
+        predict_candidates(some, asked, config.batch, work, machine, compute, network)
+        for some in (layouts + shared[0], shared[1])
+    )
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
         parallel = with_layout(asked, candidate.layout)
@@ -227,11 +244,20 @@ def search_layout(
 
     may_split = config.batch.micro_size == "auto"
     search = _LayoutSearch(work, machine, num_ranks, plan_of, with_rows if may_split else None)
-    rows, refused = search.fastest_that_fit(legal)
+    rows, refused = search.fastest_that_fit(legal, more)
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     simple = next((c for c in legal if c.layout == layout), None)
     alone = next((c for c in legal if c.layout.size == 1), None)
-    return LayoutChoice(rows, refused, simple, alone, num_ranks)
+    why_shared = _why_shared(rows[0].layout, work.global_rows) if may_share else ""
+    return LayoutChoice(rows, refused, simple, alone, num_ranks, why_shared)
+
+
+def _why_shared(best: Layout, num_rows: int) -> str:
+    if best.context == 1:
+        return ""
+    if num_rows < best.weight_size:
+        return f"ranks share rows: a step has {num_rows} for {best.weight_size} ranks"
+    return f"{best.context} ranks share each row: no layout fits in which each has whole ones"
 
 
 def choice_lines(choice: LayoutChoice) -> list[str]:
@@ -247,8 +273,10 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
         if other is not None and all(row.layout != other.layout for row in shown):
             lines.append(_format_row(other, note))
             shown.append(other)
-    lines += [_format_row(row, "does not fit") for row in choice.refused]
-    reasons = []
+    lines += [_format_row(row, "does not fit") for row in choice.refused[:MAX_SHOWN]]
+    if (others := len(choice.refused) - MAX_SHOWN) > 0:
+        lines.append(f"        and {others} more, none of which fits")
+    reasons = [choice.why_shared] if choice.why_shared else []
     if simple and alone and simple.time.seconds > alone.time.seconds:
         reasons.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
     if len(choice.rows) > 1:
@@ -298,14 +326,15 @@ class _PlannedCandidate:
     def min_bytes(self, other: Candidate, size: ModelSize) -> int:
         """Return the bytes that ``other`` takes at least; 0 if nothing can be said.
 
-        What a step keeps is divided by no more than the tensor and pipeline axes. Weights that are
-        gathered are some of it.
+        What a step keeps is divided by no more than the tensor, pipeline and context axes. Weights
+        that are gathered are some of it.
         """
         own, its = self.candidate.layout, other.layout
         holds_more = own.shard > 1 and (its.shard == 1 or self.candidate.reshard != other.reshard)
         if holds_more or own.expert != its.expert:
             return 0
-        cut = its.tensor * its.pipeline / (own.tensor * own.pipeline)
+        axes = ("tensor", "pipeline", "context")
+        cut = its.size_of(axes) / own.size_of(axes)
         return static_bytes(size, its) + int(self.rest_bytes / max(1.0, cut))
 
 
@@ -325,13 +354,24 @@ class _LayoutSearch:
     planned: list[_PlannedCandidate] = field(default_factory=list)
 
     def fastest_that_fit(
-        self, legal: Sequence[Candidate]
+        self, legal: Sequence[Candidate], more: Sequence[Candidate] = ()
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Return the fastest of ``legal`` that fit, and faster ones that do not.
+
+        ``more``: others, where none of these fits.
 
         Raises:
             ConfigError: if none fits.
         """
+        rows, refused = self._find_fitting(legal)
+        if not rows:
+            rows, more_refused = self._find_fitting(more)
+            refused += more_refused
+        if not rows:
+            raise ConfigError(self._why_nothing_fits(len(legal) + len(more)))
+        return sorted(rows, key=self._ranking_s), refused
+
+    def _find_fitting(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         rows: list[Candidate] = []
         refused: list[Candidate] = []
         for candidate in legal:
@@ -342,9 +382,7 @@ class _LayoutSearch:
             elif len(rows) < MAX_SHOWN:
                 state = format_bytes(static_bytes(self.work.size, candidate.layout))
                 rows.append(replace(candidate, memory=f"> {state}"))
-        if not rows:
-            raise ConfigError(self._why_nothing_fits(len(legal)))
-        return sorted(rows, key=self._ranking_s), refused
+        return rows, refused
 
     def _ranking_s(self, candidate: Candidate) -> float:
         return candidate.ranking_s(self.num_ranks)

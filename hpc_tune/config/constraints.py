@@ -305,6 +305,12 @@ def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
     return not any(_conflicts_with_experts(parallel, train))
 
 
+def allows_context(parallel: ParallelConfig, train: TrainConfig) -> bool:
+    """Return whether these settings go together with rows that ranks share, as many as divide."""
+    alone = parallel.model_copy(update={"replicate": None, "shard": None})
+    return not any(_conflicts_with_context(alone, train))
+
+
 def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
     if not train.float8:
         return

@@ -116,23 +116,25 @@ def detect_machine(comm: Comm, host_bytes: int) -> Machine:
 class Cluster:
     """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
 
-    ``lanes``: network cards of a node.
+    ``lanes``: network cards of a node. ``host_bytes_per_s``: between a GPU and its node's memory.
     """
 
     flops: float
     within_bytes_per_s: float
     across_bytes_per_s: float
     lanes: int
+    host_bytes_per_s: float
     within_latency_s: float = 10e-6
     across_latency_s: float = 20e-6
 
 
-# From the vendors' data sheets: one direction of NVLink or PCIe; a network card.
+# From the vendors' data sheets: one direction of NVLink or PCIe; a network card. To the host 80% of
+# PCIe 5.0 (H100) or 4.0 with 16 lanes, 64 or 32 GB/s.
 CLUSTERS = {
-    "h100-ib400": Cluster(_PEAK_BF16["H100"], 370e9, 48e9, 8),
-    "a100-ib200": Cluster(_PEAK_BF16["A100"], 240e9, 24e9, 4),
-    "l40s-pcie-ethernet": Cluster(_PEAK_BF16["L40S"], 20e9, 2.9e9, 1),
-    "a100-pcie-10g": Cluster(_PEAK_BF16["A100"], 20e9, 1.1e9, 1, across_latency_s=60e-6),
+    "h100-ib400": Cluster(_PEAK_BF16["H100"], 370e9, 48e9, 8, 51e9),
+    "a100-ib200": Cluster(_PEAK_BF16["A100"], 240e9, 24e9, 4, 25e9),
+    "l40s-pcie-ethernet": Cluster(_PEAK_BF16["L40S"], 20e9, 2.9e9, 1, 25e9),
+    "a100-pcie-10g": Cluster(_PEAK_BF16["A100"], 20e9, 1.1e9, 1, 25e9, across_latency_s=60e-6),
 }
 
 

@@ -4,7 +4,6 @@ config, machine -> layout -> traced step (fake tensors) -> phases -> table or JS
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +29,6 @@ from hpc_tune.model.kernels import choose_model_kernels
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import USUAL_DEVICE, USUAL_HOST, Machine
 from hpc_tune.plan.memory_model import (
-    GPU_SLACK,
     MemorySettings,
     ModelBytes,
     PhaseMemory,
@@ -50,6 +48,7 @@ from hpc_tune.plan.resolve import (
     rows_per_rank,
     with_layout,
 )
+from hpc_tune.plan.room import limit_by_host, spare_bytes, tokens_that_fit
 from hpc_tune.plan.trace import (
     TracedStep,
     TraceReport,
@@ -254,7 +253,8 @@ _MAX_WHOLE_BLOCKS = 12  # a trace of the whole depth is no slower there
 class MemoryPlan:
     """The memory of a run by phase; ``remedies`` are for what does not fit.
 
-    ``tokens_that_fit`` is about the largest micro-batch, in tokens.
+    ``tokens_that_fit`` is about the largest micro-batch, in tokens. ``bound_by``: whose memory is
+    full first, where its activations are in two.
     """
 
     model: str
@@ -267,6 +267,7 @@ class MemoryPlan:
     phases: list[PhaseMemory]
     tokens_that_fit: int
     remedies: list[Remedy]
+    bound_by: Literal["", "GPU", "node"] = ""
 
     @property
     def fits(self) -> bool:
@@ -327,9 +328,11 @@ def make_plan(
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
             waiting = replace(settings, step_tokens=own_rows * of_step)
             traced = adapt_to_zero(trace(other), resolved)
-            return _spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
+            return spare_bytes(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
-        tokens = _tokens_that_fit(left_at, _spare_bytes(phases, machine), micro_rows, seq_len)
+        tokens = tokens_that_fit(left_at, spare_bytes(phases, machine), micro_rows, seq_len)
+        moved = report.moved_bytes, micro_rows * seq_len
+        tokens, bound_by = limit_by_host(tokens, phases, machine, *moved)
     plan = MemoryPlan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
@@ -339,9 +342,7 @@ def make_plan(
         seq_len,
         machine,
         report,
-        phases,
-        tokens,
-        [],
+        *(phases, tokens, [], bound_by),
     )
     return replace(plan, remedies=remedies_for(plan, settings, tune))
 
@@ -385,11 +386,12 @@ def as_lines(plan: MemoryPlan, advice: Sequence[str]) -> list[str]:
         )
     lines.append("")
     rows = plan.tokens_that_fit // plan.seq_len
-    if plan.tokens_that_fit > 0:
+    if (most := plan.tokens_that_fit) > 0:
+        by = f", by the memory of a {plan.bound_by}" if plan.bound_by else ""
         lines.append(
-            f"room    about {plan.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
+            f"room    about {most} tokens per micro-batch{by}: batch.micro_size={rows}"
             if rows
-            else f"room    data.seq_len up to about {plan.tokens_that_fit} in micro-batches of one"
+            else f"room    data.seq_len up to about {most}{by} in micro-batches of one"
         )
     lines.append(f"verdict {'fits' if plan.fits else 'does not fit'}")
     return lines + [f"  - {line}" for line in advice]
@@ -489,67 +491,6 @@ def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype
     largest = stored.itemsize * max(p.numel() for p in built.module.parameters())
     stacks = sum(p.numel() for _, part in find_stacks(built.module) for p in part.parameters(False))
     return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
-
-
-def _spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
-    """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
-    steady = next(phase for phase in phases if phase.name == Phase.STEADY)
-    if machine.device_bytes is not None:
-        return int(
-            (DEVICE_LIMITS.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK)
-        )
-    left = int(HOST_LIMITS.filled * machine.host_bytes) - steady.node_bytes(machine)
-    return left // machine.ranks_per_node
-
-
-def _tokens_that_fit(
-    left_at: Callable[[int, int, int], int], left_bytes: int, rows: int, seq_len: int
-) -> int:
-    """Return about how many tokens a micro-batch may have.
-
-    ``left_bytes`` are those of ``rows`` of ``seq_len``; ``left_at(rows, length, of_step)`` traces
-    others, where rows of ``of_step`` tokens wait in the loader.
-    Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice.
-    """
-    if left_bytes >= 0:
-        half_len = max(1, seq_len // 2)
-        grown = left_at(rows, half_len, seq_len) - left_bytes
-        per_token = grown / max(1, rows * (seq_len - half_len))
-        return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    of_one_row = left_at(1, seq_len, seq_len) if rows > 1 else left_bytes
-    if of_one_row >= 0:
-        return seq_len * (1 + of_one_row * (rows - 1) // (of_one_row - left_bytes))
-    return _longest_row(lambda length: left_at(1, length, length), {seq_len: of_one_row})
-
-
-def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
-    """Return a length that fits of which 1.1 times as much does not.
-
-    Where more tokens always take more, 1.05 times as much does not either.
-    ``left``: the bytes that one length leaves, less than 0. 0: not even a 64th of it fits, so it is
-    not the tokens that need so much. Long rows take long to trace: the search goes along straight
-    lines, and by halves where these come nearer from one side alone. A heap is a matter of chance:
-    above a length that does not fit, longer ones may.
-    """
-    most = longer = max(left)
-    shorter = longer // 64
-    if shorter == 0 or left_at(shorter) < 0:
-        return 0
-    left[shorter] = left_at(shorter)
-    fit: list[bool] = []
-    while longer > max(1.05 * shorter, shorter + 1):
-        share = left[shorter] / (left[shorter] - left[longer])
-        tried = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
-        if fit[-2:] in ([True, True], [False, False]):
-            tried, fit = math.sqrt(shorter * longer), []
-        length = min(max(int(tried), shorter + 1), longer - 1)
-        left[length] = left_at(length)
-        fit.append(left[length] >= 0)
-        shorter, longer = (length, longer) if fit[-1] else (shorter, length)
-    while longer < (above := shorter * 11 // 10) < most and left_at(above) >= 0:
-        shorter = above
-    return shorter
 
 
 def _layout_text(resolved: ResolvedLayout) -> str:

@@ -196,6 +196,7 @@ class Compute:
     small collective of all ranks adds between two pieces of work, waiting for each other included.
     ``sharing``: how many times as fast a rank is while the others wait, 1 where each has its own
     processors. ``overlaps``: gathering weights runs beside compute, as it does on GPUs.
+    ``host_copy_s``: from a GPU to pinned memory or back while all ranks copy, per byte.
     """
 
     block_s: float
@@ -205,6 +206,7 @@ class Compute:
     sync_s: float = 0.0
     sharing: float = 1.0
     overlaps: bool = False
+    host_copy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -403,9 +405,30 @@ def _representative_ranks(plan: StepPlan) -> list[int]:
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    stages = [len(plan.rank_blocks(rank)) * compute.block_s for rank in range(plan.layout.pipeline)]
+    blocks = [len(plan.rank_blocks(rank)) for rank in range(plan.layout.pipeline)]
+    stages = [num * compute.block_s for num in blocks]
     stages[-1] += compute.head_s
-    return [tokens * stage / plan.layout.tensor for stage in stages]
+    return [
+        tokens * stage / plan.layout.tensor + _offloading_s(plan, num, tokens, compute)
+        for stage, num in zip(stages, blocks, strict=True)
+    ]
+
+
+def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute) -> float:
+    """Return the seconds of a micro-batch in which blocks wait for copies of their inputs.
+
+    An input leaves while its block is computed, and comes back while the next one runs again and
+    backward (``engine/offloaded_inputs.py``); that of the last block comes while nothing runs.
+    """
+    if not plan.parallel.offload_activations:
+        return 0.0
+    num_bytes = plan.activation_values([(tokens, tokens)]) * plan.activation_itemsize
+    copy_s = num_bytes * compute.host_copy_s
+    block_s = tokens * compute.block_s / plan.layout.tensor
+    # Of the passes forward, again, and backward, which is two where weights get gradients.
+    forward_s = block_s / (4 if plan.size.is_full else 3)
+    there_s, back_s = max(0.0, copy_s - forward_s), max(0.0, copy_s - (block_s - forward_s))
+    return num_blocks * there_s + (num_blocks - 1) * back_s + copy_s
 
 
 def _gathering_s(

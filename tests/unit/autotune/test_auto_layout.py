@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hpc_tune.autotune.candidates import legal_layouts, predict_candidates, rank_orders, ring_order
+from hpc_tune.autotune import search
+from hpc_tune.autotune.candidates import (
+    legal_layouts,
+    predict_candidates,
+    rank_orders,
+    ring_order,
+    share_rows,
+)
 from hpc_tune.autotune.search import (
     Measurements,
     choice_from_json,
@@ -25,9 +32,11 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.memory.policy import Phase
 from hpc_tune.model.build import build
 from hpc_tune.model.experts import num_shardable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Machine
+from hpc_tune.plan.memory_model import PhaseMemory
 from hpc_tune.plan.resolve import max_micro_rows
 from hpc_tune.plan.step_time import Compute, Network, StepWork
 from hpc_tune.probe.links import Link, Links
@@ -283,6 +292,75 @@ def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
         choose_for_command(settings, machine, None, "h100-ib400")
     planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]
     assert 1 <= len(planned) <= 6, planned
+
+
+FAST_LINKS = Links(tuple(Link((0, n), (0, 0), 1e-6, 1e11) for n in (1, 2, 3)), ())
+FOUR = Measurements((0,) * 4, FAST_LINKS, COMPUTE)
+
+
+def test_ranks_share_rows_by_numbers_that_divide_their_heads():
+    layouts = [Layout(1, 1), Layout(2, 8), Layout(1, 4, 2), Layout(1, 2, 4)]
+    idle, others = share_rows(layouts, MODEL, global_rows=4)
+    assert [(found.replicate, found.tensor, found.context) for found in idle] == [
+        *((2, 1, context) for context in (2, 4, 8))
+    ]
+    assert [(found.tensor, found.context) for found in others] == [(2, 2), (2, 4), (4, 2)]
+    mixed = SimpleNamespace(
+        model_type="qwen3_next", num_attention_heads=8, layer_types=["linear_attention"]
+    )
+    assert share_rows(layouts, mixed, 4) == ([], [])
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_that_would_have_no_row_share_one(rows, context):
+    words = [f"batch.global_size={rows}", "batch.micro_size=1", "data.seq_len=4096"]
+    settings = load_config(None, ["parallel=auto", "parallel.tensor=1", *words])
+    choice = search_layout(settings, Machine(1, 4, 80 * GIB, 512 * GIB), FOUR)
+    assert choice.best.layout == Layout(4, 1, context=context)
+    said = f"ranks share rows: a step has {rows} for 4 ranks"
+    assert (said in "\n".join(choice_lines(choice))) == (context > 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "context", "said"),
+    [
+        ((), 4096, 1, ""),
+        ((), 2048, 2, "2 ranks share each row: no layout fits in which each has whole ones"),
+        ((), 1024, 4, "4 ranks share each row: no layout fits in which each has whole ones"),
+        (("parallel.context=2",), 2048, 2, ""),
+        (("parallel.context=2",), 1024, None, "none of"),
+        (("train.compile=true",), 2048, None, "none of"),
+    ],
+)
+def test_rows_are_shared_where_no_rank_can_hold_whole_ones(
+    words, tokens, context, said, monkeypatch
+):
+    """Plans say that a rank can hold so many ``tokens`` of a row."""
+    planned = []
+
+    def plan(config, machine):
+        planned.append(config.parallel.context)
+        fits = config.data.seq_len // config.parallel.context <= tokens
+        phase = PhaseMemory(Phase.STEADY, GIB, GIB)
+        return SimpleNamespace(steady_phase=phase, tokens_that_fit=4096, fits=fits, advice=["more"])
+
+    monkeypatch.setattr(search, "make_plan", plan)
+    monkeypatch.setattr(search, "surely_fits", lambda most, machine: False)
+    limits = ["batch.global_size=8", "batch.micro_size=1", "data.seq_len=4096"]
+    limits += ["parallel.tensor=1", "parallel.pipeline=1"]
+    settings = load_config(None, ["parallel=auto", *limits, *words])
+    machine = Machine(1, 4, 80 * GIB, 512 * GIB)
+    if context is None:
+        with pytest.raises(ConfigError, match=said):
+            search_layout(settings, machine, FOUR)
+        return
+    choice = search_layout(settings, machine, FOUR)
+    assert choice.best.layout == Layout(4, 1, context=context)
+    lines = "\n".join(choice_lines(choice))
+    assert said in lines
+    assert ("share" in lines) == bool(said)
+    assert ", context" in lines or context == 1
+    assert planned == sorted(planned), "whole rows first"
 
 
 def test_the_ring_of_the_measurement_goes_around_a_slow_link():

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from hpc_tune.config.load import load_config
+from hpc_tune.memory.policy import Phase
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import PhaseMemory
+from hpc_tune.plan.room import limit_by_host
 from hpc_tune.units import format_bytes
 
 GIB, SEQ_LEN = 1 << 30, 1 << 14
@@ -27,9 +30,9 @@ def model(tmp_path_factory):
     return folder
 
 
-def planned(model, *words, gpu=80 * GIB):
+def planned(model, *words, gpu=80 * GIB, host=1024 * GIB, ranks=1):
     config = load_config(None, [*LONG, f"model.path={model}", *words])
-    return report.make_plan(config, Machine(1, 1, gpu, 1024 * GIB))
+    return report.make_plan(config, Machine(1, ranks, gpu, host))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,29 @@ def test_inputs_of_blocks_are_on_the_host_but_for_a_few(plans):
     assert moved.steady_phase.rank_bytes - auto.steady_phase.rank_bytes == inputs
     said = f"inputs of blocks on the host ({format_bytes(inputs)} per rank)"
     assert said in "\n".join(report.as_lines(moved, []))
+
+
+def test_the_memory_of_a_node_ends_rows_whose_inputs_are_there(model):
+    words = [f"parallel.{name}" for name in ("offload_activations=true", "context=4", "shard=4")]
+    host = 64 * GIB
+    small = planned(model, *words, host=host, ranks=4)
+    room_bytes = int(0.85 * host) - small.steady_phase.node_bytes(small.machine)
+    # Each token has one input per block, on one of the ranks that share its row.
+    longer = room_bytes // (BLOCKS * HIDDEN * BYTES)
+    assert small.tokens_that_fit == pytest.approx(SEQ_LEN + longer, abs=4)
+    assert small.bound_by == "node"
+    assert ", by the memory of a node: " in "\n".join(report.as_lines(small, []))
+    assert report.from_json(report.as_json(small, [])).bound_by == "node"
+
+
+@pytest.mark.parametrize(("host", "tokens"), [(200, 500), (240, 670), (100, 70), (60, 0)])
+def test_a_node_holds_as_many_inputs_as_its_memory_has_room_for(host, tokens):
+    # Two ranks of 85 bytes, of which 50 are the inputs of 500 tokens; 85% may be filled.
+    steady = PhaseMemory(Phase.STEADY, 10, 85)
+    machine = Machine(1, 2, 1000, host)
+    assert limit_by_host(10_000, [steady], machine, 50, 500) == (tokens, "node")
+    assert limit_by_host(tokens, [steady], machine, 50, 500) == (tokens, "GPU")
+    assert limit_by_host(10_000, [steady], machine, 0, 500) == (10_000, "")
 
 
 def test_what_helps_long_rows_is_advised_where_all_else_is_recomputed(model):

@@ -217,6 +217,32 @@ def test_gathered_weights_take_new_memory_and_a_copy():
     assert found.comm_s == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(
+    ("layout", "size", "copy_s", "waits_s"),
+    [
+        # A block takes 0.1 s: a third of it forward, the rest again and backward. The last block's
+        # input comes back while nothing is computed.
+        (Layout(1, 1), ADAPTERS, 0.02, 0.02),
+        (Layout(1, 1), ADAPTERS, 0.05, 8 * (0.05 - 0.1 / 3) + 0.05),
+        (Layout(1, 1), ADAPTERS, 0.1, 8 * (0.1 - 0.1 / 3) + 7 * (0.1 - 0.2 / 3) + 0.1),
+        # Half the work, and the same inputs.
+        (Layout(1, 1, 2), ADAPTERS, 0.04, 8 * (0.04 - 0.05 / 3) + 7 * (0.04 - 0.1 / 3) + 0.04),
+        # Of four passes the first; inputs are in fp32.
+        (Layout(1, 1), ALL, 0.02, 8 * (0.04 - 0.1 / 4) + 0.04),
+    ],
+)
+def test_blocks_wait_for_copies_of_their_inputs_that_take_longer_than_they(
+    layout, size, copy_s, waits_s
+):
+    # 10 tokens x 1000 values x 2 bytes
+    copies = replace(COMPUTE, host_copy_s=copy_s / 20_000)
+    net = network(layout.size, 1e15)
+    moved = seconds(layout, net, size, compute=copies, recompute="full", offload_activations=True)
+    kept = seconds(layout, net, size, compute=copies, recompute="full")
+    assert moved.seconds - kept.seconds == pytest.approx(8 * waits_s, rel=1e-6)
+    assert moved.comm_s == pytest.approx(kept.comm_s)
+
+
 def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
     pairs = tuple(Link((a, b), (a, b), 0.0, 2e6, 1e6) for a in range(4) for b in range(a + 1, 4))
     net = Network.from_links(Links(pairs, ()), range(4))
