@@ -7,11 +7,15 @@ All copies are in one stream, in the order in which they are asked for, so a buf
 next input as soon as its last one has been asked back. The device waits, the host never: an input
 is let go of when the stream that computes has been told to wait for its copy. ``record_stream``
 would keep its memory until the host sees that the copy has ended, and the host is far ahead.
+
+Buffers have ``PIECE_BYTES``, and of an input what is left over: torch takes a power of two for each
+(``world/pinned.py``), which for a whole input may be twice as much.
 """
 
 import contextlib
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.world.pinned import empty_pinned_cache, round_up_bytes
 
 LONG_ROW_TOKENS = 4096  # shorter rows leave little to move
+PIECE_BYTES = 64 << 20  # copied in a millisecond
 
 
 class OffloadedInputs:
@@ -39,7 +44,7 @@ class OffloadedInputs:
         self._can_move &= not settings.train.compiles
         self.is_on = self._asked = settings.parallel.offload_activations and self._can_move
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # buffers by bytes
+        self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # pieces by bytes
         self._leaving: tuple[torch.Tensor, Any] | None = None
         self._last: weakref.ref[_Offloaded] | None = None
 
@@ -81,9 +86,12 @@ class OffloadedInputs:
     def _move(self, x: torch.Tensor) -> "_Offloaded":
         self._let_go()
         moved = _Offloaded(x, self._last)
-        moved.buffer = self._take_buffer(round_up_bytes(x.nbytes))
-        weakref.finalize(moved, self._free[round_up_bytes(x.nbytes)].append, moved.buffer)
-        self._leaving = x, self._copy(moved.on_host, x)
+        x = x.contiguous()
+        for num_bytes in moved.piece_bytes:
+            piece = self._take_piece(num_bytes)
+            moved.pieces.append(piece)
+            weakref.finalize(moved, self._free[num_bytes].append, piece)
+        self._leaving = x, self._copy(moved.on_host, moved.cut(x))
         self._last = weakref.ref(moved)
         return moved
 
@@ -104,7 +112,7 @@ class OffloadedInputs:
     def _begin_to_bring(self, moved: "_Offloaded") -> None:
         if moved.returning is None:
             x = torch.empty(moved.shape, dtype=moved.dtype, device=self._device)
-            moved.returning = x, self._copy(x, moved.on_host)
+            moved.returning = x, self._copy(moved.cut(x), moved.on_host)
 
     def _let_go(self) -> None:
         """Let the stream that computes wait for the copy under way, and forget its source."""
@@ -112,19 +120,21 @@ class OffloadedInputs:
             torch.cuda.current_stream(self._device).wait_event(self._leaving[1])
         self._leaving = None
 
-    def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> Any:
-        """Begin a copy behind what has been asked for so far; return its end, None if it is."""
-        if to is None or source is None:
+    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Any:
+        """Begin copies behind what has been asked for so far; return their end, None if it is."""
+        if self.counts_only:
             return None
         if self._stream is None:
-            to.copy_(source)
+            for to_piece, piece in zip(to, source, strict=True):
+                to_piece.copy_(piece)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
+            for to_piece, piece in zip(to, source, strict=True):
+                to_piece.copy_(piece, non_blocking=True)
             return self._stream.record_event()
 
-    def _take_buffer(self, num_bytes: int) -> torch.Tensor | None:
+    def _take_piece(self, num_bytes: int) -> torch.Tensor | None:
         if waiting := self._free[num_bytes]:
             return waiting.pop()
         self.buffer_bytes += num_bytes
@@ -143,12 +153,27 @@ class _Offloaded:
     def __init__(self, x: torch.Tensor, before: "weakref.ref[_Offloaded] | None") -> None:
         self.shape, self.dtype, self.num_bytes = x.shape, x.dtype, x.nbytes
         self.before = before
-        self.buffer: torch.Tensor | None = None
+        self.pieces: list[torch.Tensor | None] = []
         self.returning: tuple[torch.Tensor, Any] | None = None
 
     @property
-    def on_host(self) -> torch.Tensor | None:
-        """Its values in its buffer."""
-        if self.buffer is None:
-            return None
-        return self.buffer[: self.num_bytes].view(self.dtype).view(self.shape)
+    def piece_bytes(self) -> list[int]:
+        """The bytes of each of its buffers."""
+        whole, rest = divmod(self.num_bytes, PIECE_BYTES)
+        return [PIECE_BYTES] * whole + [round_up_bytes(rest)] * (rest > 0)
+
+    @property
+    def on_host(self) -> list[torch.Tensor]:
+        """Its values in its buffers."""
+        pieces = zip(self.pieces, self._lengths, strict=True)
+        return [piece.view(self.dtype)[:num] for piece, num in pieces if piece is not None]
+
+    def cut(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return contiguous values like these by the buffer that they have."""
+        return x.view(-1).split(self._lengths)
+
+    @property
+    def _lengths(self) -> list[int]:
+        most = PIECE_BYTES // self.dtype.itemsize
+        whole, rest = divmod(self.num_bytes // self.dtype.itemsize, most)
+        return [most] * whole + [rest] * (rest > 0)

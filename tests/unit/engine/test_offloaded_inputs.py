@@ -1,5 +1,6 @@
 """Inputs of recomputed blocks on the host: the same bits, each copied once there and once back."""
 
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TrainConfig
+from hpc_tune.engine import offloaded_inputs
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.offloaded_inputs import OffloadedInputs
 from hpc_tune.faults import Faults
@@ -78,12 +80,27 @@ def test_micro_batches_in_flight_have_buffers_of_their_own():
     assert inputs.buffer_bytes == 3 * NUM_BLOCKS * INPUT_BYTES
 
 
+def test_a_large_input_has_buffers_of_powers_of_two_that_are_used_again(monkeypatch):
+    monkeypatch.setattr(offloaded_inputs, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", (2, 17, 32))
+    wanted = gradients(make(is_on=False), steps=2)
+    inputs = make()
+    assert all(map(torch.equal, gradients(inputs, steps=2), wanted))
+    # 2 x 17 x 32 x 4 bytes are 4 x 1024 and 256; in one buffer they would take 8192.
+    assert inputs.buffer_bytes == NUM_BLOCKS * (4 * 1024 + 256)
+    assert {size: len(pieces) for size, pieces in inputs._free.items()} == {
+        1024: 4 * NUM_BLOCKS,
+        256: NUM_BLOCKS,
+    }
+
+
 def test_each_input_is_copied_once_and_comes_back_one_block_ahead():
     inputs, copies = make(), []
     plain = inputs._copy
 
     def noting(to, source):
-        copies.append((source.data_ptr(), to.data_ptr(), to.nbytes))
+        [one], [other] = to, source
+        copies.append((other.data_ptr(), one.data_ptr(), one.nbytes))
         return plain(to, source)
 
     inputs._copy = noting
