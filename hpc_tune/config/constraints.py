@@ -71,7 +71,14 @@ def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str
     """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
     ranks = job.nodes * job.ranks_per_node
     if parallel.fits_ranks(ranks):
-        return []
+        of_weights = ranks // ((parallel.tensor or 1) * (parallel.pipeline or 1))
+        if of_weights % parallel.context == 0:
+            return []
+        return [
+            f"parallel.context={parallel.context} groups the ranks of replicate x shard, which it "
+            f"must divide, and the {job.section} section asks for {of_weights} of them "
+            f"({job.section}.nodes={job.nodes} of {job.ranks_per_node} ranks)"
+        ]
     needed = parallel.ranks_needed
     asked = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
     verb = "needs" if len(parallel.axes) == 1 else "need"

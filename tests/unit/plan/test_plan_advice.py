@@ -103,6 +103,9 @@ def test_the_machine_of_a_plan_is_what_is_named_or_the_slurm_section(
         (["parallel.tensor=4", "slurm.gpus_per_node=6"], "a multiple of 4 ranks"),
         (["parallel.shard=8", "slurm.gpus_per_node=4", "slurm.nodes=2"], None),
         (["parallel.tensor=4", "slurm.gpus_per_node=8"], None),
+        (["parallel.context=4", "slurm.gpus_per_node=8"], None),
+        (["parallel.context=4", "parallel.tensor=4", "slurm.gpus_per_node=8"], "asks for 2 of"),
+        (["parallel.context=3", "slurm.gpus_per_node=8"], "which it must divide"),
         ([], None),
     ],
 )
