@@ -29,6 +29,7 @@ from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
 from hpc_tune.config.constraints import allows_context, allows_expert, allows_tensor
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.context_parallel import can_share_attention
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, trim_heap
@@ -225,6 +226,7 @@ def search_layout(
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = asked.context == 1 and allows_context(asked, config.train)
+    may_share = may_share and can_share_attention(built.module)
     shared = share_rows(layouts, built.config, work.global_rows) if may_share else ([], [])
     legal, more = (
         predict_candidates(some, asked, config.batch, work, machine, compute, network)

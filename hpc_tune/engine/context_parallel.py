@@ -65,6 +65,11 @@ def share_attention(module: LossModel, share: SharedRows | None) -> None:
     share.uses_eager, module.share = uses_eager, share
 
 
+def can_share_attention(module: LossModel) -> bool:
+    """Return whether ``share_attention`` is possible; it replaces the attention to find out."""
+    return not module.needs_mask and force_document_attention(module.causal_lm()) is not None
+
+
 def share_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Batch]:
     """Return this rank's tokens of each batch."""
     if share is None:

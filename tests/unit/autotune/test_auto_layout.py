@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import FalconConfig, LlamaConfig
 
 from hpc_tune.autotune import search
 from hpc_tune.autotune.candidates import (
@@ -319,6 +319,17 @@ def test_ranks_that_would_have_no_row_share_one(rows, context):
     assert choice.best.layout == Layout(4, 1, context=context)
     said = f"ranks share rows: a step has {rows} for 4 ranks"
     assert (said in "\n".join(choice_lines(choice))) == (context > 1)
+
+
+def test_rows_of_a_model_with_masks_of_its_own_stay_whole(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    model = FalconConfig(vocab_size=512, architectures=["FalconForCausalLM"], **sizes)
+    model.save_pretrained(tmp_path)
+    words = ["batch.global_size=1", "batch.micro_size=1", "data.seq_len=4096"]
+    words += [f"model.path={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]
+    settings = load_config(None, ["parallel=auto", *words])
+    choice = search_layout(settings, Machine(1, 4, 80 * GIB, 512 * GIB), FOUR)
+    assert choice.best.layout.context == 1
 
 
 @pytest.mark.parametrize(
