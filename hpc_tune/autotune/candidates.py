@@ -117,20 +117,21 @@ def legal_layouts(
 
 
 def share_rows(
-    layouts: Iterable[Layout], model: Any, global_rows: int
+    layouts: Iterable[Layout], model: Any, global_rows: int, near: int
 ) -> tuple[list[Layout], list[Layout]]:
     """Return the layouts with rows that ranks share, by each number that divides heads evenly.
 
     First those of which some ranks would have no row without it, then the others. ``model`` is the
-    transformers config.
+    transformers config; ``near``: as many ranks are close enough for it.
     """
     idle: list[Layout] = []
     others: list[Layout] = []
     for layout in layouts:
         for num in list_divisors(layout.weight_size)[1:]:
             shared = replace(layout, context=num)
-            is_even = model.num_attention_heads % (layout.tensor * num) == 0
-            if is_even and not sharing_problems(model, shared):
+            span = layout.tensor * num
+            is_even = model.num_attention_heads % span == 0
+            if is_even and span <= near and not sharing_problems(model, shared):
                 (idle if global_rows < layout.weight_size else others).append(shared)
     return idle, others
 

@@ -227,11 +227,10 @@ def search_layout(
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     may_share = asked.context == 1 and allows_context(asked, config.train)
     may_share = may_share and can_share_attention(built.module)
-    shared = share_rows(layouts, built.config, work.global_rows) if may_share else ([], [])
-    legal, more = (
-        predict_candidates(some, asked, config.batch, work, machine, compute, network)
-        for some in (layouts + shared[0], shared[1])
-    )
+    near = machine.ranks_per_node if machine.ranks_per_node > 1 else num_ranks
+    shared = share_rows(layouts, built.config, work.global_rows, near) if may_share else ([], [])
+    places = asked, config.batch, work, machine, compute, network
+    legal = predict_candidates(layouts + shared[0], *places)
 
     def plan_of(candidate: Candidate) -> MemoryPlan:
         parallel = with_layout(asked, candidate.layout)
@@ -246,7 +245,7 @@ def search_layout(
 
     may_split = config.batch.micro_size == "auto"
     search = _LayoutSearch(work, machine, num_ranks, plan_of, with_rows if may_split else None)
-    rows, refused = search.fastest_that_fit(legal, more)
+    rows, refused = search.fastest_that_fit(legal, lambda: predict_candidates(shared[1], *places))
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     simple = next((c for c in legal if c.layout == layout), None)
     alone = next((c for c in legal if c.layout.size == 1), None)
@@ -356,21 +355,23 @@ class _LayoutSearch:
     planned: list[_PlannedCandidate] = field(default_factory=list)
 
     def fastest_that_fit(
-        self, legal: Sequence[Candidate], more: Sequence[Candidate] = ()
+        self, legal: Sequence[Candidate], predict_more: Callable[[], Sequence[Candidate]]
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Return the fastest of ``legal`` that fit, and faster ones that do not.
 
-        ``more``: others, where none of these fits.
+        ``predict_more`` returns others, where none of these fits.
 
         Raises:
             ConfigError: if none fits.
         """
         rows, refused = self._find_fitting(legal)
         if not rows:
+            more = predict_more()
+            legal = [*legal, *more]
             rows, more_refused = self._find_fitting(more)
             refused += more_refused
         if not rows:
-            raise ConfigError(self._why_nothing_fits(len(legal) + len(more)))
+            raise ConfigError(self._why_nothing_fits(len(legal)))
         return sorted(rows, key=self._ranking_s), refused
 
     def _find_fitting(self, legal: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:

@@ -300,15 +300,16 @@ FOUR = Measurements((0,) * 4, FAST_LINKS, COMPUTE)
 
 def test_ranks_share_rows_by_numbers_that_divide_their_heads():
     layouts = [Layout(1, 1), Layout(2, 8), Layout(1, 4, 2), Layout(1, 2, 4)]
-    idle, others = share_rows(layouts, MODEL, global_rows=4)
-    assert [(found.replicate, found.tensor, found.context) for found in idle] == [
-        *((2, 1, context) for context in (2, 4, 8))
-    ]
+    idle, others = share_rows(layouts, MODEL, global_rows=4, near=8)
+    assert [(found.replicate, found.context) for found in idle] == [(2, 2), (2, 4), (2, 8)]
     assert [(found.tensor, found.context) for found in others] == [(2, 2), (2, 4), (4, 2)]
     mixed = SimpleNamespace(
         model_type="qwen3_next", num_attention_heads=8, layer_types=["linear_attention"]
     )
-    assert share_rows(layouts, mixed, 4) == ([], [])
+    assert share_rows(layouts, mixed, 4, 8) == ([], [])
+    idle, others = share_rows(layouts, MODEL, global_rows=4, near=4)
+    assert [found.context for found in idle] == [2, 4]
+    assert [(found.tensor, found.context) for found in others] == [(2, 2)]
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 4), (2, 2), (4, 1)])
