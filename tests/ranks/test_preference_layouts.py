@@ -14,8 +14,9 @@ LAYOUTS = {
     "tensor": ["parallel.tensor=2"],
     "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
     "zero": ["parallel.zero_stage=3"],
+    "context": ["parallel.shard=2", "parallel.context=2"],
 }
-SAMPLE, OTHERS = ("shard", "tensor", "zero"), ("replicate", "pipeline")
+SAMPLE, OTHERS = ("shard", "tensor", "zero"), ("replicate", "pipeline", "context")
 METHODS = {"dpo": "lora", "kto": "lora", "ipo": "full", "simpo": "dora", "orpo": "lora"}
 
 
