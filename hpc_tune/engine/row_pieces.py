@@ -72,15 +72,17 @@ class RowPieces:
         return {Action.MORE_PIECES: ActionHandle(double, most)}
 
     def _cut(self, mlp: nn.Module, forward: Forward) -> Callable[..., torch.Tensor]:
+        run = _forgetting(mlp, forward)
+
         def in_pieces(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             size = -(-x.shape[-2] // self.num_pieces) if x.dim() > 1 else 0
             if args or kwargs or x.dim() < 2 or size in (0, x.shape[-2]):
                 return forward(x, *args, **kwargs)
             if not torch.is_grad_enabled():
-                return _run_pieces(forward, x, size)
+                return _run_pieces(run, x, size)
             weights = [p for p in mlp.parameters() if p.requires_grad]
             kept = _Keep.apply(x) if x.requires_grad else x
-            out: torch.Tensor = _InPieces.apply(forward, size, kept, *weights)
+            out: torch.Tensor = _InPieces.apply(run, size, kept, *weights)
             return out
 
         return in_pieces
@@ -113,6 +115,21 @@ def _sum_whole_rows(mlp: nn.Module) -> None:
             handle, sum_output = of_layer
             handle.remove()
             mlp.register_forward_hook(sum_output)
+
+
+def _forgetting(mlp: nn.Module, forward: Forward) -> Forward:
+    """Return ``forward`` of one piece, after which nothing of ``share_casts`` keeps the row."""
+    forget: Callable[[], None] | None = getattr(mlp, "forget_casts", None)
+    if forget is None:
+        return forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return forward(x)
+        finally:
+            forget()
+
+    return run
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:

@@ -248,13 +248,15 @@ def share_casts(blocks: Iterable[nn.Module]) -> int:
     Returns how many modules have several such layers. Without autocast nothing is cast.
     """
     found = 0
-    for module in (part for block in blocks for part in block.modules()):
+    modules: Any = (part for block in blocks for part in block.modules())
+    for module in modules:
         layers = [part for part in module.children() if _may_be_cast(part)]
         if len(layers) > 1:
             shared = _SharedInputs(len(layers))
             for layer in layers:
                 layer.register_forward_pre_hook(shared.cast)
             module.register_forward_hook(shared.forget, always_call=True)
+            module.forget_casts = shared.forget  # for who calls ``forward``, which runs no hooks
             found += 1
     return found
 
