@@ -177,8 +177,10 @@ def _build(
             f"transformers generates with a {built.config.model_type} model only as a whole: "
             "export it with --to merged, and ask it there"
         )
-    seq_len = None if trained is None else max(trained.config.data.seq_len, longest)
-    return replace(built, seq_len=seq_len)
+    if trained is None:
+        return built
+    scaled_for = trained.state.scaled_for or trained.config.data.seq_len
+    return replace(built, seq_len=max(scaled_for, longest))
 
 
 def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:

@@ -223,7 +223,7 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 _copy_file(file_path, temporary)
-        if (scaling := read_rope_scaling(checkpoint)) is not None:
+        if (scaling := read_rope_scaling(checkpoint, base)) is not None:
             _scale_positions(temporary / "config.json", base, scaling)
         if merged.has_other_dtypes:
             _set_dtype(temporary / "config.json", dtype)

@@ -16,12 +16,14 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig
-from hpc_tune.config.rope import ORIGINAL
+from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
 from hpc_tune.data.files import as_list
 from hpc_tune.errors import DataError
 from hpc_tune.hub_cache import NAMELESS, model_name
+from hpc_tune.log import log
 from hpc_tune.model.config_json import read_config_json
 from hpc_tune.model.language import read_config
+from hpc_tune.model.rotary import without_lengths
 from hpc_tune.model.tokenizer import (
     load_tokenizer,
     may_have_own_class,
@@ -89,14 +91,20 @@ _LIBRARY = {"adapter": "peft", "per-expert": "vllm", "merged": "transformers", "
 _UNKNOWN_LICENSE = {"license": "unknown"}
 
 
-def read_rope_scaling(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return the model.rope_scaling that a checkpoint was trained with.
+def read_rope_scaling(checkpoint: Path, base: Path) -> Mapping[str, Any] | None:
+    """Return with which scaling others compute the positions of a checkpoint's training.
+
+    That of model.rope_scaling, whose frequencies here are the same for texts of all lengths.
 
     Raises:
         CheckpointError: if its state cannot be used.
     """
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
-    return state.run_config(str(checkpoint)).model.rope_scaling
+    config = state.run_config(str(checkpoint))
+    if (scaling := config.model.rope_scaling) is None:
+        return None
+    # Earlier versions did not say it, which was another length for pairs alone.
+    return without_lengths(read_config(base), scaling, state.scaled_for or config.data.seq_len)
 
 
 def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
@@ -144,9 +152,11 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         rows["energy of training"] = f"{energy.full_text}; up to step {energy.step}"
     title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _auto_class(base) if whole else _CAUSAL_CLASS
-    scaling = config.model.rope_scaling
+    scaling = read_rope_scaling(checkpoint, base)
     if scaling is not None:
-        rows["rotary positions"] = ", ".join(f"{k} {v}" for k, v in scaling.items())
+        rows["rotary positions"] = _describe_positions(config.model.rope_scaling or {}, scaling)
+        if kind in ("adapter", "per-expert"):
+            _warn_of_positions(scaling)
     about = f"{title}\n\n{run.notes}" if run.notes else title
     card = _format_card(
         about, base, [tune.method, *run.tags], rows, kind, _usage(kind, auto, base, scaling)
@@ -174,6 +184,20 @@ def _format_card(
         f"licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{usage}\n```\n"
+    )
+
+
+def _describe_positions(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
+    """Return model.rope_scaling, and what others compute the same positions with."""
+    text, same = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (trained, scaling))
+    return text if scaling == trained else f"{text}; the same for texts of all lengths: {same}"
+
+
+def _warn_of_positions(scaling: Mapping[str, Any]) -> None:
+    log.warning(
+        "an adapter holds no rotary positions: this one needs its base loaded with %s; %s in it "
+        "says how. export --to merged writes them into the model",
+        *(format_rope_scaling(scaling, "rope_parameters"), CARD),
     )
 
 

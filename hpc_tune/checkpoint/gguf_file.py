@@ -77,7 +77,7 @@ def export_gguf(
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )
-    scaling = read_rope_scaling(checkpoint)
+    scaling = read_rope_scaling(checkpoint, base)
     transformers_config = read_config(base, scaling)
     config = transformers_config.to_dict()
     config["max_position_embeddings"] = position_limit(transformers_config, scaling)

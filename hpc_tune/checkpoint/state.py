@@ -74,7 +74,8 @@ class RunState:
     mixture which parts are trained. ``held_out`` is a hash of what held-out losses are over, empty
     where it is not known. ``start`` is one of the adapter with which the model began that
     preferences are compared with, empty for the base alone, None where nothing is compared or it is
-    not known.
+    not known. ``scaled_for``: the tokens of a text for which rotary positions are scaled in all,
+    where they would depend on each text's length.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -93,6 +94,7 @@ class RunState:
     experts: str = ""
     held_out: str = ""
     start: str | None = None
+    scaled_for: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""

@@ -23,7 +23,12 @@ _POSSIBLE: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "attention_factor"),
 }
-_KINDS = ", ".join(_NEEDED)
+KINDS = tuple(_NEEDED)
+# What of rope_parameters belongs to a scaling (alpha: HunYuan's). The rest is the model's own and
+# stays with another.
+SCALING_KEYS = frozenset(("rope_type", "type", "alpha")).union(
+    *_NEEDED.values(), *_POSSIBLE.values()
+)
 _WHY_ORIGINAL = (
     f"{ORIGINAL}, the tokens that the model was trained with (max_position_embeddings of its "
     "config.json)"
@@ -63,7 +68,7 @@ def _check(given: dict[str, Any] | None) -> dict[str, Any] | None:
     kind = str(given.get("rope_type", given.get("type", "")))
     if kind not in _NEEDED:
         found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
-        raise ValueError(f"{found}; expected one of {_KINDS}")
+        raise ValueError(f"{found}; expected one of {', '.join(KINDS)}")
     values = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
     needed, possible = _NEEDED[kind], ("rope_theta", *_POSSIBLE.get(kind, ()))
     problems = [
@@ -95,7 +100,7 @@ def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:
     return {"rope_type": "yarn", "factor": -(-seq_len // trained), ORIGINAL: trained}
 
 
-def format_rope_scaling(value: Mapping[str, Any]) -> str:
+def format_rope_scaling(value: Mapping[str, Any], name: str = "model.rope_scaling") -> str:
     """Return the setting as it is typed in a shell or in YAML."""
     pairs = ", ".join(f"{key}: {item}" for key, item in value.items())
-    return f"model.rope_scaling={{{pairs}}}"
+    return f"{name}={{{pairs}}}"

@@ -114,15 +114,17 @@ def advise_rope_scaling(
 ) -> str | None:
     """Return the setting with which a model takes texts of ``longest`` tokens; None without one.
 
-    ``said``: the model.rope_scaling there is, whose factor is raised.
+    ``said``: the model.rope_scaling there is, whose factor is raised if it is one of lengths.
     """
     trained = position_limit(read_language_config(directory), None)
-    if said is not None and "factor" in said:
+    # That of llama3 is no ratio of lengths.
+    is_raised = said is not None and "factor" in said and said["rope_type"] != "llama3"
+    if said is not None and is_raised:
         trained = said.get(ORIGINAL, trained)
     if not trained:
         return None
     advised = suggest_rope_scaling(longest, trained)
-    if said is not None and "factor" in said:
+    if said is not None and is_raised:
         advised = {**said, "factor": advised["factor"]}
     try:
         read_config(directory, advised)

@@ -2,6 +2,7 @@
 
 scale_config_json   the setting in the content of a config.json: what a run reads, exports write
 fix_positions       frequencies that transformers would compute for each text, fixed for good
+without_lengths     a setting with which transformers computes the fixed ones itself: for exports
 
 transformers computes some for the longest text of a micro-batch (longrope: two sets of frequencies;
 dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the others of
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.rope import ORIGINAL, format_rope_scaling
+from hpc_tune.config.rope import KINDS, ORIGINAL, SCALING_KEYS, format_rope_scaling
 from hpc_tune.errors import ConfigError, first_line
 
 _FULL_ATTENTION = "full_attention"  # the layers that are scaled where each kind has its own
 _BY_POSITIONS = ("linear", "dynamic")  # of which max_position_embeddings is the length before
-_KEPT = ("rope_theta", "partial_rotary_factor")
+_POSITIONS = "max_position_embeddings"
+_ATTENTION_SCALE = "llama_4_scaling_beta"  # of queries, by a position's share of ORIGINAL
+_UNSCALED = "default"  # to transformers: frequencies that never change
 
 
 def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
@@ -30,16 +33,22 @@ def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, 
         ConfigError: if the family takes no such scaling.
     """
     said, kind = format_rope_scaling(scaling), config.get_text_config().model_type
-    if not _parameters(config):
+    before = _parameters(config)
+    if not before:
         raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
+    if (own := before.get("rope_type", _UNSCALED)) not in (_UNSCALED, *KINDS):
+        raise ConfigError(
+            f"{said}: rotary positions of a {kind} model are {own} ones, which no scaling keeps; "
+            "leave model.rope_scaling out"
+        )
     try:
         scaled = type(config).from_dict(scale_config_json(config, content, scaling))
     except Exception as error:  # whatever the family's own checks raise
         raise ConfigError(
             f"{said}: transformers takes no such scaling for a {kind} model: {first_line(error)}"
         ) from None
-    found = _parameters(scaled)
-    if other := [f"{k}={found.get(k)}" for k, v in scaling.items() if found.get(k) != v]:
+    found, wanted = _parameters(scaled), _with_scaling(before, scaling)
+    if other := [f"{k}={found.get(k)}" for k, v in wanted.items() if found.get(k) != v]:
         raise ConfigError(
             f"{said}: transformers makes {', '.join(other)} of it for a {kind} model; take a kind "
             "that its own configuration names"
@@ -53,6 +62,7 @@ def scale_config_json(
     """Return the ``content`` of a config.json, as ``config`` reads it, with positions scaled.
 
     The form stays: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
+    ``scaling`` may be one of ``without_lengths``.
     """
     text = config.get_text_config()
     inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -60,17 +70,66 @@ def scale_config_json(
     part = dict(content if name is None else content[name])
     if isinstance(whole := part.get("rope_parameters"), dict):
         old = whole.get(_FULL_ATTENTION, whole)
-        new = {key: old[key] for key in _KEPT if key in old} | dict(scaling)
+        new = _with_scaling(old, scaling)
         part["rope_parameters"] = new if old is whole else {**whole, _FULL_ATTENTION: new}
     else:
-        part["rope_scaling"] = {k: v for k, v in scaling.items() if k != "rope_theta"}
+        new = _with_scaling(part.get("rope_scaling") or {}, scaling)
+        part["rope_scaling"] = {k: v for k, v in new.items() if k != "rope_theta"}
     if "rope_theta" in scaling and ("rope_theta" in part or "rope_scaling" in part):
         part["rope_theta"] = scaling["rope_theta"]
     if ORIGINAL in scaling and hasattr(text, ORIGINAL):  # Phi-3 reads it from there
         part[ORIGINAL] = scaling[ORIGINAL]
-    if {ORIGINAL, "factor"} <= scaling.keys():
-        part["max_position_embeddings"] = int(scaling[ORIGINAL] * scaling["factor"])
+    if (positions := _scaled_positions(text, _parameters(config), scaling)) is not None:
+        part[_POSITIONS] = positions
     return part if name is None else {**content, name: part}
+
+
+def _with_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters with another scaling, and what of the ``old`` ones is none."""
+    kept = {key: value for key, value in old.items() if key not in SCALING_KEYS}
+    if _ATTENTION_SCALE in old and ORIGINAL in old:
+        kept[ORIGINAL] = old[ORIGINAL]
+    return kept | {key: value for key, value in scaling.items() if key != _POSITIONS}
+
+
+def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+    """Return max_position_embeddings of a scaled model, None where it stays what it is.
+
+    The factor of Llama 3's scaling is no ratio of lengths: both 8 and 32 (Llama 3.1 and 3.2) make
+    131072 positions of 8192.
+    """
+    if _POSITIONS in scaling or not {ORIGINAL, "factor"} <= scaling.keys():
+        return scaling.get(_POSITIONS)
+    if all(old.get(key) == scaling[key] for key in ("rope_type", "factor", ORIGINAL)):
+        return None
+    positions = int(scaling[ORIGINAL] * scaling["factor"])
+    if scaling["rope_type"] != "llama3":
+        return positions
+    is_more = positions > getattr(text, _POSITIONS, 0)
+    return positions if is_more and old.get("rope_type") != "llama3" else None
+
+
+def without_lengths(config: Any, scaling: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Return ``scaling`` with the frequencies for ``num_tokens`` tokens in texts of any length.
+
+    They are those of ``fix_positions``, where transformers would take others for shorter texts.
+    ``config``: transformers', without the scaling. May have max_position_embeddings as well.
+    """
+    text, kind = config.get_text_config(), scaling["rope_type"]
+    if kind == "longrope" and num_tokens > scaling[ORIGINAL]:
+        return {**scaling, "short_factor": scaling["long_factor"]}
+    if kind != "dynamic":
+        return dict(scaling)
+    parameters, trained = _parameters(config) | dict(scaling), text.max_position_embeddings
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    positions, factor = max(num_tokens, trained), scaling["factor"]
+    stretch = (factor * positions / trained - (factor - 1)) ** (dim / (dim - 2))
+    return {
+        "rope_type": _UNSCALED,
+        "rope_theta": parameters["rope_theta"] * stretch,
+        _POSITIONS: positions,
+    }
 
 
 def _parameters(config: Any) -> dict[str, Any]:
@@ -97,13 +156,10 @@ def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
 
 def position_limit(config: Any, scaling: Mapping[str, Any] | None) -> int | None:
     """Return the longest text, in tokens, that a language model's positions are made for."""
-    positions: int | None = getattr(config, "max_position_embeddings", None)
+    positions: int | None = getattr(config, _POSITIONS, None)
     if positions and scaling and scaling["rope_type"] in _BY_POSITIONS:
         return int(positions * scaling["factor"])
     return positions
-
-
-_UNSCALED = "default"  # to transformers: frequencies that never change
 
 
 def has_length_scaling(config: Any) -> bool:

@@ -26,6 +26,7 @@ from hpc_tune.memory import host
 from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.policy import Action, Phase
 from hpc_tune.model.objective import zero_rewards
+from hpc_tune.model.rotary import has_length_scaling
 from hpc_tune.rundir.outcome import Outcome, done_outcome, stopped_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
@@ -389,6 +390,7 @@ def prepare_control(
         start=job.setup_comm.on_rank_0(
             "looking at the adapter", partial(hash_init_adapter, config.tune)
         ),
+        scaled_for=model.built.seq_len if has_length_scaling(model.built.config) else None,
     )
     recorder = open_recorder(job, model, plan, data, step)
     return Control(job, trainer, saver, governor, evaluation, recorder, state)

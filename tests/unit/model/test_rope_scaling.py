@@ -16,7 +16,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import advise_rope_scaling, read_config, read_language_config
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.rotary import position_limit, scale_config_json
+from hpc_tune.model.rotary import position_limit, scale_config_json, without_lengths
 from hpc_tune.plan.resolve import why_rows_too_long
 from tests.unit.model.test_model_build import FAMILY
 
@@ -91,6 +91,62 @@ def test_logits_are_those_of_transformers_with_the_same_parameters(tmp_path, kin
     wanted = stock_logits(directory, tokens_BT)
     assert (ours - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     assert (plain - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("length", [20, LONG])
+def test_longrope_of_long_rows_is_exported_for_texts_of_all_lengths(tmp_path, length):
+    directory, tokens_BT = written(tmp_path, "phi3"), tokens(length)
+    ours = our_logits(directory, LONGROPE, tokens_BT, seq_len=LONG)
+    config = read_config(directory)
+    content = json.loads((directory / "config.json").read_text())
+    exported = scale_config_json(config, content, without_lengths(config, LONGROPE, LONG))
+    (directory / "config.json").write_text(json.dumps(exported))
+    wanted = stock_logits(directory, tokens_BT)
+    assert (ours - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("scaling", [YARN, LINEAR], ids=lambda s: s["rope_type"])
+def test_queries_are_scaled_as_before(tmp_path, scaling):
+    """Ministral 3 keeps by what queries grow with their positions beside the scaling."""
+    beta = {"llama_4_scaling_beta": 0.1}
+    own = {"rope_theta": 1e4, **YARN, "factor": 2, **beta}
+    directory = written(tmp_path, "ministral3", rope_parameters=own)
+    ours = our_logits(directory, scaling, tokens())
+    found = read_config(directory, scaling).rope_parameters
+    assert found.items() >= {**scaling, **beta, ORIGINAL: TRAINED}.items()
+
+    def by_hand(content):
+        content["rope_parameters"] = {"rope_theta": 1e4, ORIGINAL: TRAINED, **scaling, **beta}
+
+    with_written(directory, by_hand)
+    wanted = stock_logits(directory, tokens())
+    assert (ours - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_sections_of_positions_of_images_are_kept(tmp_path):
+    sections = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    config = AutoConfig.for_model("qwen3_vl")
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 5e6, **sections}
+    config.save_pretrained(tmp_path)
+    found = read_config(tmp_path, YARN).get_text_config().rope_parameters
+    assert found == {"rope_theta": 5e6, **YARN, **sections}
+
+
+def test_sections_are_kept_in_the_form_of_older_transformers(tmp_path):
+    sections = {"mrope_section": [2, 1, 1]}
+    directory = written(tmp_path, "qwen2")
+    content = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
+    scaled = scale_config_json(read_config(directory), content, YARN)
+    assert scaled["rope_scaling"] == {**YARN, **sections}
+
+
+@pytest.mark.parametrize("scaling", [YARN, LINEAR, DYNAMIC], ids=lambda s: s["rope_type"])
+def test_frequencies_of_a_whole_head_of_which_a_part_turns_are_refused(tmp_path, scaling):
+    """Gemma 4's: a scaling would make as many frequencies as turn, and heads are wider."""
+    AutoConfig.for_model("gemma4_text", **FAMILY).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="are proportional ones, which no scaling keeps"):
+        read_config(tmp_path, scaling)
+    assert advise_rope_scaling(tmp_path, None, 1 << 20) is None
 
 
 @pytest.mark.parametrize("length", [TRAINED, LONG])
@@ -205,6 +261,25 @@ def test_the_longest_text_follows_from_the_scaling(tmp_path, scaling, limit):
     assert position_limit(config, scaling) == limit
 
 
+@pytest.mark.parametrize(
+    ("own", "scaling", "limit"),
+    [
+        (None, LLAMA3, 512),  # the base has more positions than 8 x 32
+        (LLAMA3, None, 512),
+        (LLAMA3, LLAMA3, 512),  # as of Llama 3.1, which has 131072 for 8 x 8192
+        ({**LLAMA3, "factor": 32.0}, {**LLAMA3, "factor": 32}, 512),  # of Llama 3.2: 32 x 8192
+        (LLAMA3, {**LLAMA3, "factor": 32.0}, 512),
+        (LLAMA3, YARN, 128),
+        (YARN, YARN, 512),
+        (YARN, {**YARN, "factor": 2}, 64),
+    ],
+)
+def test_a_base_keeps_its_positions_with_its_own_scaling(tmp_path, own, scaling, limit):
+    said = {} if own is None else {"rope_parameters": {"rope_theta": 5e5, **own}}
+    directory = written(tmp_path, "llama", max_position_embeddings=512, **said)
+    assert position_limit(read_config(directory, scaling), scaling) == limit
+
+
 def test_another_scaling_is_another_run(tmp_path):
     """A run that resumes must not go on with other positions; without any they are as before."""
     now = load_config(None, [format_rope_scaling(YARN)]).model_dump(mode="json")
@@ -237,6 +312,7 @@ def test_a_plan_says_which_scaling_rows_of_that_length_need(scaling):
         ("llama", None, 100, {**YARN, "factor": 4}),
         ("llama", YARN, 129, {**YARN, "factor": 5}),
         ("llama", LINEAR, 200, {**LINEAR, "factor": 7}),
+        ("llama", LLAMA3, 300, {**YARN, "factor": 10}),
         ("phi3", None, 100, None),
         ("gpt2", None, 100, None),
     ],
