@@ -32,8 +32,8 @@ class EngineSettings:
 
     ``reserve`` is called with the bytes of each large allocation of host memory, before it.
     ``run_and_agree`` is that of ``Comm``: reading and allocating may fail on one rank, and the
-    others must not wait for it in a collective. ``row_tokens``: of a row
-    on this rank, 0 if not known.
+    others must not wait for it in a collective. ``row_tokens``: of a row on this rank, 0 if not
+    known.
     """
 
     plan: StepPlan

@@ -156,6 +156,7 @@ class NativeEngine:
         modules = [stage.module for stage in self.stages]
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in find_blocks(module)]
+        self.pieces = RowPieces(blocks, settings)
         self.levers = self._make_levers(blocks)
         self._sharded = [t for t in self._trained if t.is_sharded]
         self.repeats_steps = plan.only_replicates
@@ -300,7 +301,7 @@ class NativeEngine:
     def _make_levers(self, blocks: Sequence[nn.Module]) -> dict[Action, ActionHandle]:
         settings, parallel = self._settings, self._settings.parallel
         levers = recompute_levers(blocks, parallel.recompute, self.inputs.saving)
-        levers |= RowPieces(blocks, settings).levers() | self.inputs.levers()
+        levers |= self.pieces.levers() | self.inputs.levers()
         has_device = self._device.type == "cuda" or settings.faults.moves_on_host
         moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
         if has_device and moves:

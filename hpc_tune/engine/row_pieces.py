@@ -29,6 +29,7 @@ from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.log import log
 from hpc_tune.memory.policy import Action, ActionHandle
+from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.dropout import RowDropout
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -39,7 +40,10 @@ _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class RowPieces:
-    """In how many pieces the MLPs of an engine are computed; changed between two steps."""
+    """In how many pieces the MLPs of an engine are computed; changed between two steps.
+
+    ``has_mlps``: there are any that can be cut.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module], settings: EngineSettings) -> None:
         """Replace the ``forward`` of each MLP in ``blocks``. With one piece it does as before."""
@@ -51,12 +55,13 @@ class RowPieces:
         for mlp in mlps:
             _sum_whole_rows(mlp)
             mlp.forward = self._cut(mlp, mlp.forward)
-        self._has_mlps = bool(mlps)
+        self.has_mlps = bool(mlps)
         if self.num_pieces > 1 and not mlps:
             log.warning(
                 "parallel.row_pieces=%d has no effect: this model has no MLP that can be cut",
                 self.num_pieces,
             )
+            self.num_pieces = 1
 
     def levers(self) -> dict[Action, ActionHandle]:
         """Return the lever that doubles the pieces, unless rows are short or not known."""
@@ -67,7 +72,7 @@ class RowPieces:
             return f"MLPs are computed in {self.num_pieces} pieces of a row"
 
         most = (self._row_tokens // (MIN_PIECE_TOKENS * asked)).bit_length() - 1
-        if most < 1 or not self._has_mlps:
+        if most < 1 or not self.has_mlps:
             return {}
         return {Action.MORE_PIECES: ActionHandle(double, most)}
 
@@ -86,6 +91,11 @@ class RowPieces:
             return out
 
         return in_pieces
+
+
+def has_mlps(model: nn.Module) -> bool:
+    """Whether a model has an MLP that can be cut."""
+    return any(True for block in find_blocks(model) for _ in find_mlps(block))
 
 
 def find_mlps(block: nn.Module) -> Iterator[nn.Module]:

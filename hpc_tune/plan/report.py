@@ -198,7 +198,7 @@ def _long_row_remedies(
 ) -> Iterator[Remedy]:
     num_pieces = plan.seq_len // (PIECE_TOKENS * parallel.context)
     can_cut = parallel.zero_stage != 3 and not tune.dropout
-    if num_pieces > plan.trace.row_pieces and can_cut:
+    if 0 < plan.trace.row_pieces < num_pieces and can_cut:
         text = f"steady: parallel.row_pieces={num_pieces} keeps one piece of a row in each MLP"
         yield Remedy(text, {"parallel.row_pieces": num_pieces})
     if plan.machine.device_bytes is not None and not parallel.offload_activations:
@@ -304,7 +304,7 @@ def make_plan(
         size = measure(built.module, config.optim.is_8bit)
         if on_gpu and not why_not_compiled(config.parallel, tune, train, is_mixture(built.module)):
             train = train.model_copy(update={"compile": True})
-        asked = choose_row_pieces(config.parallel, tune, train, seq_len)
+        asked = choose_row_pieces(config.parallel, tune, train, seq_len, built.module)
         resolved = resolve(asked, size, built.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(

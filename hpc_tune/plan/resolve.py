@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpc_tune.config.constraints import conflicts_with_pieces
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig, ModelConfig, TrainConfig
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.model.build import DTYPES, BuiltModel, build
@@ -176,17 +178,23 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
 
 
 def choose_row_pieces(
-    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, row_tokens: int
+    parallel: ParallelConfig,
+    tune: TuneConfig,
+    train: TrainConfig,
+    row_tokens: int,
+    model: nn.Module,
 ) -> ParallelConfig:
     """Return the settings with row_pieces decided; ``train`` knows whether blocks are compiled.
 
-    Pieces have PIECE_TOKENS. Where nothing else is recomputed, pieces
-    would cost another forward pass of the MLPs: there they are the user's, or the governor's.
+    Pieces have PIECE_TOKENS, where ``model`` has MLPs that can be cut. Where nothing else is
+    recomputed, pieces would cost another forward pass of the MLPs: there they are the user's, or
+    the governor's.
     """
     if parallel.row_pieces != "auto":
         return parallel
     num_pieces = 1
-    if parallel.recompute == "full" and not any(conflicts_with_pieces(parallel, tune, train)):
+    conflicts = conflicts_with_pieces(parallel, tune, train)
+    if parallel.recompute == "full" and not any(conflicts) and has_mlps(model):
         num_pieces = max(1, row_tokens // (PIECE_TOKENS * parallel.context))
     return parallel.model_copy(update={"row_pieces": num_pieces})
 

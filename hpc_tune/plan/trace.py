@@ -92,7 +92,7 @@ class TraceReport:
     ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``shards``: how many
     sharded weights have so many bytes on the rank. ``parts``: the two peaks of the step's parts
     (see ``_mark_parts``). ``moved_bytes``: of buffers on the host for inputs of blocks.
-    ``row_pieces``: in which MLPs are computed.
+    ``row_pieces``: in which MLPs are computed, 0 where none can be cut.
     """
 
     layout: str
@@ -228,7 +228,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         shards=_count_shards(engine),
         parts=parts,
         moved_bytes=engine.inputs.buffer_bytes,
-        row_pieces=1 if step.parallel.row_pieces == "auto" else step.parallel.row_pieces,
+        row_pieces=engine.pieces.num_pieces if engine.pieces.has_mlps else 0,
     )
 
 
@@ -365,8 +365,7 @@ class _SentMessage:
 
 def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     """Return what is traced of a configuration, resolved for ranks of ``DEVICE_BYTES``."""
-    asked = choose_row_pieces(config.parallel, config.tune, config.train, config.data.seq_len)
-    if asked.zero_stage is not None:
+    if config.parallel.zero_stage is not None:
         raise ConfigError(
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
             "parallel.shard, which holds as much per rank as stage 3"
@@ -375,6 +374,8 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     model, directory = config.model, shape_directory(config.model.path)
     shape = ModelShape(directory, dtype, config.tune, config.train.seed, model.rope_scaling)
     built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
+    sections = (config.parallel, config.tune, config.train)
+    asked = choose_row_pieces(*sections, config.data.seq_len, built.module)
     resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = min_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)

@@ -11,6 +11,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.engine.adamw_8bit import require_torchao
+from hpc_tune.engine.row_pieces import has_mlps
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.model import grouped_matmul
@@ -339,18 +340,19 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
             be laid out like that.
     """
     config, comm = model.config, job.setup_comm
-    asked = choose_row_pieces(config.parallel, config.tune, config.train, config.data.seq_len)
+    sections, module = (config.parallel, config.tune, config.train), model.built.module
+    asked = choose_row_pieces(*sections, config.data.seq_len, module)
     machine = detect_machine(comm, job.monitor.limit.num_bytes)
     resolved = resolve(
         asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
     )
-    require_shardable_experts(model.built.module, resolved.layout.expert)
+    require_shardable_experts(module, resolved.layout.expert)
     if comm.is_rank_0:
         on_gpu = comm.device.type == "cuda"
         useless = list_useless_settings(resolved.layout, asked, on_gpu)
         for warning in (*useless, *uneven_heads_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
-    if comm.is_rank_0 and resolved.parallel.row_pieces != 1:
+    if comm.is_rank_0 and resolved.parallel.row_pieces != 1 and has_mlps(module):
         log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)
     if job.chosen is None:
         return resolved

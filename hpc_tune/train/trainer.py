@@ -62,7 +62,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         reserve=monitor.require_bytes,
         run_and_agree=comm.run_and_agree,
         faults=job.faults,
-        row_tokens=-(-config.data.seq_len // plan.layout.context),
+        row_tokens=plan.own_tokens(config.data.seq_len),
     )
     uses_zero = plan.parallel.zero_stage is not None
     monitor.enter(Phase.LOAD, "loading the model", tell=True)

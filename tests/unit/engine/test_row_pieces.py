@@ -10,11 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TrainConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.row_pieces import RowPieces, find_mlps
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
+from hpc_tune.plan.resolve import choose_row_pieces
 from tests.unit.engine.test_activation_checkpoint import LiveBytes
 
 SIZES = {
@@ -171,6 +173,19 @@ def test_a_lever_doubles_the_pieces_of_long_rows():
     assert (action, lever.most) == (Action.MORE_PIECES, 3)
     assert "16 pieces" in lever.set_level(3)
     assert "2 pieces" in lever.set_level(0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "opt", "llama"])
+def test_pieces_are_chosen_where_there_is_an_mlp_to_cut(family, caplog):
+    model, full = make(family), ParallelConfig(recompute="full")
+    what = (TuneConfig(), TrainConfig(compile=False), 1 << 15)
+    chosen = choose_row_pieces(full, *what, model).row_pieces
+    assert chosen == (8 if family == "llama" else 1)
+    RowPieces(blocks_of(model), settings(chosen))
+    assert not caplog.records
+    if family != "llama":  # a number of the user's own
+        assert RowPieces(blocks_of(model), settings(8)).num_pieces == 1
+        assert "parallel.row_pieces=8 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("other", [{"zero_stage": 3}, {"compiles": True}])

@@ -55,6 +55,18 @@ def test_pieces_take_less_of_a_device(plans):
     assert "MLPs" not in "\n".join(report.as_lines(whole, []))
 
 
+def test_a_model_without_mlps_that_can_be_cut_has_no_pieces(tmp_path):
+    """Mixtral's are routed experts."""
+    experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **experts, "num_local_experts": 4}))
+    plan = planned(tmp_path, gpu=int(1.7 * GIB))
+    assert plan.trace.row_pieces == 0
+    assert "MLPs" not in "\n".join(report.as_lines(plan, []))
+    changes = [remedy.changes for remedy in plan.remedies]
+    assert {"parallel.offload_activations": True} in changes
+    assert not any("parallel.row_pieces" in (change or ()) for change in changes)
+
+
 def test_inputs_of_blocks_are_on_the_host_but_for_a_few(plans):
     auto, moved = plans["auto"], plans["moved"]
     inputs = BLOCKS * SEQ_LEN * HIDDEN * BYTES
