@@ -500,6 +500,7 @@ def _load_stage(
     if experts_group is not None:
         dispatch_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
+    inputs.follow(stage.module)
     if train.compiles:
         compile_blocks(blocks)
         compile_loss(stage.module)

@@ -8,8 +8,7 @@ next input as soon as its last one has been asked back. The device waits, the ho
 is let go of when the stream that computes has been told to wait for its copy. ``record_stream``
 would keep its memory until the host sees that the copy has ended, and the host is far ahead.
 
-Buffers have ``PIECE_BYTES``, and of an input what is left over: torch takes a power of two for each
-(``world/pinned.py``), which for a whole input may be twice as much.
+A buffer is of few blocks of pinned memory, each a power of two: torch would round it up to one.
 """
 
 import contextlib
@@ -19,20 +18,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.memory.policy import Action, ActionHandle
-from hpc_tune.world.pinned import empty_pinned_cache, round_up_bytes
+from hpc_tune.world.pinned import empty_pinned_cache, split_into_blocks
 
 LONG_ROW_TOKENS = 4096  # shorter rows leave little to move
-PIECE_BYTES = 64 << 20  # copied in a millisecond
 
 
 class OffloadedInputs:
     """The inputs of one engine's blocks. ``is_on``: they are moved, else kept where they are.
 
-    ``buffer_bytes``: of all buffers there are, those of the fullest step so far. ``counts_only``:
-    for a trace, which has no host memory: inputs are dropped, and come back without values.
+    ``buffer_bytes``: of all buffers there are, those of the fullest step so far, in whole blocks.
+    ``counts_only``: for a trace, which has no host memory: inputs are dropped, and come back
+    without values.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -44,7 +44,8 @@ class OffloadedInputs:
         self._can_move &= not settings.train.compiles
         self.is_on = self._asked = settings.parallel.offload_activations and self._can_move
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # pieces by bytes
+        self._reserve = settings.reserve
+        self._free: dict[int, list[torch.Tensor | None]] = defaultdict(list)  # blocks by bytes
         self._leaving: tuple[torch.Tensor, Any] | None = None
         self._last: weakref.ref[_Offloaded] | None = None
 
@@ -66,6 +67,13 @@ class OffloadedInputs:
 
         return {Action.OFFLOAD_ACTIVATIONS: ActionHandle(move)}
 
+    def follow(self, stage: nn.Module) -> None:
+        """Let each pass of a stage bring back its own inputs alone ahead of time."""
+        stage.register_forward_pre_hook(lambda *_: self._begin_pass())
+
+    def _begin_pass(self) -> None:
+        self._last = None
+
     def saving(self, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the first of ``args`` is moved when autograd saves it."""
         if not self.is_on or not args or not isinstance(args[0], torch.Tensor):
@@ -85,13 +93,11 @@ class OffloadedInputs:
 
     def _move(self, x: torch.Tensor) -> "_Offloaded":
         self._let_go()
-        moved = _Offloaded(x, self._last)
-        x = x.contiguous()
-        for num_bytes in moved.piece_bytes:
-            piece = self._take_piece(num_bytes)
-            moved.pieces.append(piece)
-            weakref.finalize(moved, self._free[num_bytes].append, piece)
-        self._leaving = x, self._copy(moved.on_host, moved.cut(x))
+        x, sizes = x.detach().contiguous(), split_into_blocks(x.nbytes)
+        moved = _Offloaded(x, [self._take_block(size) for size in sizes], self._last)
+        weakref.finalize(moved, self._give_back, sizes, moved.blocks)
+        parts, on_host = moved.pair(x)
+        self._leaving = x, self._copy(on_host, parts)
         self._last = weakref.ref(moved)
         return moved
 
@@ -112,7 +118,7 @@ class OffloadedInputs:
     def _begin_to_bring(self, moved: "_Offloaded") -> None:
         if moved.returning is None:
             x = torch.empty(moved.shape, dtype=moved.dtype, device=self._device)
-            moved.returning = x, self._copy(moved.cut(x), moved.on_host)
+            moved.returning = x, self._copy(*moved.pair(x))
 
     def _let_go(self) -> None:
         """Let the stream that computes wait for the copy under way, and forget its source."""
@@ -122,58 +128,53 @@ class OffloadedInputs:
 
     def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Any:
         """Begin copies behind what has been asked for so far; return their end, None if it is."""
-        if self.counts_only:
-            return None
-        if self._stream is None:
-            for to_piece, piece in zip(to, source, strict=True):
-                to_piece.copy_(piece)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._stream is not None and to:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for to_piece, piece in zip(to, source, strict=True):
-                to_piece.copy_(piece, non_blocking=True)
-            return self._stream.record_event()
+            for part, other in zip(to, source, strict=True):
+                part.copy_(other, non_blocking=True)
+        return self._stream.record_event() if self._stream is not None and to else None
 
-    def _take_piece(self, num_bytes: int) -> torch.Tensor | None:
+    def _take_block(self, num_bytes: int) -> torch.Tensor | None:
         if waiting := self._free[num_bytes]:
             return waiting.pop()
         self.buffer_bytes += num_bytes
         if self.counts_only:
             return None
+        self._reserve(num_bytes)
         is_pinned = self._device.type == "cuda"
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
+    def _give_back(self, sizes: Sequence[int], blocks: Sequence[torch.Tensor | None]) -> None:
+        for size, block in zip(sizes, blocks, strict=True):
+            self._free[size].append(block)
+
 
 class _Offloaded:
-    """An input that was moved, and the one that was moved before it.
+    """An input that was moved to ``blocks``, and the one that was moved before it.
 
     ``returning``: it on the device, and the event at which it is there.
     """
 
-    def __init__(self, x: torch.Tensor, before: "weakref.ref[_Offloaded] | None") -> None:
-        self.shape, self.dtype, self.num_bytes = x.shape, x.dtype, x.nbytes
+    def __init__(
+        self,
+        x: torch.Tensor,
+        blocks: Sequence[torch.Tensor | None],
+        before: "weakref.ref[_Offloaded] | None",
+    ) -> None:
+        self.shape, self.dtype, self.blocks = x.shape, x.dtype, blocks
         self.before = before
-        self.pieces: list[torch.Tensor | None] = []
         self.returning: tuple[torch.Tensor, Any] | None = None
 
-    @property
-    def piece_bytes(self) -> list[int]:
-        """The bytes of each of its buffers."""
-        whole, rest = divmod(self.num_bytes, PIECE_BYTES)
-        return [PIECE_BYTES] * whole + [round_up_bytes(rest)] * (rest > 0)
+    def pair(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the bytes of ``x``, contiguous, and where those are in blocks; nothing in a trace.
 
-    @property
-    def on_host(self) -> list[torch.Tensor]:
-        """Its values in its buffers."""
-        pieces = zip(self.pieces, self._lengths, strict=True)
-        return [piece.view(self.dtype)[:num] for piece, num in pieces if piece is not None]
-
-    def cut(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return contiguous values like these by the buffer that they have."""
-        return x.view(-1).split(self._lengths)
-
-    @property
-    def _lengths(self) -> list[int]:
-        most = PIECE_BYTES // self.dtype.itemsize
-        whole, rest = divmod(self.num_bytes // self.dtype.itemsize, most)
-        return [most] * whole + [rest] * (rest > 0)
+        Both in parts of a block each.
+        """
+        blocks = [block for block in self.blocks if block is not None]
+        left = x.view(-1).view(torch.uint8) if blocks else x
+        parts = []
+        for block in blocks:
+            parts.append(left[: len(block)])
+            left = left[len(block) :]
+        return parts, [block[: len(part)] for block, part in zip(blocks, parts, strict=True)]

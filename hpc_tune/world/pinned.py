@@ -36,6 +36,19 @@ def round_up_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
+def split_into_blocks(num_bytes: int) -> list[int]:
+    """Return the bytes of blocks that hold ``num_bytes`` together, and at most 1/16 more.
+
+    For what may lie in several: each is a power of two, the largest comes first.
+    """
+    step = max(_ALIGNMENT, round_up_bytes(num_bytes) // 32)
+    left, blocks = math.ceil(num_bytes / step) * step, []
+    while left:
+        blocks.append(1 << (left.bit_length() - 1))
+        left -= blocks[-1]
+    return blocks
+
+
 def pinned_blocks_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of the blocks of ``empty_pinned_like`` for tensors of so many bytes each."""
     return sum(_pack_into_blocks([*sizes])[0])

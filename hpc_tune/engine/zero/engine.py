@@ -142,6 +142,7 @@ class ZeroEngine:
         blocks = list(find_blocks(built.module))
         use_own_layers(built.module, blocks, train.compiles, built.dtype, device)
         inputs = OffloadedInputs(settings)
+        inputs.follow(built.module)
         checkpoint_blocks(blocks, parallel.recompute, inputs.saving)
         if train.compiles:
             compile_blocks(blocks)

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from hpc_tune.world import pinned
-from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes, round_up_bytes
+from hpc_tune.world.pinned import (
+    empty_pinned_like,
+    pinned_blocks_bytes,
+    round_up_bytes,
+    split_into_blocks,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -94,3 +99,26 @@ def test_what_is_carved_has_the_shapes_and_dtypes_and_holds_its_values(monkeypat
         assert one.dtype == values.dtype
         assert torch.equal(one, values)
     assert made == [round_up_bytes(sum(values.nbytes for values in wanted))]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "blocks"),
+    [
+        (0, []),
+        (1, [64]),
+        (4096, [4096]),
+        (5 * MIB, [4 * MIB, MIB]),
+        (7 * GIB, [4 * GIB, 2 * GIB, GIB]),
+        (45 * MIB, [32 * MIB, 8 * MIB, 4 * MIB, 2 * MIB]),
+    ],
+)
+def test_what_may_lie_in_several_blocks_needs_little_more_than_itself(num_bytes, blocks):
+    assert split_into_blocks(num_bytes) == blocks
+
+
+def test_blocks_of_any_size_hold_it_with_a_sixteenth_more():
+    for num_bytes in (*range(1025, 9000, 7), *(hidden << 20 for hidden in range(65, 129))):
+        blocks = split_into_blocks(num_bytes)
+        assert num_bytes <= sum(blocks) <= num_bytes * 17 / 16 + 64
+        assert len(blocks) <= 6
+        assert sum(blocks[:-1]) < num_bytes
