@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpc_tune.checkpoint.locate import locate
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
@@ -143,6 +144,20 @@ def test_full_fine_tuning_compares_with_its_own_base_and_no_other(settings, tmp_
         first = losses(tmp_path / str(number))[0]
         assert first == pytest.approx(0.6931472, abs=2e-7), "ln 2, as nothing moved"
     assert len([*(tmp_path / "cache").glob("reference-*.npy")]) == len(bases)
+
+
+def test_a_checkpoint_of_pairs_says_for_which_texts_positions_were_scaled(settings, tmp_path):
+    """For the longest answer with its prompt, and not for rows of data.seq_len."""
+    base = tmp_path / "base"
+    write_tiny(base)
+    words = settings(base, "run", "model.rope_scaling={rope_type: dynamic, factor: 2}")
+    assert run(load_config(None, words), StopAfter(None)) == 0
+    said, log = locate(tmp_path / "run").state.scaled_for, tmp_path / "run/logs/rank-0.txt"
+    assert said is not None
+    assert said < 128
+    assert f"for texts of {said} tokens, the longest answer" in log.read_text()
+    assert run(load_config(None, settings(base, "plain")), StopAfter(None)) == 0
+    assert locate(tmp_path / "plain").state.scaled_for is None
 
 
 def test_full_fine_tuning_does_not_go_on_beside_another_base(settings, tmp_path):
