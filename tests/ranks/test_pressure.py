@@ -60,20 +60,22 @@ def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n, l
 # With what is there for long rows: pieces are halved down to 1024 tokens of a rank, and inputs of
 # blocks moved where a rank has 4096 of a row.
 LONG_ROWS = {
-    "shard=2": ["recompute", "more_pieces", "more_pieces", "offload_activations"],
-    "context=2": ["recompute", "more_pieces"],
+    "shard=2": ["recompute", *["more_pieces"] * 2, "offload_activations", "move_optimizer"],
+    "shard=2 context=2": ["recompute", "more_pieces", "move_optimizer"],
+    "zero_stage=2": ["recompute", *["more_pieces"] * 2, "offload_activations"],
+    "zero_stage=3": ["recompute", "offload_activations"],
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axis", LONG_ROWS)
-def test_long_rows_are_cut_into_pieces_and_their_inputs_moved(tmp_path, axis):
+@pytest.mark.parametrize("layout", LONG_ROWS)
+def test_long_rows_are_cut_into_pieces_and_their_inputs_moved(tmp_path, layout):
     narrow = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320}
     write_random_model(tmp_path / "model", **narrow, **heads)
     words = [*SMALL, f"model.path={tmp_path / 'model'}", "model.dtype=fp32", "data.seq_len=4096"]
     words += ["batch.global_size=2", "batch.micro_size=1", "train.max_steps=18"]
-    words += ["tune.method=full", "optim.lr=1e-2", "parallel.shard=2", f"parallel.{axis}"]
+    words += ["tune.method=full", "optim.lr=1e-2", *(f"parallel.{x}" for x in layout.split())]
     jobs = [
         {"overrides": [*words, f"run.dir={tmp_path / name}"], "levels": levels}
         for name, levels in (("pressed", ["CALM", "HIGH"]), ("calm", ["CALM"]))
@@ -82,8 +84,9 @@ def test_long_rows_are_cut_into_pieces_and_their_inputs_moved(tmp_path, axis):
     pressed, calm = tmp_path / "pressed", tmp_path / "calm"
     done = [event for event in events(pressed, "governor") if "action" in event]
     cheap = ["trim", "shrink_buffers", "save_in_pieces"]
-    assert [event["action"] for event in done] == [*cheap, *LONG_ROWS[axis], "move_optimizer"]
-    assert any("MLPs are computed in 2 pieces of a row" in event["message"] for event in done)
+    assert [event["action"] for event in done] == [*cheap, *LONG_ROWS[layout]]
+    in_pieces = any("MLPs are computed in 2 pieces" in event["message"] for event in done)
+    assert in_pieces == ("more_pieces" in LONG_ROWS[layout])
     assert worst_gap(losses(pressed), losses(calm)) < 1e-5
 
 
