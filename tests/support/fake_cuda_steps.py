@@ -243,7 +243,9 @@ def timed(engine, watch):
             waits.append((watch.now, event.stream, event.at, _place()))
 
     def is_timed(now, stream, at):
-        last = max(end for end in sent[stream] if end <= at)
+        if not (ended := [end for end in sent[stream] if end <= at]):
+            return True  # nothing was sent there before
+        last = max(ended)
         for start, end in pairs:
             if start.stream is not watch.default or start.at > now:
                 continue
