@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,16 @@ def pytest_runtest_call() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """Fail a file of tests that leaves a process group behind, which the next run cannot join."""
+    """Fail a file of tests that leaves a process group behind, which the next run cannot join, or
+    the lock of a run, which ends its process when the run's folder is gone.
+    """
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this file of tests leaves torch.distributed's process group initialized")
+    if any(thread.name == "live-mark" for thread in threading.enumerate()):
+        pytest.fail("this file of tests leaves a run's lock, which ends this process later")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ from hpc_tune.faults import Faults
 from hpc_tune.train import trainer
 from hpc_tune.train.run import run
 from hpc_tune.world import liveness
+from hpc_tune.world.liveness import Watcher
 from tests.support.full_device import ERROR, Device, with_room_for
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, events, losses, outcome, worst_gap
@@ -94,9 +95,13 @@ def test_with_nothing_left_it_saves_and_stops_and_says_what_it_needs(train):
     assert "No further memory-saving action is available" in told["reason"]
 
 
-def test_where_the_governor_only_observes_the_error_is_not_caught(train):
+def test_where_the_governor_only_observes_the_error_is_not_caught(train, monkeypatch):
+    started, start = [], Watcher.start
+    monkeypatch.setattr(Watcher, "start", lambda self: started.append(self) or start(self))
     with pytest.raises(pytest.fail.Exception, match="ended with 1"):
         train("full", with_room_for(2), "memory.governor=observe")
+    for watcher in started:  # which end with their process
+        watcher.close()
 
 
 def test_what_the_step_had_allocated_is_free_before_the_cache_is_given_back(train, monkeypatch):
