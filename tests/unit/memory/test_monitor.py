@@ -13,7 +13,7 @@ import torch
 from hpc_tune.errors import ResumableStop
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
-from hpc_tune.memory.host import HostLimit, HostUsage, PrivateMemoryLimit
+from hpc_tune.memory.host import HostLimit, HostUsage, PrivateMemoryLimit, trim_heap
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
 from hpc_tune.rundir import outcome
@@ -37,6 +37,12 @@ class Host:
         """Wait until what is used now was sampled; one sample may have begun before."""
         until = self.asked + number
         wait_for(lambda: self.asked >= until)
+
+
+@pytest.fixture(autouse=True)
+def _no_free_heap():
+    """Return what earlier tests of this process left in its heap: what is taken here is new."""
+    trim_heap()
 
 
 @pytest.fixture
