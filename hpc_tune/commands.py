@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hpc_tune.config.chat_templates import NAMED_TEMPLATES
 from hpc_tune.config.constraints import check_config, check_job
-from hpc_tune.config.data import is_prepared
+from hpc_tune.config.data import NAMED_TEMPLATES, is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, ask_on_terminal, collect_answers, write_config
 from hpc_tune.config.load import cached_path, describe_fields, find_variables, is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError

@@ -205,7 +205,7 @@ def _parse_numbers(version: str) -> tuple[int, ...]:
 
 
 # About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use:
-# it has others in model/quantized_base.py and engine/float8.py.
+# it has others in model/quantized_base.py and model/float8.py.
 _HIDDEN_PACKAGES = ("torchao", "bitsandbytes")
 
 

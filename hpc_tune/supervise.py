@@ -41,7 +41,7 @@ from hpc_tune.errors import (
 from hpc_tune.log import log, warn_unreadable
 from hpc_tune.rundir import facts, outcome, owner
 from hpc_tune.rundir.json_lines import STARTS
-from hpc_tune.train.report import run_report_command
+from hpc_tune.rundir.outcome import run_report_command
 
 MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for want of memory the next start takes one rung of the ladder more.

@@ -36,8 +36,8 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.base import autocast
 from hpc_tune.model.adapters import make_lora_config, resolve_targets, without_target_conversion
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import DTYPES, build
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 

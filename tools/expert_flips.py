@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.balance import find_router_modules
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import build
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 
 SHAPE = {

@@ -41,7 +41,7 @@ from hpc_tune.engine import counted_collectives, expert_parallel, native  # noqa
 from hpc_tune.engine.base import EngineSettings, train_step  # noqa: E402
 from hpc_tune.engine.native import NativeEngine  # noqa: E402
 from hpc_tune.errors import HpcTuneError  # noqa: E402
-from hpc_tune.model import float8_base, varlen_attention  # noqa: E402
+from hpc_tune.model import float8, varlen_attention  # noqa: E402
 from hpc_tune.model.build import DTYPES, build  # noqa: E402
 from hpc_tune.model.config_json import shape_directory  # noqa: E402
 from hpc_tune.model.loss import LogitsKernels, write_exponentials_fusible  # noqa: E402
@@ -121,7 +121,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     built = build(shape_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False)
     trials: Any = varlen_attention
     trials.varlen_kernel_fault = lambda *_, **__: ""  # it computes
-    trials = float8_base
+    trials = float8
     trials.why_no_float8_matmuls = lambda *_: "" if card.multiplies_e4m3 else "none"
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)

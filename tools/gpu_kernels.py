@@ -34,7 +34,6 @@ _FILES = {
     "grouped_matmul.py": "experts' rows",
     "expert_parallel.py": "experts' rows",
     "quantized_base.py": "dequantisation",
-    "float8_base.py": "casts",
     "float8.py": "casts",
     "gradients.py": "update",
     "adamw.py": "update",

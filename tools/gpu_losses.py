@@ -241,8 +241,8 @@ def _possible(task: Task, variants: Sequence[Variant]) -> Iterator[Variant]:
 def _why_no_float8(task: Task) -> str:
     import torch
 
-    from hpc_tune.engine.float8 import check_float8
     from hpc_tune.errors import ConfigError
+    from hpc_tune.model.float8 import check_float8
 
     try:
         check_float8(torch.device(task.device))

@@ -10,8 +10,8 @@ import torch
 from gpu_shapes import Shapes, config_of
 from gpu_task import Task
 
-from hpc_tune.engine.float8 import check_float8
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.float8 import check_float8
 
 SHAPE = "shape:llama3-8b"
 COMPILED = ("train.compile=true",)

@@ -29,15 +29,14 @@ from matrix_ranks import LENGTHS, LR, RANKS, ROWS_PER_LAUNCH, SEED, STEPS, docum
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.adapters import resolve_targets, without_target_conversion
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import disable_dropout
 from hpc_tune.model.experts import find_routers, has_experts
 from hpc_tune.model.grouped_experts import has_grouped_form, stack_names
 from hpc_tune.model.language import read_config, read_language_config, stock_class
+from hpc_tune.model.layers import find_blocks, find_uncalled_linears
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import find_decoder
-from hpc_tune.model.special_layers import find_uncalled_linears
 from hpc_tune.model.stock_reference import NotCheckable, write_small_model
 from hpc_tune.step.layout import staging_problems
 from hpc_tune.step.slices import slicing_problems

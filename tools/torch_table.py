@@ -47,7 +47,7 @@ METHODS = {
 EMULATED = """
 import functools, sys
 from hpc_tune.__main__ import main
-from hpc_tune.engine import float8, native
+from hpc_tune.engine import native
 native.check_float8 = lambda device: None
 native.use_float8 = functools.partial(float8.use_float8, emulate=True)
 sys.exit(main())

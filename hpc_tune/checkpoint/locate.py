@@ -16,6 +16,7 @@ from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import fingerprint_weights, hash_model, index_model_directory
 from hpc_tune.rundir import outcome, owner
+from hpc_tune.rundir.json_lines import RESOLVED_CONFIG
 from hpc_tune.step.layout import describe_axes
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
@@ -224,7 +225,7 @@ def _outcome_lines(path: Path) -> list[str]:
 def _open_store(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
-        if (path / owner.RESOLVED_CONFIG).is_file():
+        if (path / RESOLVED_CONFIG).is_file():
             why = (outcome.read_outcome(path) or {}).get("reason", "it has not reached a save")
             raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(

@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 
-from hpc_tune.config.chat_templates import find_unknown_templates
-from hpc_tune.config.data import DataConfig, check_names, check_sources, is_prepared
+from hpc_tune.config.data import (
+    DataConfig,
+    check_names,
+    check_sources,
+    find_unknown_templates,
+    is_prepared,
+)
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import JobConfig

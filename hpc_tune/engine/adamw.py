@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.model.special_layers import has_weight_decay
+from hpc_tune.model.layers import has_weight_decay
 from hpc_tune.model.tensor_sources import Reserve, reserve_nothing
 from hpc_tune.model.weights import is_lora_b
 from hpc_tune.step.size import MOMENT_NAMES, NUM_MOMENTS

@@ -29,8 +29,8 @@ from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGathe
 from hpc_tune.engine.expert_parallel import find_stack_modules
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.model.layers import is_vector
 from hpc_tune.model.loss import HeadUnit, LossModel
-from hpc_tune.model.special_layers import is_vector
 from hpc_tune.step.layout import sent_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.torch_versions import let_fsdp_shard_integers

@@ -18,7 +18,11 @@ import torch
 from torch import nn
 
 from hpc_tune.batch import Batch, empty_batch
-from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
+from hpc_tune.engine.activation_checkpoint import (
+    OffloadedInputs,
+    checkpoint_blocks,
+    recompute_levers,
+)
 from hpc_tune.engine.adamw import OffloadedState, set_lr
 from hpc_tune.engine.adamw_8bit import (
     QuantizedMoment,
@@ -33,7 +37,6 @@ from hpc_tune.engine.compile import compile_blocks, compile_loss
 from hpc_tune.engine.context_parallel import make_share, share_attention, share_batches
 from hpc_tune.engine.counted_collectives import CountedCollectives, time_fsdp_waits
 from hpc_tune.engine.expert_parallel import dispatch_tokens, distribute_experts
-from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import prepare_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
     Bucket,
@@ -44,19 +47,18 @@ from hpc_tune.engine.gradients import (
     sum_squares,
 )
 from hpc_tune.engine.mesh import Mesh, send_large_messages
-from hpc_tune.engine.offloaded_inputs import OffloadedInputs
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
 from hpc_tune.engine.row_pieces import RowPieces
 from hpc_tune.engine.tensor_parallel import TensorAxis, slice_model
 from hpc_tune.memory.policy import Action, ActionHandle
 from hpc_tune.model.balance import RouterWatch
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
+from hpc_tune.model.float8 import check_float8, use_float8
+from hpc_tune.model.layers import find_blocks, find_unquantised_layers, use_own_layers
 from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.lora_linear import AdapterCopies
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
-from hpc_tune.model.special_layers import find_unquantised_layers
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import MOMENT_NAMES
 

@@ -30,8 +30,8 @@ from hpc_tune.engine.activation_checkpoint import without_dispatch_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import mirror_group_creation, wait_until_connected
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel, find_decoder
 from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule
 from hpc_tune.step.plan import StepPlan

@@ -29,8 +29,8 @@ from hpc_tune.engine.activation_checkpoint import outside_recompute
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.log import log
 from hpc_tune.memory.policy import Action, ActionHandle
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.dropout import RowDropout
+from hpc_tune.model.layers import find_blocks
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 MIN_PIECE_TOKENS = 1024  # of pieces that the governor makes: shorter products take longer per token

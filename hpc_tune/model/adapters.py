@@ -28,8 +28,8 @@ from hpc_tune.model.experts import (
     num_chosen_experts,
 )
 from hpc_tune.model.language import LanguageModel, read_config
+from hpc_tune.model.layers import find_uncalled_linears
 from hpc_tune.model.modules_to_save import add_trained_rows, token_ids, train_modules
-from hpc_tune.model.special_layers import find_uncalled_linears
 from hpc_tune.model.weights import adapted_layer
 from hpc_tune.packages import fast_imports
 

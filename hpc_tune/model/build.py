@@ -28,6 +28,7 @@ from hpc_tune.model.language import (
     read_config,
     stored_tensors,
 )
+from hpc_tune.model.layers import keep_fp32
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.modules_to_save import TokenRows
 from hpc_tune.model.objective import make_objective
@@ -35,7 +36,6 @@ from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantized_base import pack_base
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.rotary import require_scaled
-from hpc_tune.model.special_layers import keep_fp32
 from hpc_tune.model.tensor_sources import Box
 from hpc_tune.model.weights import (
     ADAPTER_PREFIX,
@@ -44,7 +44,7 @@ from hpc_tune.model.weights import (
     hash_model,
     index_model_directory,
 )
-from hpc_tune.world.architecture import find_architecture
+from hpc_tune.world.device import find_architecture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -26,7 +26,7 @@ from hpc_tune.config.schema import TrainConfig
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
-from hpc_tune.world.architecture import Architecture, find_architecture
+from hpc_tune.world.device import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place

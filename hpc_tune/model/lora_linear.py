@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hpc_tune.model.float8_base import float8_rows
+from hpc_tune.model.float8 import float8_rows
 
 # Names of sibling layers that are called with the same input.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -17,7 +17,7 @@ from torch import nn
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.special_layers import is_vector
+from hpc_tune.model.layers import is_vector
 
 
 def train_modules(

@@ -18,17 +18,16 @@ from torch import nn
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.config_json import ShapeIndex
 from hpc_tune.model.experts import find_expert_modules
-from hpc_tune.model.float8_base import Float8Linear, Float8Stack
+from hpc_tune.model.float8 import Float8Linear, Float8Stack
 from hpc_tune.model.grouped_experts import (
     has_grouped_form,
     packing_name,
     stack_names,
     use_grouped_experts,
 )
-from hpc_tune.model.special_layers import find_unquantised_layers
+from hpc_tune.model.layers import find_blocks, find_unquantised_layers
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 

@@ -11,7 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpc_tune.config.chat_templates import (
+from hpc_tune.config.data import (
     NAMED_TEMPLATES,
     NamedTemplate,
     is_template_path,
@@ -332,7 +332,7 @@ def refuse_syntax_errors(template: Any, where: str) -> None:
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` if one is given.
 
-    That is a file, or a name of config/chat_templates.py.
+    That is a file, or a name of config/data.py.
 
     Raises:
         DataError: if it, its directory or the template is missing, it has no fast form, or the

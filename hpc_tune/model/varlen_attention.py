@@ -25,7 +25,7 @@ from hpc_tune import torch_versions
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
 from hpc_tune.packages import is_installed
-from hpc_tune.world.architecture import NEWER_ATTENTION, find_architecture
+from hpc_tune.world.device import NEWER_ATTENTION, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VALUES, HEAD_MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone

@@ -22,10 +22,10 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
 from hpc_tune.memory.policy import DEVICE_LIMITS, HOST_LIMITS, Phase
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, find_stacks, group_parameters, is_mixture
 from hpc_tune.model.kernels import choose_model_kernels
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import USUAL_DEVICE, USUAL_HOST, Machine
 from hpc_tune.plan.memory_model import (
@@ -34,7 +34,10 @@ from hpc_tune.plan.memory_model import (
     PhaseMemory,
     SaveMethod,
     adapt_to_zero,
+    limit_by_host,
     memory_by_phase,
+    spare_bytes,
+    tokens_that_fit,
 )
 from hpc_tune.plan.resolve import (
     PIECE_TOKENS,
@@ -48,7 +51,6 @@ from hpc_tune.plan.resolve import (
     rows_per_rank,
     with_layout,
 )
-from hpc_tune.plan.room import limit_by_host, spare_bytes, tokens_that_fit
 from hpc_tune.plan.trace import (
     TracedStep,
     TraceReport,

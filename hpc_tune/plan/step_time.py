@@ -418,7 +418,7 @@ def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute
     """Return the seconds of a micro-batch in which blocks wait for copies of their inputs.
 
     An input leaves while its block is computed, and comes back while the next one runs again and
-    backward (``engine/offloaded_inputs.py``); that of the last block comes while nothing runs.
+    backward (``engine/activation_checkpoint.py``); that of the last block comes while nothing runs.
     """
     if not plan.parallel.offload_activations:
         return 0.0

@@ -44,11 +44,11 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, print_line
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import grouped_matmul, tiled_attention
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.config_json import shape_directory
 from hpc_tune.model.experts import looping_over_experts_in_fp32
 from hpc_tune.model.kernels import choose_model_kernels
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import (

@@ -18,9 +18,8 @@ from hpc_tune.probe.matmuls import MatmulResult
 from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world import liveness
 from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
-from hpc_tune.world.architecture import NEWER_ATTENTION, find_architecture
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import pci_address, why_gpus_unused
+from hpc_tune.world.device import NEWER_ATTENTION, find_architecture, pci_address, why_gpus_unused
 from hpc_tune.world.processes import read_file_limit
 
 WRITTEN_BYTES = 16 << 20

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_tune.errors import first_line
 from hpc_tune.probe.gpu_state import GpuState, make_state_reader
 from hpc_tune.world import liveness
-from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.device import pci_address
+from hpc_tune.world.device import find_architecture, pci_address
 from hpc_tune.world.liveness import time_limit
 
 if TYPE_CHECKING:

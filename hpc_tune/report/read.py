@@ -27,6 +27,7 @@ from hpc_tune.rundir.json_lines import (
     EXPERTS,
     METRICS,
     RANKS,
+    RESOLVED_CONFIG,
     EvalMetrics,
     StepMetrics,
 )
@@ -311,7 +312,7 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = f"a folder without {owner.RESOLVED_CONFIG}" if path.is_dir() else "no folder"
+        what = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "no folder"
         raise ConfigError(
             f"{path} is {what}; expected the run directory (run.dir) of a training run"
             f"{owner.similar_runs_hint(path)}"
@@ -330,7 +331,7 @@ def make_run(
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
-    settings = _read_settings(path / owner.RESOLVED_CONFIG)
+    settings = _read_settings(path / RESOLVED_CONFIG)
     return Run(
         path=path,
         name=str(settings.get("run.name") or path.absolute().name),
@@ -360,7 +361,7 @@ def find_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (owner.RESOLVED_CONFIG, METRICS))
+    return any((path / name).is_file() for name in (RESOLVED_CONFIG, METRICS))
 
 
 def _is_number(value: Any) -> bool:

@@ -17,6 +17,8 @@ from typing import Annotated, Any
 from hpc_tune.files import write_file
 from hpc_tune.log import log
 
+RESOLVED_CONFIG = "config.resolved.yaml"
+STARTING_CONFIG = "config.starting.yaml"  # of a start that may still be refused
 METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
 EXPERTS = "experts.jsonl"
 STARTS = "starts.jsonl"  # written by supervise

@@ -3,6 +3,8 @@ the last heartbeats of its nodes.
 """
 
 import json
+import shlex
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,11 +13,13 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from hpc_tune.cluster.launchers import run_command, why_command_failed
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.files import write_file
 from hpc_tune.log import log, warn_unreadable
-from hpc_tune.memory.host import HostLimit, oom_kills
+from hpc_tune.memory.host import REPORT_BYTES, HostLimit, find_limit, oom_kills, spare_bytes
 from hpc_tune.memory.policy import HOST_LIMITS, Level
+from hpc_tune.rundir.json_lines import METRICS, RESOLVED_CONFIG
 from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_LATE_S
 from hpc_tune.world.stop import STOP_FILE
@@ -279,3 +283,41 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
         death = f"the last run in {run_dir} did not end by itself; {describe_last_seen(last)}"
         return PreviousRun(short_of="host" if died_of_memory(last) else None, death=death)
     return PreviousRun()
+
+
+# -- The report at the end of a run, drawn by the report command in a process of its own.
+
+
+_MEMORY_PER_BYTE = 4  # of metrics.jsonl, on top of the process
+_LIMIT_S = 60.0
+
+
+def run_report_command(run_dir: Path) -> None:
+    """Write report.html; if that fails, log how to write it later: it must not end the run.
+
+    Nothing is written, and nothing said, where no run has begun.
+    """
+    if not (run_dir / RESOLVED_CONFIG).is_file():
+        return
+    later = f"python -m hpc_tune report {shlex.quote(str(run_dir))}"
+    left = spare_bytes(find_limit())
+    if left < REPORT_BYTES + _MEMORY_PER_BYTE * _metrics_bytes(run_dir):
+        log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
+        return
+    try:
+        done = run_command(["report", "--no-job-energy", str(run_dir)], _LIMIT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("no report (%s); write it with: %s", why_command_failed(error), later)
+        return
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        log.warning("no report: %s; write it with: %s", reason.removeprefix("hpc_tune: "), later)
+        return
+    log.info("report  %s", done.stdout.strip())
+
+
+def _metrics_bytes(run_dir: Path) -> int:
+    try:
+        return (run_dir / METRICS).stat().st_size
+    except OSError:
+        return 0

@@ -29,7 +29,7 @@ from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.files import may_read, may_write, missing_permission, write_file
 from hpc_tune.log import log
 from hpc_tune.rundir import facts, outcome
-from hpc_tune.rundir.json_lines import EVENTS
+from hpc_tune.rundir.json_lines import EVENTS, RESOLVED_CONFIG, STARTING_CONFIG
 from hpc_tune.units import list_some
 from hpc_tune.world import liveness
 from hpc_tune.world.processes import seconds_from_boot
@@ -384,8 +384,6 @@ def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, 
 # -- Which run directories may be meant by a path that is none.
 
 
-RESOLVED_CONFIG = "config.resolved.yaml"
-STARTING_CONFIG = "config.starting.yaml"  # of a start that may still be refused
 _MAX_HINTS = 3
 
 

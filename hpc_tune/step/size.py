@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.experts import (
     ROUTED,
@@ -17,9 +16,9 @@ from hpc_tune.model.experts import (
     num_chosen_experts,
 )
 from hpc_tune.model.kernels import layer_windows
+from hpc_tune.model.layers import find_blocks, is_vector
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantized_base import PackedLayer, find_packed_weights, scale_bytes
-from hpc_tune.model.special_layers import is_vector
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import (
     BlockAllReduces,

@@ -15,11 +15,9 @@ from hpc_tune.faults import Faults
 from hpc_tune.log import log, log_to_file
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.rundir import outcome
-from hpc_tune.rundir.json_lines import EVENTS, Events
+from hpc_tune.rundir.json_lines import EVENTS, RESOLVED_CONFIG, STARTING_CONFIG, Events
 from hpc_tune.rundir.outcome import PreviousRun
 from hpc_tune.rundir.owner import (
-    RESOLVED_CONFIG,
-    STARTING_CONFIG,
     RunLock,
     list_run_files,
     make_owner,

@@ -23,10 +23,10 @@ from hpc_tune.model.config_json import has_router_losses, refuse_shape
 from hpc_tune.model.experts import is_mixture, require_shardable_experts
 from hpc_tune.model.kernels import Kernels, choose_model_kernels, why_experts_loop
 from hpc_tune.model.language import read_config, why_too_long
+from hpc_tune.model.layers import find_uncalled_linears
 from hpc_tune.model.load import use_init_adapter
 from hpc_tune.model.quantized_base import unpacked_stack_bytes
 from hpc_tune.model.rotary import has_length_scaling
-from hpc_tune.model.special_layers import find_uncalled_linears
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import (

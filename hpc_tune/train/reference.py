@@ -32,7 +32,7 @@ from hpc_tune.errors import ConfigError, DataError, HpcTuneError, find_remedy
 from hpc_tune.files import write_file
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.policy import Phase
-from hpc_tune.model.float8_base import why_no_float8_matmuls
+from hpc_tune.model.float8 import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.model.objective import LogProbabilities, PreferenceSums
 from hpc_tune.model.rotary import has_length_scaling
@@ -44,8 +44,8 @@ from hpc_tune.train.model import Model
 from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.micro_size import decide_micro_size
 from hpc_tune.units import format_seconds
-from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import find_architecture
 
 _DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
 _BATCHES_PER_READ = 16  # micro-batches: their results are small

@@ -15,7 +15,7 @@ from hpc_tune.log import log
 from hpc_tune.memory.policy import Phase
 from hpc_tune.model.load import use_whole_model_names
 from hpc_tune.model.weights import index_checkpoint
-from hpc_tune.rundir import owner
+from hpc_tune.rundir.json_lines import RESOLVED_CONFIG, STARTING_CONFIG
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -134,7 +134,7 @@ def keep_settings(job: Job, data: Data) -> None:
 
 def _store_settings(run_dir: Path, template: str | None) -> None:
     try:
-        os.replace(run_dir / owner.STARTING_CONFIG, run_dir / owner.RESOLVED_CONFIG)
+        os.replace(run_dir / STARTING_CONFIG, run_dir / RESOLVED_CONFIG)
         if template is not None:  # exports carry it, and the user's file may be gone by then
             write_file(run_dir / TEMPLATE_FILE, template)
     except OSError as error:

@@ -21,7 +21,7 @@ from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure_logging, log
 from hpc_tune.memory.host import defer_collection
 from hpc_tune.plan.resolve import with_layout
-from hpc_tune.rundir.outcome import OUTCOME_FILE, Outcome, write_outcome
+from hpc_tune.rundir.outcome import OUTCOME_FILE, Outcome, run_report_command, write_outcome
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import open_data, require_data
@@ -35,7 +35,6 @@ from hpc_tune.train.model import (
     with_scaled_positions,
 )
 from hpc_tune.train.reference import use_reference
-from hpc_tune.train.report import run_report_command
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.describe import log_start
 from hpc_tune.train.startup.preflight import (

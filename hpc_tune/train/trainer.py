@@ -36,8 +36,8 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import KlTerms, clamped_mean, sum_kl_terms
-from hpc_tune.world.architecture import find_architecture
 from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import find_architecture
 
 
 def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_tune.world.architecture import find_architecture
+from hpc_tune.world.device import find_architecture
 from tests.support.training import SMALL, losses, train
 
 architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
@@ -38,7 +38,7 @@ def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_float8_base_is_multiplied_in_float8_and_its_losses_stay_near_those_of_bf16(tmp_path):
-    from hpc_tune.model.float8_base import measure_float8_error, why_no_float8_matmuls
+    from hpc_tune.model.float8 import measure_float8_error, why_no_float8_matmuls
 
     device = torch.device("cuda", 0)
     assert why_no_float8_matmuls(device, torch.bfloat16) == ""
@@ -55,7 +55,7 @@ def test_float8_products_are_really_used(tmp_path):
     pytest.importorskip("torchao")
     from torch.profiler import profile
 
-    from hpc_tune.engine.float8 import check_float8, use_float8
+    from hpc_tune.model.float8 import check_float8, use_float8
 
     check_float8(torch.device("cuda"))
     block = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)).cuda().bfloat16()

@@ -18,12 +18,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.kernels import choose_model_kernels
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import MAX_EPS, compare_with_mask, make_starts
-from hpc_tune.world.architecture import find_architecture
+from hpc_tune.world.device import find_architecture
 
 architecture = find_architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else None
 capable = architecture is not None and architecture.has_varlen_attention

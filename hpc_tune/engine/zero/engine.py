@@ -26,7 +26,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hpc_tune.batch import Batch
-from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
+from hpc_tune.engine.activation_checkpoint import (
+    OffloadedInputs,
+    checkpoint_blocks,
+    recompute_levers,
+)
 from hpc_tune.engine.adamw import make_stateless_adamw, parameter_groups, set_lr
 from hpc_tune.engine.base import EngineSettings, StepResult, autocast, init_model, seed_micro_batch
 from hpc_tune.engine.compile import compile_blocks, compile_loss
@@ -37,17 +41,16 @@ from hpc_tune.engine.context_parallel import (
     share_batches,
 )
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.offloaded_inputs import OffloadedInputs
 from hpc_tune.engine.row_pieces import RowPieces
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.settings import load_async_io
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.balance import RouterWatch
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import find_stacks
 from hpc_tune.model.grouped_experts import has_grouped_form
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import HeadUnit, LossModel
 from hpc_tune.model.objective import Objective

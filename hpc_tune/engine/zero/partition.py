@@ -25,8 +25,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch import nn
 
 from hpc_tune.engine.zero import state
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import find_owners, load_weights
 from hpc_tune.model.tensor_sources import Reserve
 from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes

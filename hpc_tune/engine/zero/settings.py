@@ -18,9 +18,8 @@ from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.mesh import world_group
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.log import log
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.special_layers import is_vector
+from hpc_tune.model.layers import find_blocks, is_vector
 from hpc_tune.model.weights import adapted_layer
 from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes

@@ -34,8 +34,8 @@ from hpc_tune.errors import ConfigError, HpcTuneError, first_line
 from hpc_tune.files import write_file
 from hpc_tune.log import log
 from hpc_tune.model.balance import Score, find_router_score
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context

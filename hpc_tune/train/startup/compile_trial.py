@@ -35,10 +35,10 @@ from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.files import read_json_object, write_file
 from hpc_tune.log import ON_ALL_RANKS, log
 from hpc_tune.memory.device import empty_caches
-from hpc_tune.model.blocks import find_blocks, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.language import read_config
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock_reference import NotCheckable, write_small_model
 from hpc_tune.model.weights import is_lora_b

@@ -24,7 +24,7 @@ from hpc_tune.data.packed_rows import count_tokens
 from hpc_tune.engine.adamw import learning_rate, with_scaled_lr
 from hpc_tune.log import log
 from hpc_tune.model.experts import OTHERS, chosen_expert_share, num_chosen_experts
-from hpc_tune.model.float8_base import why_no_float8_matmuls
+from hpc_tune.model.float8 import why_no_float8_matmuls
 from hpc_tune.model.kernels import multiplies_in_tf32
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.probe import fabric
@@ -40,11 +40,12 @@ from hpc_tune.train.sources import OpenSource
 from hpc_tune.train.startup.preflight import MemoryForecast
 from hpc_tune.units import count_of, format_count
 from hpc_tune.world.affinity import SYS
-from hpc_tune.world.architecture import Architecture, find_architecture
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import (
     ALLOC_CONF_VARIABLES,
+    Architecture,
     cpu_has_bf16,
+    find_architecture,
     read_settings,
     unread_settings_warning,
 )

@@ -23,7 +23,7 @@ from hpc_tune.plan.hardware import Machine, run_plan
 from hpc_tune.plan.memory_model import PhaseMemory, surely_fits, upper_bound_bytes
 from hpc_tune.plan.report import MemoryPlan, from_json, phase_fits
 from hpc_tune.plan.resolve import ResolvedLayout, min_micro_rows
-from hpc_tune.rundir import owner
+from hpc_tune.rundir.json_lines import STARTING_CONFIG
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes, list_some
@@ -144,7 +144,7 @@ def _run_plan_command(
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(job.dir / owner.STARTING_CONFIG, machine, arguments, limit_s)
+        done = run_plan(job.dir / STARTING_CONFIG, machine, arguments, limit_s)
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from hpc_tune.checkpoint.export_metadata import write_template
-from hpc_tune.config.chat_templates import (
+from hpc_tune.config.data import (
     NAMED_TEMPLATES,
     TEMPLATE_FOLDER,
     is_template_path,

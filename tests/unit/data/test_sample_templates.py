@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_tune.config.chat_templates import template_file
+from hpc_tune.config.data import template_file
 from hpc_tune.data.counts import _REMARKS, _ROLE_REMARKS
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example

@@ -15,7 +15,7 @@ from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention

@@ -2,10 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.blocks import find_blocks
-from hpc_tune.model.special_layers import find_unquantised_layers
+from hpc_tune.model.float8 import check_float8, use_float8
+from hpc_tune.model.layers import find_blocks, find_unquantised_layers
 
 
 def block_with_adapters():

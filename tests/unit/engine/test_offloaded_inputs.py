@@ -7,8 +7,7 @@ from torch import nn
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TrainConfig
-from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.engine.offloaded_inputs import OffloadedInputs
+from hpc_tune.engine.activation_checkpoint import OffloadedInputs, checkpoint_blocks
 from hpc_tune.faults import Faults
 from hpc_tune.memory.policy import Action
 

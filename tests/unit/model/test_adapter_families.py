@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
 from hpc_tune.model.quantized_base import FourBitLinear
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model import float8_base
-from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model import float8
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.float8_base import Float8Linear, Float8Stack, float8_rows
+from hpc_tune.model.float8 import Float8Linear, Float8Stack, float8_rows
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
 from hpc_tune.model.quantized_base import find_packed_weights
@@ -92,7 +92,7 @@ def test_rows_of_zeros_and_of_the_least_values_are_finite(tmp_path):
 def test_a_rank_reads_and_packs_its_rows_alone(tmp_path, monkeypatch, rows, width, num_ranks):
     torch.manual_seed(1)
     whole = linear_of(tmp_path, torch.randn(rows, width)).weight.data
-    monkeypatch.setattr(float8_base, "PIECE_BYTES", 4 * 700)
+    monkeypatch.setattr(float8, "PIECE_BYTES", 4 * 700)
     index, layer = index_model_directory(tmp_path), linear_of(tmp_path, torch.randn(rows, width))
     write_regions(tmp_path / "model.safetensors", regions_of({"w": torch.randn(rows, width)}))
     read = []
@@ -141,24 +141,22 @@ def test_products_are_those_of_the_rounded_values(tmp_path, dtype, in_float8):
 
 
 def test_the_trial_of_products_is_right_on_this_torch():
-    assert float8_base.measure_float8_error(torch.device("cpu"), torch.bfloat16) < 5e-3
+    assert float8.measure_float8_error(torch.device("cpu"), torch.bfloat16) < 5e-3
 
 
 def test_wrong_products_are_not_used(monkeypatch):
     class Card:
         has_float8, gfx = True, ""
 
-    monkeypatch.setattr(float8_base, "find_architecture", lambda device: Card())
+    monkeypatch.setattr(float8, "find_architecture", lambda device: Card())
     device = torch.device("cpu")
-    assert not float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert not float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
     whole = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1.02 * whole(*a, **k))
-    assert "off by 2" in float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert "off by 2" in float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: 1 / 0)
-    assert "fail here" in float8_base.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
-    assert (
-        float8_base.why_no_float8_matmuls.__wrapped__(device, torch.float32) == "model.dtype=fp32"
-    )
+    assert "fail here" in float8.why_no_float8_matmuls.__wrapped__(device, torch.bfloat16)
+    assert float8.why_no_float8_matmuls.__wrapped__(device, torch.float32) == "model.dtype=fp32"
 
 
 def loaded(base, tune, dtype=torch.float32):

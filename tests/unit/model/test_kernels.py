@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_tune.model import blocks, varlen_attention
-from hpc_tune.model.blocks import use_own_layers
+from hpc_tune.model import layers, varlen_attention
 from hpc_tune.model.kernels import (
     Kernels,
     choose_kernels,
@@ -14,6 +13,7 @@ from hpc_tune.model.kernels import (
     layer_windows,
     why_experts_loop,
 )
+from hpc_tune.model.layers import use_own_layers
 from hpc_tune.model.loss import LossModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -181,10 +181,10 @@ def test_it_is_said_where_a_gpu_multiplies_expert_by_expert(monkeypatch, capabil
 )
 def test_an_engine_does_what_is_chosen(kernels, within, monkeypatch):
     done, asked = [], []
-    monkeypatch.setattr(blocks, "choose_model_kernels", lambda *of: asked.append(of) or kernels)
+    monkeypatch.setattr(layers, "choose_model_kernels", lambda *of: asked.append(of) or kernels)
     for name in ("use_lora_linear", "use_swiglu", "use_rms_norm"):
         monkeypatch.setattr(
-            blocks, name, lambda *given, name=name, **options: done.append((name, options))
+            layers, name, lambda *given, name=name, **options: done.append((name, options))
         )
     module = LossModel(torch.nn.Identity(), SimpleNamespace(model_type="llama"), within)
     use_own_layers(module, [], False, torch.bfloat16, GPU)

@@ -17,10 +17,10 @@ from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import LocalRegion, build, compute_dtype
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 from hpc_tune.model.language import read_language_config
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.tensor_sources import reserve_nothing
 from hpc_tune.model.tokenizer import load_tokenizer

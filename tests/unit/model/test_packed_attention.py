@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
 from hpc_tune.batch import Batch, read_document_lengths
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, make_documents, use_document_attention

@@ -9,8 +9,8 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.balance import RouterWatch, find_router_score, list_routers
-from hpc_tune.model.blocks import find_blocks
 from hpc_tune.model.build import build
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
 from tests.support.mixtures import write_mixture
 

@@ -18,9 +18,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
-from hpc_tune.model import blocks as own_layers
-from hpc_tune.model.blocks import find_blocks, use_own_layers
+from hpc_tune.model import layers as own_layers
 from hpc_tune.model.faster_layers import share_casts
+from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 

@@ -7,7 +7,7 @@ from torch import nn
 from hpc_tune.config.load import load_config
 from hpc_tune.model.kernels import multiplies_in_tf32, use_tf32
 from hpc_tune.train.startup.describe import describe_arithmetic
-from hpc_tune.world.architecture import Architecture
+from hpc_tune.world.device import Architecture
 
 AMPERE, TURING, AMD = Architecture((8, 0)), Architecture((7, 5)), Architecture(gfx="gfx942")
 

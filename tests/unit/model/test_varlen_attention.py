@@ -17,7 +17,7 @@ from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.context_parallel import share_attention
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.blocks import find_blocks
+from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention

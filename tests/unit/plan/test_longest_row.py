@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_tune.plan.room import _longest_row
+from hpc_tune.plan.memory_model import _longest_row
 
 
 @pytest.mark.parametrize("power", [1, 1.2, 2])

@@ -8,8 +8,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.memory.policy import Phase
 from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import PhaseMemory
-from hpc_tune.plan.room import limit_by_host
+from hpc_tune.plan.memory_model import PhaseMemory, limit_by_host
 from hpc_tune.units import format_bytes
 
 GIB, SEQ_LEN = 1 << 30, 1 << 14

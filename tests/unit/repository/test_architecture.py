@@ -57,7 +57,7 @@ OWNERS = {
     "peft": ("model/adapters.py",),
     "safetensors": ("model/",),
     "bitsandbytes": ("model/quantized_base.py",),
-    "torchao": ("engine/adamw_8bit.py", "engine/float8.py"),
+    "torchao": ("engine/adamw_8bit.py", "model/float8.py"),
     "yaml": ("safe_yaml.py", "config/", "checkpoint/", "report/", "convert/"),
     "psutil": ("world/processes.py", "world/liveness.py", "world/rendezvous.py"),
     "matplotlib": ("report/",),

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_tune import cli
-from hpc_tune.rundir.owner import RESOLVED_CONFIG
+from hpc_tune.rundir.json_lines import RESOLVED_CONFIG
 
 
 @pytest.fixture

@@ -465,7 +465,7 @@ def test_code_that_takes_packed_bytes_for_weights_is_found(monkeypatch):
     config = config_of("glm5_next")
     assert not check_architecture(config, QLORA).adapters
     assert not check_architecture(config, TuneConfig(base_dtype="fp8")).adapters
-    monkeypatch.setattr("hpc_tune.model.special_layers.find_indexers", lambda _: [])
+    monkeypatch.setattr("hpc_tune.model.layers.find_indexers", lambda _: [])
     for tune in (QLORA, TuneConfig(base_dtype="fp8")):
         assert "with packed weights the loss is" in check_architecture(config, tune).adapters
 

@@ -14,7 +14,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.train import reference
 from hpc_tune.train.run import run
-from hpc_tune.world.architecture import Architecture
+from hpc_tune.world.device import Architecture
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, losses, train
 

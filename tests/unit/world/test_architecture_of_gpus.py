@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_tune.engine.float8 import check_float8
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import compute_dtype
+from hpc_tune.model.float8 import check_float8
 from hpc_tune.model.kernels import why_experts_loop
-from hpc_tune.world.architecture import Architecture, find_architecture
+from hpc_tune.world.device import Architecture, find_architecture
 
 GPU = torch.device("cuda", 0)
 

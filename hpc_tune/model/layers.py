@@ -1,6 +1,7 @@
-"""Linear layers that are not called as linear layers are: they have no adapters and stay whole.
+"""Which layers of a model are special, where its decoder blocks are, and what is replaced in them.
 
-What peft or bitsandbytes would put in their place is wrong there, on any device, as a run may go on
+Some linear layers are not called as linear layers are: they have no adapters and stay whole. What
+peft or bitsandbytes would put in their place is wrong there, on any device, as a run may go on
 anywhere:
 
 - A fused kernel takes the weight as it is. Where mamba_ssm is installed, Mamba 2's does the output
@@ -12,13 +13,19 @@ anywhere:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_tune.model.experts import find_routers
+from hpc_tune.model.faster_layers import share_casts, use_rms_norm, use_swiglu
+from hpc_tune.model.float8 import use_float8_matmuls
+from hpc_tune.model.grouped_experts import use_grouped_experts
+from hpc_tune.model.kernels import choose_model_kernels
+from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
+from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import find_indexers
 
 # -- Tensors that transformers loads in fp32 whatever the dtype of the model, kept so here too.
@@ -109,3 +116,47 @@ def is_vector(name: str, parameter: torch.Tensor) -> bool:
 def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay is meant for it: neither a norm nor a bias."""
     return not is_vector(name, parameter) and "bias" not in name.lower()
+
+
+# -- A model's decoder blocks: where they are, and the layers in them that are replaced.
+
+
+def find_blocks(model: Any) -> nn.ModuleList:
+    """Return the list of the decoder blocks of a ``LossModel``: its largest ``nn.ModuleList``.
+
+    Every causal LM of transformers has one; expert lists are inside of its entries.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def use_own_layers(
+    module: LossModel,
+    blocks: Sequence[nn.Module],
+    compiled: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    copies: AdapterCopies | None = None,
+    shares_inputs: bool = False,
+) -> None:
+    """Replace layers of ``blocks`` by what ``kernels.py`` chooses for ``dtype`` on ``device``.
+
+    These take fewer passes and keep fewer activations. ``copies``: of an engine that says when
+    adapters change. ``shares_inputs``: see ``use_lora_linear``.
+    """
+    mask_reason = "" if module.within_documents else "its attention needs it"
+    kernels = choose_model_kernels(module.config, dtype, compiled, device, mask_reason)
+    use_float8_matmuls(blocks, device)
+    groups = use_lora_linear(blocks, shares_inputs)
+    if copies is not None:
+        copies.keep_copies(blocks, groups)
+    use_grouped_experts(blocks, compiled)
+    if not compiled:
+        share_casts(blocks)
+    if kernels.swiglu == "own":
+        use_swiglu(blocks)
+    if kernels.norm != "transformers":
+        use_rms_norm(blocks, torchs=kernels.norm == "F.rms_norm")
+    module.within_documents = kernels.attention != "mask"
+    module.has_kernel = kernels.attention == "varlen"
+    module.kernel_has_windows = kernels.window == "varlen"
