@@ -28,6 +28,7 @@ from hpc_tune.autotune.candidates import (
 from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
 from hpc_tune.config.constraints import allows_context, allows_expert, allows_tensor
 from hpc_tune.config.load import write_resolved
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.context_parallel import can_share_attention
 from hpc_tune.errors import ConfigError
@@ -244,7 +245,8 @@ def search_layout(
         return replace(candidate, micro_rows=rows, time=time)
 
     may_split = config.batch.micro_size == "auto"
-    search = _LayoutSearch(work, machine, num_ranks, plan_of, with_rows if may_split else None)
+    rows_of = with_rows if may_split else None
+    search = _LayoutSearch(work, machine, num_ranks, asked, plan_of, rows_of)
     rows, refused = search.fastest_that_fit(legal, lambda: predict_candidates(shared[1], *places))
     layout = resolve(asked, size, built.config, machine, num_ranks).layout
     simple = next((c for c in legal if c.layout == layout), None)
@@ -350,6 +352,7 @@ class _LayoutSearch:
     work: StepWork
     machine: Machine
     num_ranks: int
+    asked: ParallelConfig
     plan_of: Callable[[Candidate], MemoryPlan]
     with_rows: Callable[[Candidate, int], Candidate] | None
     planned: list[_PlannedCandidate] = field(default_factory=list)
@@ -423,10 +426,14 @@ class _LayoutSearch:
                 f"was found is {least} of {room} per rank, with {best.candidate}. "
                 f"What would help there:\n  - " + "\n  - ".join(best.advice)
             )
+        axes = self.asked.axes | {"expert": self.asked.expert, "context": self.asked.context}
+        given = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
+        unfit = f"{given} divides no such number of ranks, does not suit the model, or " * bool(
+            given
+        )
         return (
             f"parallel.layout=auto: no layout of up to {self.machine.world_size} ranks is "
-            f"possible: the axes that are set do not suit the model, or its state is more than "
-            f"{room} per rank in each of them"
+            f"possible: {unfit}the model's state is more than {room} per rank in each of them"
         )
 
 

@@ -335,7 +335,7 @@ class HeldOutRows:
         num_packed = self._packed.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
-            warn_of_cut_documents(store, order.seq_len)
+            warn_of_cut_documents(store, order.seq_len, with_advice=False)
 
     def num_batches(self, micro_size: int) -> int:
         """Return how many batches of ``micro_size`` rows each rank gets."""
@@ -369,9 +369,9 @@ def prefetch_limit(step_bytes: int) -> int:
     return max(PREFETCH_BYTES, step_bytes)
 
 
-def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
-    """Say which documents are longer than a row, or were when they were prepared, and what it
-    would take to train on them whole.
+def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = True) -> None:
+    """Say which documents are longer than a row, or were when they were prepared, and with
+    ``with_advice`` what it would take to have them whole.
     """
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
@@ -390,12 +390,15 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
     num_dropped = max(sum(counters.cut_lengths.values()) - num_cut, 0)
     excess = np.maximum(store.length_values - seq_len, 0)
     longest, most = _length_for(lengths, 1.0), _length_for(lengths, 0.99)
+    advice = (
+        f". data.seq_len={longest} holds all of them{f', {most} 99%' if most < longest else ''}; "
+        "docs/long-rows.md says what makes such rows fit (parallel.context, parallel.row_pieces, "
+        "parallel.offload_activations), and what they take: python -m hpc_tune plan --config FILE "
+        f"data.seq_len={longest}"
+    )
     log.warning(
         "%d of %d documents in %s are longer than data.seq_len=%d and are cut there%s: about %s"
-        " tokens are not used%s. data.seq_len=%d holds all of them%s; docs/long-rows.md says what"
-        " makes such rows fit (parallel.context, parallel.row_pieces,"
-        " parallel.offload_activations), and what they take: python -m hpc_tune plan --config FILE"
-        " data.seq_len=%d",
+        " tokens are not used%s%s",
         sum(lengths.values()),
         store.num_documents + num_dropped,
         store.path,
@@ -405,9 +408,7 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int) -> None:
         " (pieces of texts lose none where they are prepared again with this data.seq_len)"
         if counters.split and excess.any()
         else "",
-        longest,
-        f", {most} 99%" if most < longest else "",
-        longest,
+        advice if with_advice else "",
     )
 
 

@@ -57,13 +57,14 @@ def opened(run_dir, names, start_step=0, words=SETTINGS):
     return open_trackers(run, facts)
 
 
-def two_starts(run_dir, name):
-    """Track steps 1 to 3, and 4 and 5 in a second start that resumes."""
+def two_starts(run_dir, name, look=lambda: None):
+    """Track steps 1 to 3, and 4 and 5 in a second start that resumes; ``look`` before each end."""
     for steps in (range(1, 4), range(4, 6)):
         wait_for_another_second()
         told = opened(run_dir, name, start_step=steps[0] - 1)
         for step in steps:
             told.write(step, {"loss": step / 2, "sent_bytes/all_reduce": 8})
+        look()
         told.close()
 
 
@@ -138,11 +139,18 @@ def test_wandb_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_r
 
 def test_mlflow_files_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_run(tmp_path, said):
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
-    two_starts(tmp_path / "run", "mlflow")
-    assert said == []
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlflow").as_uri())
-    [experiment] = [e for e in client.search_experiments() if e.name == "hpc_tune"]
-    [run] = client.search_runs([experiment.experiment_id])
+
+    def only_run():
+        [experiment] = [e for e in client.search_experiments() if e.name == "hpc_tune"]
+        [run] = client.search_runs([experiment.experiment_id])
+        return run
+
+    statuses = []
+    two_starts(tmp_path / "run", "mlflow", lambda: statuses.append(only_run().info.status))
+    assert said == []
+    assert statuses == ["RUNNING", "RUNNING"]
+    run = only_run()
     history = client.get_metric_history(run.info.run_id, "loss")
     assert {metric.step: metric.value for metric in history} == HALVES
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")

@@ -492,7 +492,8 @@ class _Trial:
         try:
             share_attention(module, share)
             # As on a GPU whose kernel takes windows, on one whose kernel does not, and as here.
-            for module.has_kernel, module.kernel_has_windows in _FORMS_OF_ATTENTION:
+            for has_kernel, has_windows in _FORMS_OF_ATTENTION:
+                module.has_kernel, module.kernel_has_windows = has_kernel, has_windows
                 loss = module(stack_parts(parts))
                 if _is_different(loss.item(), sum(self.losses)):
                     return (

@@ -392,7 +392,9 @@ def test_what_cannot_be_chosen_is_said():
     with pytest.raises(ConfigError, match="h100-ib400"):
         choose_for_command(settings, machine, None, "cray-1")
     impossible = load_config(None, ["parallel=auto", "parallel.tensor=3"])
-    with pytest.raises(ConfigError, match="no layout of up to 4 ranks is possible"):
+    with pytest.raises(
+        ConfigError, match="no layout of up to 4 ranks is possible: parallel.tensor=3"
+    ):
         choose_for_command(impossible, machine, None, "h100-ib400")
 
 

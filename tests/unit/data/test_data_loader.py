@@ -270,6 +270,10 @@ def test_what_would_hold_the_documents_that_are_cut_is_said(tmp_path, caplog):
         assert f"parallel.{name}" in line
     assert (Path(__file__).parents[3] / "docs" / "long-rows.md").is_file()
     caplog.clear()
+    HeldOutRows(store, SampleOrder(64, packing=True, seed=0))  # as many words once are enough
+    (held_out,) = (record.getMessage() for record in caplog.records)
+    assert held_out == line.partition(". data.seq_len")[0]
+    caplog.clear()
     warn_of_cut_documents(store, 32)  # the 50 whole ones of 64 are cut now, too
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("201 of 301 documents in ")
