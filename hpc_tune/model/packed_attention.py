@@ -22,7 +22,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.micro_batch import Document, batch_context
-from hpc_tune.model.shared_rows import HeadsOfModule
+from hpc_tune.model.shared_rows import AlignedHeads, HeadsOfModule
 from hpc_tune.model.tiled_attention import tiled_attention
 from hpc_tune.model.transformers_compat import keep_capped_scores
 
@@ -185,16 +185,16 @@ def _attend(
     if batch_context.batch.share is None:
         return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
     window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
-    attention = functools.partial(
-        _attend_heads, module, query_BHTD.shape[1], window, dropout, scaling, options
-    )
+    share = batch_context.batch.share
+    aligned = AlignedHeads.of(query_BHTD.shape[1], key_BKTD.shape[1], share.size)
+    attention = functools.partial(_attend_heads, module, aligned, window, dropout, scaling, options)
     own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
-    return batch_context.batch.share.attend(attention, *own), None
+    return share.attend(attention, *own), None
 
 
 def _attend_heads(
     module: Any,
-    num_heads: int,
+    aligned: AlignedHeads,
     window: int | None,
     dropout: float,
     scaling: float | None,
@@ -204,8 +204,8 @@ def _attend_heads(
 ) -> torch.Tensor:
     """Return the attention of whole rows for a part of a layer's heads, BTHD."""
     batch = batch_context.batch
-    share, groups = batch.share, inputs_BHTD[0].shape[1] // inputs_BHTD[1].shape[1]
-    own = HeadsOfModule(module, part, share.size, num_heads, groups)
+    share = batch.share
+    own = HeadsOfModule(module, part, share.size, aligned)
     options = {name: own.cut(value) for name, value in options.items()}
     mask = None
     if share.uses_eager:

@@ -64,7 +64,8 @@ class RankShare:
     def attend(self, attention: HeadAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``; one message there and one back."""
         num_rows, num_heads, num_own, _ = inputs_BHSD[0].shape
-        parts = [self._by_rank(x) for x in align_heads(inputs_BHSD, self.size)]
+        aligned = AlignedHeads.of(num_heads, inputs_BHSD[1].shape[1], self.size)
+        parts = [self._by_rank(x) for x in aligned.align(inputs_BHSD)]
         widths = [part.shape[2] * part.shape[3] for part in parts]
         sent_CNF = torch.cat([part.flatten(2) for part in parts], -1)
         come_CNF: torch.Tensor = _Exchange.apply(sent_CNF, self)
@@ -78,7 +79,7 @@ class RankShare:
         out_CNF = out_BTHD.reshape(num_rows, self.size, num_own, -1).transpose(0, 1).flatten(1, 2)
         back_CNF: torch.Tensor = _Exchange.apply(out_CNF.contiguous(), self)
         back = back_CNF.view(self.size, num_rows, num_own, *out_BTHD.shape[2:])
-        return back.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_heads]
+        return aligned.without_zeros(back.permute(1, 2, 0, 3, 4).flatten(2, 3), 2)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """See ``SharedRows``."""
@@ -120,49 +121,72 @@ class _SumOfShares(torch.autograd.Function):
         return grad, None
 
 
-def align_heads(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Return queries, keys and values of as many heads as ``size`` ranks share evenly.
+@dataclass(frozen=True)
+class AlignedHeads:
+    """Heads of which ``size`` ranks get as many each, with the keys of their queries.
 
-    Few heads of keys and values are repeated, side by side, so that a rank has those of its
-    queries; autograd adds up the copies' gradients. Where ``size`` does not divide the heads of
-    queries, each has keys of its own, and heads of zeros, whose results are dropped, fill up.
+    Few heads of keys and values are repeated, side by side, and autograd adds up the copies'
+    gradients. Where ``size`` does not divide the heads of queries, heads of zeros, whose results
+    are dropped, fill up each group that shares keys; or, where that takes more of them, each
+    head has keys of its own and the zeros come last.
+
+    ``heads`` of queries in ``blocks``, of which each gets as many zeros; ``copies`` of each head of
+    keys. ``total`` and ``total_keys``: those that are computed.
     """
-    query_BHSD, *keys_BKSD = inputs_BHSD
-    num_heads, groups = query_BHSD.shape[1], keys_BKSD[0].shape[1]
-    _, even_keys = count_aligned_heads(num_heads, groups, size)
-    more = -num_heads % size
-    copies = (even_keys - more) // groups
-    keys = [x if copies == 1 else x.repeat_interleave(copies, 1) for x in keys_BKSD]
-    return [F.pad(x, (0, 0, 0, 0, 0, more)) if more else x for x in (query_BHSD, *keys)]
 
+    heads: int
+    blocks: int
+    copies: int
+    total: int
+    total_keys: int
 
-def count_aligned_heads(num_heads: int, groups: int, size: int) -> tuple[int, int]:
-    """Return the heads of queries, and of keys and values, that ``size`` ranks share evenly.
+    @classmethod
+    def of(cls, heads: int, groups: int, size: int) -> "AlignedHeads":
+        """Return it for ``heads`` of queries and ``groups`` of keys."""
+        least, keys = heads + -heads % size, math.lcm(groups, size)
+        if keys * -(-heads // keys) == least:
+            return cls(heads, groups, keys // groups, least, keys)
+        return cls(heads, 1, heads // groups, least, least)
 
-    ``groups`` heads of keys are repeated, or heads of zeros fill up: see ``align_heads``.
-    """
-    if num_heads % size:
-        return num_heads + -num_heads % size, num_heads + -num_heads % size
-    return num_heads, groups * (size // math.gcd(groups, size))
+    def align(self, inputs_BHSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return queries, keys and values with as many heads as ranks share evenly."""
+        query_BHSD, *keys_BKSD = inputs_BHSD
+        keys = [x if self.copies == 1 else x.repeat_interleave(self.copies, 1) for x in keys_BKSD]
+        more = self.total_keys - keys[0].shape[1]
+        keys = [F.pad(x, (0, 0, 0, 0, 0, more)) if more else x for x in keys]
+        return [self.with_zeros(query_BHSD, 1), *keys]
+
+    def with_zeros(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return what has a value for each head along ``dim``, and zeros for the others."""
+        if self.total == self.heads:
+            return x
+        by_block = x.unflatten(dim, (self.blocks, -1)).transpose(dim + 1, -1)
+        more = (self.total - self.heads) // self.blocks
+        return F.pad(by_block, (0, more)).transpose(dim + 1, -1).flatten(dim, dim + 1)
+
+    def without_zeros(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return what ``with_zeros`` has filled up as it was."""
+        if self.total == self.heads:
+            return x
+        by_block = x.unflatten(dim, (self.blocks, -1))
+        return by_block.narrow(dim + 1, 0, self.heads // self.blocks).flatten(dim, dim + 1)
 
 
 class HeadsOfModule:
     """An attention module as it is for a part of its heads: what has a value per head is cut."""
 
-    def __init__(self, module: Any, part: int, size: int, heads: int, groups: int) -> None:
-        """``heads`` of queries in all; ``groups``: those of the part that share one of keys."""
-        self._module, self._part, self._size, self._heads = module, part, size, heads
-        self.num_key_value_groups = groups
+    def __init__(self, module: Any, part: int, size: int, aligned: AlignedHeads) -> None:
+        self._module, self._part, self._size, self._aligned = module, part, size, aligned
+        self.num_key_value_groups = aligned.total // aligned.total_keys
 
     def __getattr__(self, name: str) -> Any:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
         """Return this part of a parameter with a value for each head; anything else as it is."""
-        if not isinstance(value, torch.nn.Parameter) or value.shape != (self._heads,):
+        if not isinstance(value, torch.nn.Parameter) or value.shape != (self._aligned.heads,):
             return value
-        more = -self._heads % self._size
-        return (F.pad(value, (0, more)) if more else value).chunk(self._size)[self._part]
+        return self._aligned.with_zeros(value, 0).chunk(self._size)[self._part]
 
 
 # -- A rank's part of a micro-batch.

@@ -28,7 +28,7 @@ from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shape_names
 from hpc_tune.model.language import read_config, read_language_config, why_too_long
-from hpc_tune.model.shared_rows import count_aligned_heads
+from hpc_tune.model.shared_rows import AlignedHeads
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import (
@@ -219,7 +219,7 @@ def list_useless_settings(
 def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
     """Return in words how many heads are computed where ranks do not divide them; often nothing."""
     heads = config.num_attention_heads // layout.tensor
-    even, _ = count_aligned_heads(heads, heads, layout.context)
+    even = AlignedHeads.of(heads, heads, layout.context).total
     if even == heads:
         return []
     choices = [n for n in list_divisors(heads) if n > 1 and layout.weight_size % n == 0]

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.model.shared_rows import count_aligned_heads
+from hpc_tune.model.shared_rows import AlignedHeads
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces
@@ -244,7 +244,8 @@ def context_messages(
     if layout.context == 1:
         return
     heads, groups, width, value_width = attention_heads(plan.model, layout.tensor)
-    heads, groups = count_aligned_heads(heads, groups, layout.context)
+    aligned = AlignedHeads.of(heads, groups, layout.context)
+    heads, groups = aligned.total, aligned.total_keys
     tokens = sum(tokens for tokens, _ in computed)
     passes = 3 if recomputes or plan.parallel.recompute != "none" else 2
     times = len(plan.rank_blocks(pp_rank)) * passes

@@ -40,7 +40,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
-from hpc_tune.model.shared_rows import HeadAttention, align_heads, share_batch
+from hpc_tune.model.shared_rows import AlignedHeads, HeadAttention, share_batch
 from hpc_tune.model.stock_reference import NotCheckable, compute_reference, software_versions
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
@@ -127,13 +127,14 @@ class StackedShare:
     def attend(self, attention: HeadAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
         """Return the attention of all parts, CSHD, each part of the heads by itself."""
         rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
-        whole = align_heads(rows, self.size)
+        aligned = AlignedHeads.of(rows[0].shape[1], rows[1].shape[1], self.size)
+        whole = aligned.align(rows)
         parts = [
             attention(part, *(x.chunk(self.size, 1)[part] for x in whole))
             for part in range(self.size)
         ]
         out_CSHD = torch.cat(parts, 2).squeeze(0).unflatten(0, (self.size, -1))
-        return out_CSHD[:, :, : inputs_CHSD[0].shape[1]]
+        return aligned.without_zeros(out_CSHD, 2)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``: the sum over rows has all parts."""

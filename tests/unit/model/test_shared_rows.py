@@ -13,9 +13,8 @@ from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_bat
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
 from hpc_tune.model.shared_rows import (
+    AlignedHeads,
     HeadsOfModule,
-    align_heads,
-    count_aligned_heads,
     own_tokens,
     share_batch,
 )
@@ -130,20 +129,27 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     ("heads", "groups", "size", "aligned"),
     [
         *((8, 8, 2, (8, 8)), (8, 2, 4, (8, 4)), (12, 6, 4, (12, 12)), (12, 4, 4, (12, 4))),
-        *((9, 3, 2, (10, 10)), (28, 4, 8, (32, 32)), (3, 1, 8, (8, 8))),
+        *((9, 3, 2, (10, 10)), (3, 1, 8, (8, 8)), (40, 10, 8, (40, 40)), (24, 8, 16, (32, 16))),
+        *((28, 4, 8, (32, 8)), (14, 2, 4, (16, 4)), (9, 9, 4, (12, 12)), (32, 8, 64, (64, 64))),
     ],
 )
 def test_heads_are_as_many_as_ranks_share_evenly(heads, groups, size, aligned):
-    assert count_aligned_heads(heads, groups, size) == aligned
+    found = AlignedHeads.of(heads, groups, size)
+    assert (found.total, found.total_keys) == aligned
     query, key = torch.randn(1, heads, 2, 4), torch.randn(1, groups, 2, 4)
-    even, keys, _ = align_heads([query, key, key], size)
+    even, keys, _ = found.align([query, key, key])
     assert (even.shape[1], keys.shape[1]) == aligned
-    assert even[:, :heads].equal(query)
-    assert not even[:, heads:].any()
+    assert not any(n % size for n in aligned)
+    assert found.without_zeros(even, 1).equal(query)
+    assert even.count_nonzero() == query.count_nonzero()
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size"), [(8, 8, 2), (8, 2, 4), (12, 6, 4), (6, 1, 3), (9, 3, 2), (3, 1, 8)]
+    ("heads", "groups", "size"),
+    [
+        *((8, 8, 2), (8, 2, 4), (12, 6, 4), (6, 1, 3), (9, 3, 2), (3, 1, 8)),
+        *((14, 2, 4), (28, 4, 8), (6, 2, 4), (3, 3, 4)),
+    ],
 )
 def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups, size):
     torch.manual_seed(0)
@@ -161,11 +167,14 @@ def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups
 def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
     module = torch.nn.Module()
     module.sinks, module.scaling = torch.nn.Parameter(torch.arange(8.0)), 0.5
-    own = HeadsOfModule(module, 1, 4, 8, 2)
+    own = HeadsOfModule(module, 1, 4, AlignedHeads.of(8, 4, 4))
     assert own.sinks.tolist() == [2, 3]
     assert own.cut(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
     assert own.scaling == 0.5
-    assert HeadsOfModule(module, 2, 3, 8, 1).sinks.tolist() == [6, 7, 0]
+    assert HeadsOfModule(module, 2, 3, AlignedHeads.of(8, 8, 3)).sinks.tolist() == [6, 7, 0]
+    module.sinks = torch.nn.Parameter(torch.arange(6.0))  # zeros within each group
+    parts = [HeadsOfModule(module, n, 4, AlignedHeads.of(6, 2, 4)).sinks.tolist() for n in range(4)]
+    assert parts == [[0, 1], [2, 0], [3, 4], [5, 0]]
     assert own.num_key_value_groups == 2
 
 
