@@ -9,6 +9,7 @@ import pytest
 from hpc_tune.config.load import load_config
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.errors import ConfigError
+from tests.support import nccl_rules
 from tests.support.random_runs import Draw, write
 from tests.support.training import SMALL, launch_runs, many_runs, rows
 
@@ -235,6 +236,25 @@ def test_ranks_that_share_rows_learn_what_one_rank_does(
         assert [n["all_to_all"] for n in sent.values()] == [
             n["all_to_all"] for n in predicted.values()
         ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.timeout(1200)
+def test_families_that_share_rows_keep_nccls_rules(folder, alone, monkeypatch, mode):
+    """See tests/support/nccl_rules.py."""
+    monkeypatch.setenv(nccl_rules.MODE, mode)
+    cases = [case for case in CASES if num_ranks(case) == 4]
+    alone((family, method) for family, _, method, _ in cases)
+    jobs = []
+    for family, axis, method, context in cases:
+        axes = *LAYOUTS[axis, context][1], f"context={context}"
+        jobs.append(job(folder, family, method, f"{family} {axis} {method} {mode}", *axes))
+    ended = launch_runs(4, jobs, folder, 1100, nccl_rules.__name__)
+    assert not [done.output for done in ended if done.code]
+    for family, axis, method, _ in cases:
+        run = folder / f"{family} {axis} {method} {mode}"
+        assert_alike(run, folder / f"{family} {method}")
 
 
 @pytest.mark.full
