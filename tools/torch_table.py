@@ -48,6 +48,7 @@ EMULATED = """
 import functools, sys
 from hpc_tune.__main__ import main
 from hpc_tune.engine import native
+from hpc_tune.model import float8
 native.check_float8 = lambda device: None
 native.use_float8 = functools.partial(float8.use_float8, emulate=True)
 sys.exit(main())
@@ -59,6 +60,7 @@ LAYOUTS = {
     "tensor": ["parallel.tensor=2"],
     "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
     "expert": ["parallel.shard=2", "parallel.expert=2"],
+    "context": ["parallel.shard=2", "parallel.context=2"],
     "ZeRO-2": ["parallel.zero_stage=2"],
     "ZeRO-3": ["parallel.zero_stage=3"],
 }
