@@ -130,8 +130,9 @@ def share_rows(
         for num in list_divisors(layout.weight_size)[1:]:
             shared = replace(layout, context=num)
             span = layout.tensor * num
-            is_even = model.num_attention_heads % span == 0
-            if is_even and span <= near and not sharing_problems(model, shared):
+            if span > near or sharing_problems(model, shared):
+                continue
+            if model.num_attention_heads % span == 0:
                 (idle if global_rows < layout.weight_size else others).append(shared)
     return idle, others
 

@@ -153,16 +153,18 @@ class LossModel(nn.Module):
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
-        losses_of = self.head_unit or token_losses
-        losses_N = losses_of(
-            out_BTD.flatten(0, 1)[kept_N],
-            lm.get_output_embeddings(),
-            labels_K[kept_N],
-            self.config,
-            self.token_loss,
-            self.logits_bytes,
-            self.logits_kernels,
+        losses_of = functools.partial(
+            token_losses,
+            head=lm.get_output_embeddings(),
+            labels_N=labels_K[kept_N],
+            config=self.config,
+            token_loss=self.token_loss,
+            logits_bytes=self.logits_bytes,
+            kernels=self.logits_kernels,
         )
+        hidden_ND = out_BTD.flatten(0, 1)[kept_N]
+        unit = self.head_unit
+        losses_N = losses_of(hidden_ND) if unit is None else unit(hidden_ND, losses_of)
         if self.share is None:
             return self.objective.sums(losses_N, batch)
         sums = self.objective.sums(losses_N, batch, self.share.add_up)
@@ -209,9 +211,15 @@ class HeadUnit(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, *args: Any) -> torch.Tensor:
-        """Return what ``token_losses`` does."""
-        return token_losses(*args)
+    def forward(
+        self, hidden_ND: torch.Tensor, losses_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what ``losses_of`` does, to which all else that it takes is bound.
+
+        FSDP2 looks for tensors in what a unit is called with, in the fields of a config too, and
+        transformers refuses to say one that layers have each.
+        """
+        return losses_of(hidden_ND)
 
 
 def find_decoder(lm: Any) -> Any:

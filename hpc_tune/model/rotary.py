@@ -18,6 +18,7 @@ from torch import nn
 
 from hpc_tune.config.rope import KINDS, ORIGINAL, SCALING_KEYS, format_rope_scaling
 from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.config_json import common_value
 
 _FULL_ATTENTION = "full_attention"  # the layers that are scaled where each kind has its own
 _BY_POSITIONS = ("linear", "dynamic")  # of which max_position_embeddings is the length before
@@ -121,7 +122,7 @@ def without_lengths(config: Any, scaling: Mapping[str, Any], num_tokens: int) ->
     if kind != "dynamic":
         return dict(scaling)
     parameters, trained = _parameters(config) | dict(scaling), text.max_position_embeddings
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = common_value(text, "head_dim") or text.hidden_size // text.num_attention_heads
     dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     positions, factor = max(num_tokens, trained), scaling["factor"]
     stretch = (factor * positions / trained - (factor - 1)) ** (dim / (dim - 2))

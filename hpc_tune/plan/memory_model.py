@@ -35,7 +35,7 @@ from hpc_tune.model.tensor_sources import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.resolve import ResolvedLayout
 from hpc_tune.plan.trace import TraceReport
-from hpc_tune.step.layout import Layout
+from hpc_tune.step.layout import Layout, num_groups
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 from hpc_tune.world.pinned import pinned_blocks_bytes, round_up_bytes
@@ -55,7 +55,8 @@ class PhaseMemory:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
     ``first_bytes`` is what the first rank of the first node has on the host besides. A run does
-    without an ``optional`` phase where there is no room for it.
+    without an ``optional`` phase where there is no room for it, and without ``spare_bytes`` of
+    ``rank_bytes``.
     """
 
     name: Phase
@@ -63,6 +64,7 @@ class PhaseMemory:
     rank_bytes: int
     first_bytes: int = 0
     optional: bool = False
+    spare_bytes: int = 0
 
     def node_bytes(self, machine: Machine) -> int:
         """Return the host bytes of the fullest node."""
@@ -119,11 +121,6 @@ class MemorySettings:
         return parallel.zero_stage == 3 or uses_fsdp(parallel.shard or 1, parallel)
 
 
-def process_bytes(machine: Machine) -> int:
-    """Return what a rank's process takes of the memory that it computes with."""
-    return 0 if machine.device_bytes else RANK_BYTES
-
-
 def context_bytes(machine: Machine, num_groups: int) -> int:
     """Return what a rank's device holds beside tensors: the context, and NCCL for its groups."""
     device_bytes = machine.device_bytes or 0
@@ -132,11 +129,20 @@ def context_bytes(machine: Machine, num_groups: int) -> int:
     return GPU_CONTEXT_BYTES + num_groups * GROUP_BYTES + nvls
 
 
+def process_bytes(machine: Machine) -> int:
+    """Return what a rank's process takes of the memory that it computes with, at least."""
+    return 0 if machine.device_bytes else RANK_BYTES
+
+
 def upper_bound_bytes(
     size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine
 ) -> int:
     """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
-    return static_bytes(size, layout) + activation_bound(model, tokens) + process_bytes(machine)
+    tensors = static_bytes(size, layout) + activation_bound(model, tokens)
+    if machine.device_bytes is None:
+        return tensors + process_bytes(machine)
+    groups = num_groups(layout, uses_fsdp=layout.shard > 1)
+    return int(tensors * (1 + GPU_SLACK)) + context_bytes(machine, groups)
 
 
 def surely_fits(most: int, machine: Machine) -> bool:
@@ -175,9 +181,9 @@ def memory_by_phase(
         phases.append(phase(Phase.REFERENCE, step.evaluation + trimmed, 0))
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
-        phases.append(
-            phase(Phase.COMPILE, step.peak + left, buffers + workers * COMPILE_WORKER_BYTES)
-        )
+        on_host = buffers + workers * COMPILE_WORKER_BYTES
+        compiling = phase(Phase.COMPILE, step.peak + left, on_host)
+        phases.append(replace(compiling, spare_bytes=(workers - 1) * COMPILE_WORKER_BYTES))
     phases += [
         phase(Phase.FIRST_STEP, step.peak + left, buffers),
         phase(Phase.STEADY, step.peak + left, buffers),

@@ -522,6 +522,6 @@ def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
         fits = DEVICE_LIMITS.allows(on_device, USUAL_DEVICE)
         if fits:
             break
-    on_node = max(phase.node_bytes(machine) for phase in needed)
+    on_node = max(phase.node_bytes(machine) - gpus * phase.spare_bytes for phase in needed)
     node_gib = -(-int(on_node / HOST_LIMITS.fits) >> 30)
     return PlannedSizes(recompute, node_gib, on_device, USUAL_DEVICE, fits)

@@ -218,6 +218,8 @@ def list_useless_settings(
 
 def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
     """Return in words how many heads are computed where ranks do not divide them; often nothing."""
+    if layout.context == 1:
+        return []
     heads = config.num_attention_heads // layout.tensor
     even = AlignedHeads.of(heads, heads, layout.context).total
     if even == heads:

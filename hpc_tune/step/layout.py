@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from hpc_tune.model.config_json import common_value
+
 _OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 _SHARD_AXES = ("expert_shard", "expert")
 GROUPING_AXES = ("expert", "context")  # of ranks that other axes have
@@ -154,6 +156,11 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
         return [
             f"{said}: layers of {' and '.join(sorted(others))} in a {config.model_type} model mix "
             "tokens without attention over the row, or choose them; use parallel.context=1"
+        ]
+    if common_value(config, "num_attention_heads") is None:
+        return [
+            f"{said}: the layers of a {config.model_type} model differ in their numbers of heads; "
+            "use parallel.context=1"
         ]
     return []
 

@@ -157,15 +157,18 @@ def compile_cost(overrides, n=1):
 def test_compiled_losses_are_those_of_eager_and_ragged_lengths_and_a_second_start_compile_nothing(
     shared, references
 ):
-    """One document per row: lengths differ from step to step. One graph forward, one backward."""
+    """One document per row: lengths differ from step to step. Two graphs of a block, forward and
+    backward, and one of the loss, which another run here may have compiled before.
+    """
     ragged = ["tune.method=lora", "data.packing=false", "data.seq_len=512", "batch.micro_size=8"]
     ragged += ["train.max_steps=4"]
     first = ["checkpoint.resume=none", *ragged]
     [cold] = compile_cost(settings(shared, "cold", *first))
-    assert (cold["graphs"], cold["compiled"], cold["reused"]) == (1, 2, 0), cold
+    assert (cold["graphs"], cold["compiled"] + cold["reused"]) == (2, 3), cold
+    assert cold["compiled"] >= 2, cold
     sharded = [*first, "parallel.shard=2", "batch.micro_size=4"]
     two = compile_cost(settings(shared, "again", *sharded), 2)
-    assert [(c["graphs"], c["compiled"], c["reused"]) for c in two] == [(1, 0, 2)] * 2, two
+    assert [(c["graphs"], c["compiled"], c["reused"]) for c in two] == [(2, 0, 3)] * 2, two
     found = gaps(shared, 1, {"eager": ragged}, losses(shared / "cold"))
     found["two ranks"] = worst_gap(losses(shared / "again"), losses(shared / "cold"))
     assert max(found.values()) < 1e-5, found

@@ -283,11 +283,11 @@ def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_i
 def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
     """Each plan of a 70B model takes half a minute; there are 35 layouts of 16 ranks."""
     settings = load_config(None, ["parallel=auto", "batch.micro_size=64"])
-    machine = Machine(2, 8, int(1.6 * GIB), 512 * GIB)
+    machine = Machine(2, 8, int(2.2 * GIB), 512 * GIB)
     caplog.set_level("INFO")
     with pytest.raises(
         ConfigError,
-        match=r"(?s)the smallest need that was found is .* of 1.60 GiB per rank, with .*recompute",
+        match=r"(?s)the smallest need that was found is .* of 2.20 GiB per rank, with .*recompute",
     ):
         choose_for_command(settings, machine, None, "h100-ib400")
     planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]

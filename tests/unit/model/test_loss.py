@@ -1,15 +1,40 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
+from hpc_tune.batch import Batch
 from hpc_tune.engine.compile import compile_loss
 from hpc_tune.model import loss
-from hpc_tune.model.loss import LossModel, scale_logits, token_losses
+from hpc_tune.model.loss import HeadUnit, LossModel, scale_logits, token_losses
 
 VOCAB = 50
+
+
+def test_a_unit_of_the_head_is_called_with_nothing_that_has_fields():
+    """FSDP2 reads each field of a dataclass, which of some families' configs is an error."""
+    hidden_ND, head, labels_N = problem(3)
+    unit = HeadUnit(head)
+    model = SimpleNamespace(
+        get_output_embeddings=lambda: head,
+        get_decoder=lambda: lambda **_: SimpleNamespace(last_hidden_state=hidden_ND[None]),
+    )
+    calls = []
+    unit.register_forward_pre_hook(lambda _, given: calls.append(given))
+    module = LossModel(nn.Identity(), LlamaConfig(vocab_size=VOCAB))
+    module.causal_lm, module.head_unit = lambda: model, unit
+    positions_BT = torch.arange(3)[None]
+    batch = Batch(positions_BT, labels_N[None], positions_BT, 3, 3, 0, document_lengths=[[3]])
+    [total] = module(batch)
+    assert torch.isclose(total.double(), by_hand(hidden_ND, head, labels_N), rtol=1e-5)
+    assert [[isinstance(x, torch.Tensor) or callable(x) for x in given] for given in calls] == [
+        [True, True]
+    ]
+    assert not any(dataclasses.is_dataclass(x) for given in calls for x in given)
 
 
 def config(**values):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
+from hpc_tune.autotune.candidates import share_rows
 from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_batch
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
@@ -238,6 +239,20 @@ def test_what_does_not_divide_is_refused_with_what_does():
     assert "which it must divide; use 1 or 2 or 4" in why
     [why] = sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
     assert "layers of conv in a lfm2 model" in why
+
+
+def test_of_a_model_whose_layers_differ_in_heads_whole_rows_alone_are_laid_out():
+    class Mixed:
+        model_type, layer_types = "mixed", None
+
+        @property
+        def num_attention_heads(self):
+            raise RuntimeError("a per-layer attribute")  # as transformers says it
+
+    assert uneven_heads_warnings(Mixed(), Layout(2, 2)) == []
+    [why] = sharing_problems(Mixed(), Layout(2, 2, context=2))
+    assert "a mixed model differ in their numbers of heads" in why
+    assert share_rows([Layout(2, 2)], Mixed(), 1, 8) == ([], [])
 
 
 def test_neighbours_share_rows_and_the_first_of_them_counts():

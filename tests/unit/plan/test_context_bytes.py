@@ -1,5 +1,7 @@
 """What a device holds beside tensors, by the groups that send."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hpc_tune.plan.hardware import Machine
@@ -8,8 +10,11 @@ from hpc_tune.plan.memory_model import (
     GROUP_BYTES,
     NVLS_BYTES,
     context_bytes,
+    surely_fits,
+    upper_bound_bytes,
 )
 from hpc_tune.step.layout import Layout, num_groups
+from hpc_tune.step.size import ModelSize
 
 GIB = 1 << 30
 
@@ -56,3 +61,13 @@ def test_the_ends_of_a_pipeline_that_train_one_weight_have_a_group(layout, more)
 )
 def test_nccl_takes_memory_for_each_group_and_once_for_nvls(ranks, device, groups, wanted):
     assert context_bytes(Machine(1, ranks, device, 512 * GIB), groups) == wanted
+
+
+def test_a_device_that_the_context_fills_is_never_said_to_have_room():
+    layout, tiny = Layout(1, 8), Machine(1, 8, 3 * GIB, 64 * GIB)
+    beside = context_bytes(tiny, num_groups(layout, uses_fsdp=True))
+    assert beside > GPU_CONTEXT_BYTES
+    model = SimpleNamespace(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    most = upper_bound_bytes(ModelSize(0, 100, 0, 400), layout, model, 0, tiny)
+    assert most >= beside
+    assert not surely_fits(most, tiny)

@@ -453,6 +453,7 @@ def test_compile_workers_count():
     phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["train.compile=true"])
     # An eighth of a rank's 16 GiB is two workers.
     assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == 2 * GIB
+    assert phases["compile"].spare_bytes == GIB
     alone = ["train.compile=true", "run.threads=1"]
     phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=alone)
     assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == GIB
