@@ -540,6 +540,7 @@ def test_settings_without_an_effect_are_refused(write):
     assert "decay_ratio=0.2 has no effect without optim.schedule=wsd" in problem(
         write("optim: {decay_ratio: 0.2}\n")
     )
+    assert "optim.decay_ratio" in problem(write("optim: {schedule: wsd, decay_ratio: 1.1}\n"))
     assert "restarts=2 has no effect without optim.schedule=cosine_with_restarts" in problem(
         write("optim: {schedule: wsd, restarts: 2}\n")
     )

@@ -93,6 +93,16 @@ def test_the_flops_of_a_token_are_those_of_the_products(size, tied, flops):
     assert weight_flops(size, config(tied)) == flops - 360
 
 
+@pytest.mark.parametrize(("is_trained", "each"), [(True, 6), (False, 4)])
+def test_of_the_experts_of_a_layer_those_of_a_token_count(is_trained, each):
+    """Of 800 values on four experts a token goes through 200."""
+    routed = WeightGroup("blocks", "whole", is_trained, False, 800, 3200, ROUTED)
+    mixture = SimpleNamespace(**vars(config(True)), num_experts=4, num_experts_per_tok=1)
+    values = (0, 1000) if is_trained else (1000, 0)
+    size = ModelSize(*values, 0, 0, weights=(routed,))
+    assert weight_flops(size, mixture) == each * (200 + 200)
+
+
 @pytest.mark.parametrize(
     ("said", "lengths", "scores"),
     [

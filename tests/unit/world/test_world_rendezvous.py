@@ -281,6 +281,14 @@ def test_what_takes_longer_than_the_start_has_its_own_limit():
     assert isinstance(first, WorldError)
 
 
+def test_candidate_ports_are_different_ones_of_the_range():
+    """Below those that the kernel gives to clients, and above those of services."""
+    for job in map(str, range(200)):
+        ports = candidate_ports(job)
+        assert len({*ports}) == json_channel.NUM_CANDIDATE_PORTS
+        assert all(json_channel._FIRST_PORT <= port <= json_channel._LAST_PORT for port in ports)
+
+
 def test_two_jobs_that_share_candidate_ports_do_not_mix():
     ports = candidate_ports("shared")
 
