@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.adamw import OffloadedState, make_adamw
+from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpReduceScatter
 from hpc_tune.engine.fsdp import _placement, release_gathered
 from hpc_tune.engine.mesh import _SingletonMesh
 from hpc_tune.model.load import _gather_weight
@@ -72,6 +73,8 @@ def test_weights_of_one_rank_need_no_group(alone, replicas):
     else:
         mesh = _SingletonMesh("cpu", torch.tensor([0]), [None])
     fully_shard(sharded, mesh=mesh)
+    collectives = CountedCollectives(torch.device("cpu"))
+    sharded.set_custom_reduce_scatter(FsdpReduceScatter(collectives))
     for module in (plain, sharded):
         module(torch.ones(2, 4)).square().sum().backward()
     for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):

@@ -7,6 +7,7 @@ from torch import nn
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.memory.policy import Action
+from hpc_tune.packages import parse_release
 
 real_compile = torch.compile
 
@@ -36,6 +37,10 @@ def step(blocks):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("configured", ["none", "selective"])
 def test_blocks_are_recomputed_and_then_again_as_they_were(monkeypatch, configured, compiled):
+    if compiled and configured == "selective" and parse_release(torch.__version__) < (2, 10):
+        pytest.skip(
+            "torch 2.9 compiles no recomputed block that counts its calls, as this one does"
+        )
     monkeypatch.setattr(torch, "compile", lambda f: real_compile(f, backend="aot_eager"))
     torch._dynamo.reset()
     torch.manual_seed(0)
