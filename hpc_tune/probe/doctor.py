@@ -9,7 +9,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -232,20 +233,21 @@ def run_doctor(
     """
     cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_torchrun_master(os.environ)
-    # GPUs that no rank uses are a finding here, with all others.
-    comm = bootstrap(config.run, refuses_unused=False)
-    configure_logging(comm.world.rank)
-    folders = {"run.dir": Path(config.run.dir)}
-    if config.data.cache:
-        folders["data.cache"] = Path(config.data.cache)
-    folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
-    if links_s is None:
-        links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
-    links = measure_links(comm, links_s)
-    products = measure_matmuls(comm, products_s)
-    # After the first communicator: by then NCCL has loaded its plugin, or has not.
-    facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
-    ranks = comm.gather(replace(facts, products=products))
+    with _stdout_on_stderr():
+        # GPUs that no rank uses are a finding here, with all others.
+        comm = bootstrap(config.run, refuses_unused=False)
+        configure_logging(comm.world.rank)
+        folders = {"run.dir": Path(config.run.dir)}
+        if config.data.cache:
+            folders["data.cache"] = Path(config.data.cache)
+        folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
+        if links_s is None:
+            links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
+        links = measure_links(comm, links_s)
+        products = measure_matmuls(comm, products_s)
+        # After the first communicator: by then NCCL has loaded its plugin, or has not.
+        facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
+        ranks = comm.gather(replace(facts, products=products))
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if as_json:
@@ -257,6 +259,23 @@ def run_doctor(
     shutdown(comm)
     broken = any(finding.level == "error" for finding in findings)
     return EXIT_FAILED if broken else EXIT_DONE
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Have what libraries print to stdout go to stderr, so that the report is all there.
+
+    In torch 2.9 gloo prints a line for each group of each rank.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def is_terminal(launcher: str) -> bool:

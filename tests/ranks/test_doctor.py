@@ -12,9 +12,25 @@ import pytest
 
 from tests.support.hosts import hosts
 from tests.support.launchers import launcher
-from tests.support.ranks import HANG_S, find_mpirun, mpirun, rank_environment, run_ranks
+from tests.support.ranks import HANG_S, find_mpirun, mpirun, python, rank_environment, run_ranks
 
 DOCTOR = ["-m", "hpc_tune", "doctor", "run.device=cpu"]
+
+
+def test_what_a_library_prints_is_no_part_of_the_report():
+    """As gloo does in torch 2.9, from C++."""
+    program = """
+import os, sys
+from hpc_tune.probe.doctor import _stdout_on_stderr
+print("report")
+with _stdout_on_stderr():
+    os.write(1, b"noise ")
+    print("from Python")
+print("goes on")
+"""
+    done = run_ranks([*python(), "-c", program], rank_environment(1), HANG_S)
+    assert done.stdout == "report\ngoes on\n"
+    assert done.stderr == "noise from Python\n"
 
 
 def test_two_good_ranks_have_a_link_and_no_errors(tmp_path):

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpc_tune.packages import parse_release
 from hpc_tune.world.processes import is_alive
 from tests.support import warm
 from tests.support.ranks import (
@@ -254,6 +256,9 @@ def test_a_rank_that_does_not_come_to_a_step_is_named_before_the_backend_gives_u
     ended = outcome(tmp_path / "run")
     assert (ended["status"], ended["exit_code"], ended["reason"]) == ("failed", 1, said[0])
     assert (ended["late_ranks"], ended["during"]) == ([1], "training step 3")
+    if parse_release(torch.__version__) < (2, 11):  # it records none of gloo's collectives
+        assert "trace" not in ended
+        return
     waiting = pickle.loads((Path(ended["trace"]) / "nccl_trace_rank_0").read_bytes())
     assert "gloo:" in waiting["entries"][-1]["profiling_name"]
 
