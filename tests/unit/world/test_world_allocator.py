@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,22 @@ def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
 
     monkeypatch.setattr("hpc_tune.world.device.ctypes.CDLL", missing)
     assert not can_map_memory()
+
+
+@pytest.mark.parametrize("can_map", [(), (1,), (0,), (1, 1), (1, 0)])
+def test_memory_is_mapped_where_each_gpu_can(monkeypatch, can_map):
+    def write(place, value):
+        place._obj.value = value
+        return 0
+
+    driver = SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=lambda num: write(num, len(can_map)),
+        cuDeviceGet=write,
+        cuDeviceGetAttribute=lambda found, which, device: write(found, can_map[device.value]),
+    )
+    monkeypatch.setattr("hpc_tune.world.device.ctypes.CDLL", lambda name: driver)
+    assert can_map_memory() == (can_map in [(1,), (1, 1)])
 
 
 READS = """
