@@ -428,9 +428,8 @@ class _LayoutSearch:
             )
         axes = self.asked.axes | {"expert": self.asked.expert, "context": self.asked.context}
         given = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items() if ranks > 1)
-        unfit = f"{given} divides no such number of ranks, does not suit the model, or " * bool(
-            given
-        )
+        unfit = "divides no such number of ranks, does not suit the model, or "
+        unfit = f"{given} {unfit}" if given else ""
         return (
             f"parallel.layout=auto: no layout of up to {self.machine.world_size} ranks is "
             f"possible: {unfit}the model's state is more than {room} per rank in each of them"
