@@ -41,7 +41,7 @@ from hpc_tune.step.layout import (
 )
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
-from hpc_tune.step.slices import slicing_problems
+from hpc_tune.step.slices import slicing_problems, splits_heads
 from hpc_tune.units import format_bytes
 
 PIECE_TOKENS = 4096  # the least of a piece of a row, where the pieces are left to choose
@@ -220,7 +220,7 @@ def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
     """Return in words how many heads are computed where ranks do not divide them; often nothing."""
     if layout.context == 1:
         return []
-    heads = config.num_attention_heads // layout.tensor
+    heads = config.num_attention_heads // (layout.tensor if splits_heads(config) else 1)
     even = AlignedHeads.of(heads, heads, layout.context).total
     if even == heads:
         return []

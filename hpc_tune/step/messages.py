@@ -15,7 +15,7 @@ from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.model.shared_rows import AlignedHeads
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
-from hpc_tune.step.slices import BlockAllReduces
+from hpc_tune.step.slices import BlockAllReduces, splits_heads
 
 FIRST_AND_LAST_STAGE = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
@@ -243,7 +243,8 @@ def context_messages(
     layout = plan.layout
     if layout.context == 1:
         return
-    heads, groups, width, value_width = attention_heads(plan.model, layout.tensor)
+    tensor = layout.tensor if splits_heads(plan.model) else 1
+    heads, groups, width, value_width = attention_heads(plan.model, tensor)
     aligned = AlignedHeads.of(heads, groups, layout.context)
     heads, groups = aligned.total, aligned.total_keys
     tokens = sum(tokens for tokens, _ in computed)

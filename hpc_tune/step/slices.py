@@ -80,6 +80,15 @@ def has_gathered_input(path: str, style: str) -> bool:
     return style == "colwise_gather_output" and path.endswith(".out_proj")
 
 
+def splits_heads(config: Any) -> bool:
+    """Return whether a rank of the tensor axis computes its part of the attention heads alone.
+
+    Fused projections (Phi-3) are gathered before they are split into heads: it computes all.
+    """
+    plan = read_tp_plan(config).items()
+    return any(style == "colwise" and "att" in path for path, style in plan)
+
+
 def slicing_problems(config: Any, ranks: int) -> list[str]:
     """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
     plan = read_tp_plan(config)

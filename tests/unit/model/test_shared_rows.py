@@ -21,6 +21,7 @@ from hpc_tune.model.shared_rows import (
 )
 from hpc_tune.plan.resolve import uneven_heads_warnings
 from hpc_tune.step.layout import Layout, sharing_problems
+from hpc_tune.step.slices import splits_heads
 from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
 from tests.support.older_transformers import skip_without
 
@@ -235,6 +236,10 @@ def test_what_does_not_divide_is_refused_with_what_does():
         "parallel.context=4 does not divide the 6 attention heads of a rank: attention computes 8, "
         "of which 2 are zeros; 2 would divide them"
     )
+    fused = AutoConfig.for_model("phi3", num_attention_heads=6, num_key_value_heads=2)
+    assert (splits_heads(config), splits_heads(fused)) == (True, False)
+    assert uneven_heads_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
+    assert not uneven_heads_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
     [why] = sharing_problems(config, Layout(1, 4, context=3))
     assert "which it must divide; use 1 or 2 or 4" in why
     [why] = sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
