@@ -43,16 +43,16 @@ def varlen_attention(
     query_SHD: torch.Tensor,
     key_SKD: torch.Tensor,
     value_SKD: torch.Tensor,
-    starts_N: torch.Tensor,
-    longest: int,
+    documents: tuple[Any, Any, int, int],
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
     """Return causal attention within documents by torch's kernel of FlashAttention, as SHD.
 
-    Each token looks at itself and at ``before`` tokens before it, at all if that is -1.
+    ``documents``: where each begins among queries, and among keys, with the end as one more, and
+    the most queries and keys of one. Its last query is at its last key. Each token looks at itself
+    and at ``before`` tokens before it, at all if that is -1.
     """
-    documents = (starts_N, starts_N, longest, longest)
     if not _VARLEN_HAS_WINDOWS:
         out_SHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
             *(query_SHD, key_SKD, value_SKD, *documents),

@@ -72,9 +72,9 @@ class ParallelConfig(Section):
         "whole row through two all-to-all messages per layer and direction (DeepSpeed-Ulysses, "
         "arXiv:2309.14509). For rows whose activations are too many for one rank; the losses "
         "are those of one rank. It adds no ranks: it groups neighbours of replicate x shard, which "
-        "it must divide. It should divide the attention heads: else zeros are computed for the "
-        "heads that are missing. Keep it inside a node. 1: rows are not shared; layout=auto may "
-        "share them, where whole ones do not fit or are fewer than the ranks.",
+        "it must divide. Where it does not divide the attention heads, each rank gathers the keys "
+        "of whole rows instead (arXiv:2407.21783). Keep it inside a node. 1: rows are not shared; "
+        "layout=auto may share them, where whole ones do not fit or are fewer than the ranks.",
         aliases="context_parallel_size cp_size sequence_parallel_size sp_size context_parallel_dim",
     )
     stages_per_rank: PositiveInt = setting(

@@ -6,13 +6,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from hpc_tune import torch_versions
 from hpc_tune.batch import Batch
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import LARGE_BYTES, wait_until_connected
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.kernels import why_no_parts
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import force_document_attention
-from hpc_tune.model.shared_rows import RankShare, SharedRows, share_batch
+from hpc_tune.model.shared_rows import RankShare, RowCollectives, SharedRows, share_batch
 from hpc_tune.step.layout import Layout
 
 
@@ -32,22 +35,34 @@ def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGrou
         whole = torch.zeros(LARGE_BYTES // 4 // len(ranks) * len(ranks), device=device)
         dist.all_reduce(whole, group=group)
         dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        part = whole[: len(whole) // len(ranks)].clone()
+        torch_versions.all_gather(whole, part, group)
+        torch_versions.reduce_scatter(part, whole, group=group)
         wait_until_connected(device)
     return group
 
 
 def make_share(
-    group: dist.ProcessGroup | None, collectives: CountedCollectives
+    group: dist.ProcessGroup | None,
+    collectives: CountedCollectives,
+    settings: EngineSettings,
+    dtype: torch.dtype,
 ) -> RankShare | None:
-    """Return this rank's share of the rows of a context group; None where rows are not shared."""
+    """Return this rank's share of the rows of a context group; None where rows are not shared.
+
+    ``dtype`` is that of attention.
+    """
     if group is None:
         return None
-    return RankShare(
-        group.rank(),
-        group.size(),
+    messages = RowCollectives(
         lambda out, x: collectives.all_to_all(out, x, None, None, group),
         partial(collectives.all_reduce, group=group),
+        partial(collectives.gather_parts, group=group),
+        partial(collectives.sum_parts, group=group),
     )
+    part = settings.plan.row_part(group.rank())
+    takes_parts = not (part.head_tail and why_no_parts(settings.plan.model, dtype, settings.device))
+    return RankShare(part, messages, takes_parts)
 
 
 def share_attention(module: LossModel, share: SharedRows | None) -> None:
@@ -74,4 +89,4 @@ def share_batches(batches: Sequence[Batch], share: RankShare | None) -> list[Bat
     """Return this rank's tokens of each batch."""
     if share is None:
         return list(batches)
-    return [share_batch(batch, share.rank, share.size) for batch in batches]
+    return [share_batch(batch, share.part) for batch in batches]

@@ -62,6 +62,17 @@ class CountedCollectives:
             dist.all_gather(parts, tensor, group=group)
         return parts
 
+    def gather_parts(self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``out`` with every rank's ``part``, in order; both are contiguous."""
+        with self.counted("all_gather", sent_bytes("all_gather", group.size(), out.nbytes)):
+            torch_versions.all_gather(out, part, group)
+
+    def sum_parts(self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``out`` with the sum of every rank's values for this one; both are contiguous."""
+        sent = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
+        with self.counted("reduce_scatter", sent):
+            torch_versions.reduce_scatter(out, whole, group=group)
+
     def all_to_all(
         self,
         out: torch.Tensor,

@@ -139,7 +139,9 @@ class NativeEngine:
         if device.type == "cuda":
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
-        self._share = make_share(self._mesh.group("context"), self._collectives)
+        self._share = make_share(
+            self._mesh.group("context"), self._collectives, settings, built.dtype
+        )
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0

@@ -32,7 +32,7 @@ from torch import nn
 from hpc_tune.batch import Batch
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.micro_batch import batch_context
-from hpc_tune.model.shared_rows import SharedRows, cut_tokens
+from hpc_tune.model.shared_rows import SharedRows
 
 Score = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
@@ -148,12 +148,12 @@ def _stock_score(model: Any) -> Score:
 def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
     """Return which tokens of a batch are no padding, [B, T]; the host waits for no device."""
     num_rows, num_own = batch.tokens_BT.shape
-    shape = num_rows, num_own * (share.size if share else 1)
+    shape = num_rows, num_own * (share.part.size if share else 1)
     real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
     for number, padding in enumerate(batch.padding):
         if padding:
             real_BT[number, shape[1] - padding :] = False
-    return cut_tokens(real_BT, share.rank, share.size) if share else real_BT
+    return share.part.cut(real_BT) if share else real_BT
 
 
 def count_expert_tokens(

@@ -16,7 +16,6 @@ from torch import nn
 
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import batch_context
-from hpc_tune.model.shared_rows import cut_tokens
 
 
 class RowDropout(nn.Module):
@@ -36,13 +35,13 @@ class RowDropout(nn.Module):
         if not self.training:
             return x
         rows, share = batch_context.batch.rows, batch_context.batch.share
-        num_tokens = x.shape[:-1].numel() // len(rows) * (share.size if share else 1)
+        num_tokens = x.shape[:-1].numel() // len(rows) * (share.part.size if share else 1)
         kept = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
         for row, mask in zip(rows, kept, strict=True):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         # Copies: the backward pass keeps the own part, and need not keep all.
         if share:
-            kept = cut_tokens(kept, share.rank, share.size).clone()
+            kept = share.part.cut(kept).clone()
         kept = kept.reshape(*x.shape[:-1], -1)
         if self._num_slices > 1:
             kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
@@ -102,15 +101,13 @@ class EmbeddingNoise:
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
         num_rows, num_own, width = embeddings_BTD.shape
-        shape = num_rows, num_own * (share.size if share else 1), width
+        shape = num_rows, num_own * (share.part.size if share else 1), width
         noise_BTD = torch.empty(shape, device=embeddings_BTD.device)
         for row, noise_TD in zip(batch.rows, noise_BTD, strict=True):
             noise_TD.uniform_(-1, 1, generator=row_generator(self._key, row, noise_TD.device))
         if share:
             lengths_BT = batch.whole_rows.lengths_BT()
-            noise_BTD, lengths_BT = (
-                cut_tokens(x, share.rank, share.size) for x in (noise_BTD, lengths_BT)
-            )
+            noise_BTD, lengths_BT = share.part.cut(noise_BTD), share.part.cut(lengths_BT)
         else:
             lengths_BT = document_lengths(batch.positions_BT)
         values_BT = embeddings_BTD.shape[-1] * lengths_BT

@@ -117,9 +117,7 @@ def choose_model_kernels(
         if architecture is not None and not architecture.has_varlen_attention:
             why = f"torch has no such kernel for a GPU of {architecture}"
         else:
-            heads = config.num_attention_heads
-            groups = heads // (common_value(config, "num_key_value_heads") or heads)
-            tried = (device, dtype, _head_size(config), groups)
+            tried = (device, dtype, _head_size(config), _queries_per_key(config))
             why = varlen_attention.varlen_kernel_fault(*tried)
             if windows and not why:
                 why_no_window = varlen_attention.varlen_kernel_fault(*tried, window=_CHECKED_WINDOW)
@@ -127,6 +125,22 @@ def choose_model_kernels(
                 window = _CHECKED_WINDOW if windows and not why_no_window else None
                 flash = varlen_attention.use_flash_attention(*tried, window)
     return replace(choose_kernels("cuda", compiled, windows, why, why_no_window), flash=flash)
+
+
+def why_no_parts(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a GPU's kernel, which takes a model's documents, takes no parts; "" if it does.
+
+    Of a part the queries are the last tokens alone: rows of which ranks gather keys.
+    """
+    if device.type != "cuda" or _why_heads_unsupported(config, dtype):
+        return ""
+    tried = device, dtype, _head_size(config), _queries_per_key(config)
+    return varlen_attention.varlen_kernel_fault(*tried, of_parts=True)
+
+
+def _queries_per_key(config: Any) -> int:
+    heads: int = config.num_attention_heads
+    return heads // (common_value(config, "num_key_value_heads") or heads)
 
 
 def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:

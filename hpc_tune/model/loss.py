@@ -25,8 +25,8 @@ from hpc_tune.model.balance import RouterWatch, real_tokens
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import make_documents
-from hpc_tune.model.shared_rows import SharedRows
-from hpc_tune.model.varlen_attention import make_starts
+from hpc_tune.model.shared_rows import SharedRows, cut_documents
+from hpc_tune.model.varlen_attention import DocumentParts, make_starts
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
 # products then read the weights seldom, and what follows stays in its caches; a GPU needs many rows
@@ -169,7 +169,7 @@ class LossModel(nn.Module):
             return self.objective.sums(losses_N, batch)
         sums = self.objective.sums(losses_N, batch, self.share.add_up)
         # All ranks that share an answer compute the same of it, and one counts it.
-        counts = batch.pairs is None or self.share.rank == 0
+        counts = batch.pairs is None or self.share.part.rank == 0
         return sums if counts else sums - sums.detach()
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
@@ -177,6 +177,8 @@ class LossModel(nn.Module):
         if self.share is not None:
             starts = make_starts(lengths, positions_BT.device, self.kernel_has_windows)
             shared = MicroBatch(batch.rows, share=self.share, whole_rows=starts)
+            if self.share.part.head_tail:
+                shared = replace(shared, own_documents=self._own_documents(batch, self.share))
             if self.has_kernel:
                 return replace(shared, starts=starts)
             if self.within_documents and positions_BT.device.type == "cpu":
@@ -190,6 +192,16 @@ class LossModel(nn.Module):
                 batch.rows, make_documents(lengths or read_document_lengths(positions_BT))
             )
         return MicroBatch(batch.rows)
+
+    def _own_documents(self, batch: Batch, share: SharedRows) -> dict[int, DocumentParts]:
+        found = {}
+        for rank in share.ranks:
+            parts = cut_documents(batch.document_lengths, replace(share.part, rank=rank))
+            if self.has_kernel:
+                found[rank] = DocumentParts.on_device(parts, batch.positions_BT.device)
+            else:
+                found[rank] = DocumentParts(parts)
+        return found
 
     def _document_mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need one."""

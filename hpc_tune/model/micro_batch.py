@@ -7,14 +7,14 @@ The one module state of the models. A global: the backward pass, which recompute
 own threads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hpc_tune.model.varlen_attention import DocumentStarts
+from hpc_tune.model.varlen_attention import DocumentParts, DocumentStarts
 
 Document = tuple[slice, int, int]  # rows, start, stop
 
@@ -30,7 +30,9 @@ class MicroBatch:
     ``kept``: what layers find out in a first pass and need again when they are recomputed, by
     whom; None where nothing may be kept. ``share``: of rows that ranks share, how
     (``SharedRows``), and ``whole_rows``, where their documents begin (``DocumentStarts``);
-    ``documents`` and ``starts`` are of whole rows too then, all else of the own tokens.
+    ``documents`` and ``starts`` are of whole rows too then, all else of the own tokens. Where keys
+    are gathered, ``own_documents`` are the parts of documents that each rank has whose attention is
+    computed here.
     """
 
     rows: Sequence[int] = ()
@@ -40,6 +42,7 @@ class MicroBatch:
     real_BT: torch.Tensor | None = None
     share: Any = None
     whole_rows: Any = None
+    own_documents: Mapping[int, DocumentParts] = field(default_factory=dict)
     kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
 
 

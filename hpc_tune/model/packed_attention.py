@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.micro_batch import Document, batch_context
-from hpc_tune.model.shared_rows import AlignedHeads, HeadsOfModule
+from hpc_tune.model.shared_rows import HeadsOfModule
 from hpc_tune.model.tiled_attention import tiled_attention
 from hpc_tune.model.transformers_compat import keep_capped_scores
 
@@ -186,37 +187,30 @@ def _attend(
         return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
     window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
     share = batch_context.batch.share
-    aligned = AlignedHeads.of(query_BHTD.shape[1], key_BKTD.shape[1], share.size)
-    attention = functools.partial(_attend_heads, module, aligned, window, dropout, scaling, options)
+    attend = _attend_own_queries if share.part.head_tail else _attend_own_heads
+    attention = functools.partial(attend, module, window, dropout, scaling, options)
     own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
     return share.attend(attention, *own), None
 
 
-def _attend_heads(
+def _attend_own_heads(
     module: Any,
-    aligned: AlignedHeads,
     window: int | None,
     dropout: float,
     scaling: float | None,
     options: dict[str, Any],
-    part: int,
+    rank: int,
     *inputs_BHTD: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the attention of whole rows for a part of a layer's heads, BTHD."""
+    """Return the attention of whole rows for a rank's part of a layer's heads, BTHD."""
     batch = batch_context.batch
-    share = batch.share
-    own = HeadsOfModule(module, part, share.size, aligned)
+    heads, groups = (x.shape[1] for x in inputs_BHTD[:2])
+    own = HeadsOfModule(module, rank, batch.share.part.size, heads, groups)
     options = {name: own.cut(value) for name, value in options.items()}
+    if batch.share.uses_eager:
+        mask = batch.whole_rows.mask_B1TT(window)
+        return _attend_eagerly(module, own, inputs_BHTD, mask, dropout, scaling, options)
     mask = None
-    if share.uses_eager:
-        family = sys.modules[type(module).__module__].eager_attention_forward
-        dtype = inputs_BHTD[0].dtype
-        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=inputs_BHTD[0].device)
-        mask = torch.where(batch.whole_rows.mask_B1TT(window), hidden.new_zeros(()), hidden)
-        out_BTHD: torch.Tensor = family(
-            own, *inputs_BHTD, mask, dropout=dropout, scaling=scaling, **options
-        )[0]
-        return out_BTHD
     if batch.starts is not None and (window is None or batch.starts.windows):
         if window is not None:
             mask = varlen_attention.encode_window(window, inputs_BHTD[0].device)
@@ -225,6 +219,59 @@ def _attend_heads(
     query_BHTD, key_BKTD, value_BKTD = inputs_BHTD
     out = _attend_rows(own, query_BHTD, key_BKTD, value_BKTD, mask, dropout, scaling, **options)
     return out[0]
+
+
+def _attend_own_queries(
+    module: Any,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+    options: dict[str, Any],
+    rank: int,
+    *inputs: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention of a rank's queries to the keys of whole rows, for all heads, BSHD."""
+    batch = batch_context.batch
+    share, own = batch.share, batch.own_documents[rank]
+    query_BHSD, key_BKTD, value_BKTD = inputs
+    scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
+    if batch.starts is not None and share.takes_parts and not share.uses_eager:
+        query, key, value = _pad_heads(*inputs)
+        takes_window = window is None or batch.starts.windows
+        if takes_window and varlen_attention.is_supported(query, key, value, dropout):
+            out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
+            return out_BSHD[..., : value_BKTD.shape[-1]]
+    elif batch.documents and window is None and not (dropout or share.uses_eager):
+        query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # those of all rows as one
+        key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
+        out = tiled_attention(query, key, value, own.spans, scale, own.earlier)
+        return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
+    mask_B1ST = replace(share.part, rank=rank).cut(batch.whole_rows.mask_B1TT(window), 2)
+    if share.uses_eager:
+        return _attend_eagerly(module, module, inputs, mask_B1ST, dropout, scaling, options)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    out_BSHD = sdpa_attention_forward(
+        module, *inputs, mask_B1ST, dropout=dropout, scaling=scaling, **options
+    )[0]
+    return out_BSHD
+
+
+def _attend_eagerly(
+    module: Any,
+    own: Any,
+    inputs: Sequence[torch.Tensor],
+    mask: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Return the attention of the family's own function; ``own`` is ``module`` or a part of it."""
+    family = sys.modules[type(module).__module__].eager_attention_forward
+    hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
+    added = torch.where(mask, hidden.new_zeros(()), hidden)
+    out: torch.Tensor = family(own, *inputs, added, dropout=dropout, scaling=scaling, **options)[0]
+    return out
 
 
 def _attend_rows(
@@ -244,7 +291,8 @@ def _attend_rows(
     inputs = query_BHTD, key_BKTD, value_BKTD
     if starts is not None and (attention_mask is None or window is not None):
         query, key, value = _pad_heads(*map(varlen_attention.cast_to_autocast, inputs))
-        if varlen_attention.is_supported(query, key, value, dropout):
+        is_self = query.shape[2] == key.shape[2]
+        if is_self and varlen_attention.is_supported(query, key, value, dropout):
             out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
             values = value_BKTD.shape[-1]
             # The gradient of a slice is a copy, also where it takes all.

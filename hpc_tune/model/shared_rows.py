@@ -1,12 +1,21 @@
-"""Rows that several ranks share: each has a part of the tokens (DeepSpeed-Ulysses).
+"""Rows that several ranks share: each has a part of the tokens.
+
+Where C ranks divide the heads, they exchange these (DeepSpeed-Ulysses, arXiv:2309.14509):
 
     a row of T tokens -> share_batch -> S = T / C tokens on each of C ranks, in order
     attention: the own tokens of all heads -> all-to-all -> all tokens of H / C heads
                -> the attention that rows have anyway, within the same documents
                -> all-to-all -> the own tokens of all heads
 
-All else in a model is computed token by token. Only data move (arXiv:2309.14509), so each head's
-result is what it is on one rank: masks, windows, caps and sinks are those of the whole row.
+Where they do not, keys are gathered (Llama 3, arXiv:2407.21783, section 3.3.2):
+
+    a row of T tokens -> 2 C slices -> rank r has the r-th from the start and the r-th from the end,
+                                       so that all ranks attend to as many keys
+    attention: keys and values of the own tokens -> all-gather -> those of all tokens
+               -> the own queries, all heads, within the same documents
+
+All else in a model is computed token by token. Only data move, so each result is what it is on one
+rank: masks, windows, caps and sinks are those of the whole row.
 
 Shapes: B rows, T tokens of a row, S of them on this rank, C ranks, H heads, K heads of keys and
 values, D values per head, P pairs, N tokens with loss.
@@ -15,6 +24,7 @@ values, D values per head, P pairs, N tokens with loss.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,98 +32,185 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
+from hpc_tune.model.varlen_attention import DocumentPart
 
-HeadAttention = Callable[..., torch.Tensor]
+# Called with the number of a rank, queries, keys and values; returns BTHD.
+RankAttention = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Which tokens of each row the ``rank``-th of ``size`` ranks has.
+
+    A slice, or with ``head_tail`` two: one as far from the start as the other is from the end. Then
+    attention gathers keys, else it exchanges heads.
+    """
+
+    rank: int = 0
+    size: int = 1
+    head_tail: bool = False
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices a row is cut into; its tokens are padded to a multiple of that."""
+        return 2 * self.size if self.head_tail else self.size
+
+    def slices(self, num_tokens: int) -> list[slice]:
+        """Return the own tokens of a row of ``num_tokens``, rising."""
+        width = num_tokens // self.num_slices
+        numbers = [self.rank]
+        if self.head_tail:
+            numbers.append(self.num_slices - 1 - self.rank)
+        return [slice(number * width, (number + 1) * width) for number in numbers]
+
+    def cut(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return the own part of what is known of all tokens of rows."""
+        own = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
 
 
 class SharedRows(Protocol):
-    """How the ranks that share rows work together. ``rank`` is this one's number of ``size``.
+    """How the ranks that share rows work together.
 
-    ``uses_eager``: attention is the family's own function, with a mask.
+    ``part``: what this one has of them. ``uses_eager``: attention is the family's own function,
+    with a mask. ``takes_parts``: a GPU's kernel takes parts of documents. ``ranks``: those whose
+    attention is computed here.
     """
 
-    rank: int
-    size: int
+    part: RowPart
     uses_eager: bool
+    takes_parts: bool
+    ranks: Sequence[int]
 
-    def attend(self, attention: HeadAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
+    def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         """Return the attention of the own tokens, BSHD.
 
-        ``attention(part, query_BHTD, key_BKTD, value_BKTD)`` returns that of all tokens for the
-        ``part``-th of ``size`` parts of the heads, BTHD.
+        ``attention(rank, query, key, value)`` returns that of a rank, BTHD: of all tokens for its
+        share of the heads, or where keys are gathered of its own queries for all heads.
         """
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks; each gets the gradient of its own summand."""
 
 
+@dataclass(frozen=True)
+class RowCollectives:
+    """The messages of ranks that share rows; ``out`` is filled with what comes.
+
+    ``all_to_all(out, x)`` sends equal parts of ``x``, ``all_reduce(x)`` is in place,
+    ``all_gather(out, x)`` and ``reduce_scatter(out, x)`` have the ranks' parts in order.
+    """
+
+    all_to_all: Callable[[torch.Tensor, torch.Tensor], None]
+    all_reduce: Callable[[torch.Tensor], None]
+    all_gather: Callable[[torch.Tensor, torch.Tensor], None]
+    reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]
+
+
 class RankShare:
     """One rank's share of the rows, with messages to those that have the others."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        all_to_all: Callable[[torch.Tensor, torch.Tensor], None],
-        all_reduce: Callable[[torch.Tensor], None],
+        self, part: RowPart, collectives: RowCollectives, takes_parts: bool = True
     ) -> None:
-        """``all_to_all(out, x)`` sends equal parts of ``x``; ``all_reduce(x)`` is in place."""
-        self.rank, self.size, self.uses_eager = rank, size, False
-        self.all_to_all, self.all_reduce = all_to_all, all_reduce
+        self.part, self._collectives = part, collectives
+        self.ranks: Sequence[int] = (part.rank,)
+        self.uses_eager, self.takes_parts = False, takes_parts
 
-    def attend(self, attention: HeadAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
-        """See ``SharedRows``; one message there and one back."""
-        num_rows, num_heads, num_own, _ = inputs_BHSD[0].shape
-        aligned = AlignedHeads.of(num_heads, inputs_BHSD[1].shape[1], self.size)
-        parts = [self._by_rank(x) for x in aligned.align(inputs_BHSD)]
+    def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
+        """See ``SharedRows``."""
+        if self.part.head_tail:
+            query_BHSD, *keys_BKSD = inputs_BHSD
+            return attention(self.part.rank, query_BHSD, *self._gather(keys_BKSD))
+        return self._exchange_heads(attention, *inputs_BHSD)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``SharedRows``."""
+        summed: torch.Tensor = _SumOfShares.apply(x, self._collectives)
+        return summed
+
+    def _exchange_heads(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
+        num_rows, _, num_own, _ = inputs_BHSD[0].shape
+        size, exchange = self.part.size, self._collectives.all_to_all
+        parts = [self._by_rank(x) for x in repeat_keys(inputs_BHSD, size)]
         widths = [part.shape[2] * part.shape[3] for part in parts]
         sent_CNF = torch.cat([part.flatten(2) for part in parts], -1)
-        come_CNF: torch.Tensor = _Exchange.apply(sent_CNF, self)
-        shape = self.size, num_rows, num_own, -1
-        come_BTF = come_CNF.view(shape).transpose(0, 1).reshape(num_rows, self.size * num_own, -1)
+        come_CNF: torch.Tensor = _Exchange.apply(sent_CNF, exchange)
+        come_BTF = come_CNF.view(size, num_rows, num_own, -1).transpose(0, 1).flatten(1, 2)
         heads = [
             values.unflatten(-1, part.shape[2:]).transpose(1, 2)
             for values, part in zip(come_BTF.split(widths, -1), parts, strict=True)
         ]
-        out_BTHD = attention(self.rank, *heads)
-        out_CNF = out_BTHD.reshape(num_rows, self.size, num_own, -1).transpose(0, 1).flatten(1, 2)
-        back_CNF: torch.Tensor = _Exchange.apply(out_CNF.contiguous(), self)
-        back = back_CNF.view(self.size, num_rows, num_own, *out_BTHD.shape[2:])
-        return aligned.without_zeros(back.permute(1, 2, 0, 3, 4).flatten(2, 3), 2)
-
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``SharedRows``."""
-        summed: torch.Tensor = _SumOfShares.apply(x, self)
-        return summed
+        out_BTHD = attention(self.part.rank, *heads)
+        out_CNF = out_BTHD.reshape(num_rows, size, num_own, -1).transpose(0, 1).flatten(1, 2)
+        back_CNF: torch.Tensor = _Exchange.apply(out_CNF.contiguous(), exchange)
+        back = back_CNF.view(size, num_rows, num_own, *out_BTHD.shape[2:])
+        return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _by_rank(self, x_BHSD: torch.Tensor) -> torch.Tensor:
         """Return heads by the rank that gets them, [C, B S, H / C, D]."""
-        by_rank = x_BHSD.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4)
+        by_rank = x_BHSD.unflatten(1, (self.part.size, -1)).permute(1, 0, 3, 2, 4)
         return by_rank.flatten(1, 2)
+
+    def _gather(self, inputs_BKSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return keys and values of all tokens in order, BKTD."""
+        sent_BSF = torch.cat([x.transpose(1, 2).flatten(2) for x in inputs_BKSD], -1)
+        come_RSF: torch.Tensor = _Gather.apply(sent_BSF, self._collectives, self.part.size)
+        come_BTF = join_head_tail(come_RSF.unflatten(0, (self.part.size, -1)))
+        widths = [x.shape[1] * x.shape[3] for x in inputs_BKSD]
+        return [
+            values.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+            for values, x in zip(come_BTF.split(widths, -1), inputs_BKSD, strict=True)
+        ]
+
+
+def join_head_tail(parts_CBSF: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of whole rows in order, [B, T, F], from those that the ranks have."""
+    head, tail = parts_CBSF.chunk(2, 2)
+    return torch.cat([head, tail.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
     """Rows of C parts to their ranks; the gradients go back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x_CNF: torch.Tensor, share: RankShare) -> torch.Tensor:
-        ctx.share = share
+    def forward(ctx: Any, x_CNF: torch.Tensor, all_to_all: Callable[..., None]) -> torch.Tensor:
+        ctx.all_to_all = all_to_all
         out_CNF = torch.empty_like(x_CNF)
-        share.all_to_all(out_CNF, x_CNF)
+        all_to_all(out_CNF, x_CNF)
         return out_CNF
 
     @staticmethod
     def backward(ctx: Any, grad_CNF: torch.Tensor) -> Any:  # type: ignore[override]
         out_CNF = torch.empty_like(grad_CNF, memory_format=torch.contiguous_format)
-        ctx.share.all_to_all(out_CNF, grad_CNF.contiguous())
+        ctx.all_to_all(out_CNF, grad_CNF.contiguous())
         return out_CNF, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks, R = C B; the gradients are summed where they came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSF: torch.Tensor, collectives: RowCollectives, size: int
+    ) -> torch.Tensor:
+        ctx.collectives, ctx.size = collectives, size
+        out_RSF = x_BSF.new_empty(size * len(x_BSF), *x_BSF.shape[1:])
+        collectives.all_gather(out_RSF, x_BSF)
+        return out_RSF
+
+    @staticmethod
+    def backward(ctx: Any, grad_RSF: torch.Tensor) -> Any:  # type: ignore[override]
+        out_BSF = grad_RSF.new_empty(len(grad_RSF) // ctx.size, *grad_RSF.shape[1:])
+        ctx.collectives.reduce_scatter(out_BSF, grad_RSF.contiguous())
+        return out_BSF, None, None
 
 
 class _SumOfShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, share: RankShare) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, collectives: RowCollectives) -> torch.Tensor:
         summed = x.clone(memory_format=torch.contiguous_format)
-        share.all_reduce(summed)
+        collectives.all_reduce(summed)
         return summed
 
     @staticmethod
@@ -121,85 +218,53 @@ class _SumOfShares(torch.autograd.Function):
         return grad, None
 
 
-@dataclass(frozen=True)
-class AlignedHeads:
-    """Heads of which ``size`` ranks get as many each, with the keys of their queries.
+def repeat_keys(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """Return queries, keys and values with heads that ``size`` ranks, which divide H, share evenly.
 
-    Few heads of keys and values are repeated, side by side, and autograd adds up the copies'
-    gradients. Where ``size`` does not divide the heads of queries, heads of zeros, whose results
-    are dropped, fill up each group that shares keys; or, where that takes more of them, each
-    head has keys of its own and the zeros come last.
-
-    ``heads`` of queries in ``blocks``, of which each gets as many zeros; ``copies`` of each head of
-    keys. ``total`` and ``total_keys``: those that are computed.
+    Few heads of keys and values are repeated, side by side; autograd adds up their gradients.
     """
+    query_BHSD, *keys_BKSD = inputs_BHSD
+    copies = count_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]
+    if copies > 1:
+        keys_BKSD = [x.repeat_interleave(copies, 1) for x in keys_BKSD]
+    return [query_BHSD, *keys_BKSD]
 
-    heads: int
-    blocks: int
-    copies: int
-    total: int
-    total_keys: int
 
-    @classmethod
-    def of(cls, heads: int, groups: int, size: int) -> "AlignedHeads":
-        """Return it for ``heads`` of queries and ``groups`` of keys."""
-        least, keys = heads + -heads % size, math.lcm(groups, size)
-        if keys * -(-heads // keys) == least:
-            return cls(heads, groups, keys // groups, least, keys)
-        return cls(heads, 1, heads // groups, least, least)
-
-    def align(self, inputs_BHSD: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return queries, keys and values with as many heads as ranks share evenly."""
-        query_BHSD, *keys_BKSD = inputs_BHSD
-        keys = [x if self.copies == 1 else x.repeat_interleave(self.copies, 1) for x in keys_BKSD]
-        more = self.total_keys - keys[0].shape[1]
-        keys = [F.pad(x, (0, 0, 0, 0, 0, more)) if more else x for x in keys]
-        return [self.with_zeros(query_BHSD, 1), *keys]
-
-    def with_zeros(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return what has a value for each head along ``dim``, and zeros for the others."""
-        if self.total == self.heads:
-            return x
-        by_block = x.unflatten(dim, (self.blocks, -1)).transpose(dim + 1, -1)
-        more = (self.total - self.heads) // self.blocks
-        return F.pad(by_block, (0, more)).transpose(dim + 1, -1).flatten(dim, dim + 1)
-
-    def without_zeros(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return what ``with_zeros`` has filled up as it was."""
-        if self.total == self.heads:
-            return x
-        by_block = x.unflatten(dim, (self.blocks, -1))
-        return by_block.narrow(dim + 1, 0, self.heads // self.blocks).flatten(dim, dim + 1)
+def count_key_heads(groups: int, size: int) -> int:
+    """Return how many heads of keys ``groups`` become for ``size`` ranks."""
+    return math.lcm(groups, size)
 
 
 class HeadsOfModule:
     """An attention module as it is for a part of its heads: what has a value per head is cut."""
 
-    def __init__(self, module: Any, part: int, size: int, aligned: AlignedHeads) -> None:
-        self._module, self._part, self._size, self._aligned = module, part, size, aligned
-        self.num_key_value_groups = aligned.total // aligned.total_keys
+    def __init__(self, module: Any, rank: int, size: int, heads: int, groups: int) -> None:
+        """``heads`` and ``groups`` of queries and keys are those of this rank of ``size``."""
+        self._module, self._rank, self._size, self._heads = module, rank, size, heads
+        self.num_key_value_groups = heads // groups
 
     def __getattr__(self, name: str) -> Any:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
         """Return this part of a parameter with a value for each head; anything else as it is."""
-        if not isinstance(value, torch.nn.Parameter) or value.shape != (self._aligned.heads,):
+        whole = (self._size * self._heads,)
+        if not isinstance(value, torch.nn.Parameter) or value.shape != whole:
             return value
-        return self._aligned.with_zeros(value, 0).chunk(self._size)[self._part]
+        return value.chunk(self._size)[self._rank]
 
 
 # -- A rank's part of a micro-batch.
 
 
-def share_batch(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the tokens that the ``rank``-th of ``size`` ranks has of each row of ``batch``.
+def share_batch(batch: Batch, part: RowPart) -> Batch:
+    """Return the tokens that a rank has of each row of ``batch``.
 
-    Rows are padded to a multiple of ``size``. Labels and positions are cut as they are: the label
-    of a part's last token is the first token of the next part. ``document_lengths`` and ``padding``
+    Rows are padded to a multiple of the slices. Labels and positions are cut as they are: the label
+    of a slice's last token is the first token of the next. ``document_lengths`` and ``padding``
     remain those of the whole rows, and so are pairs, but for ``PreferencePairs.own_counts_P2``.
     """
-    more = -batch.tokens_BT.shape[1] % size
+    more = -batch.tokens_BT.shape[1] % part.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
     padding = [n + more for n in batch.padding or [0] * len(lengths)]
     if more:
@@ -207,36 +272,34 @@ def share_batch(batch: Batch, rank: int, size: int) -> Batch:
             [*row[: len(row) - (n > more)], n] for row, n in zip(lengths, padding, strict=True)
         ]
     positions_BT = F.pad(batch.positions_BT, (0, more))
+    num_tokens = positions_BT.shape[1]
     for positions_T, n in zip(positions_BT, padding, strict=True):
-        positions_T[len(positions_T) - n :] = torch.arange(n)
-    num_own = positions_BT.shape[1] // size
-    own = slice(rank * num_own, (rank + 1) * num_own)
-    labels_BS = F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)[:, own].contiguous()
-    loss_tokens = _find_own_labels(batch, own, rank, size)
-    real = sum(min(max(positions_BT.shape[1] - n - own.start, 0), num_own) for n in padding)
+        positions_T[num_tokens - n :] = torch.arange(n)
+    slices = part.slices(num_tokens)
+    loss_tokens = _find_own_labels(batch, slices, part)
     return replace(
         batch,
-        tokens_BT=F.pad(batch.tokens_BT, (0, more))[:, own].contiguous(),
-        labels_BT=labels_BS,
-        positions_BT=positions_BT[:, own].contiguous(),
+        tokens_BT=part.cut(F.pad(batch.tokens_BT, (0, more))).contiguous(),
+        labels_BT=part.cut(F.pad(batch.labels_BT, (0, more), value=IGNORED_LABEL)).contiguous(),
+        positions_BT=part.cut(positions_BT).contiguous(),
         num_loss_tokens=loss_tokens.num,
-        num_tokens=real,
+        num_tokens=sum(len(range(num_tokens - n)[own]) for n in padding for own in slices),
         document_lengths=lengths,
         padding=padding,
         pairs=batch.pairs and replace(batch.pairs, own_counts_P2=loss_tokens.counts_P2),
-        mismatched=batch.mismatched and share_batch(batch.mismatched, rank, size),
+        mismatched=batch.mismatched and share_batch(batch.mismatched, part),
         weights_N=loss_tokens.weights_N,
     )
 
 
-def own_tokens(batch: Batch, rank: int, size: int) -> tuple[int, int]:
+def own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
     """Return how many tokens, padding included, and tokens with loss such a part has."""
-    if size == 1:
+    if part.size == 1:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
     num_rows, num_tokens = batch.tokens_BT.shape
-    num_own = -(-num_tokens // size)
-    own = slice(rank * num_own, (rank + 1) * num_own)
-    return num_rows * num_own, int((batch.labels_BT[:, own] != IGNORED_LABEL).sum())
+    slices = part.slices(num_tokens + -num_tokens % part.num_slices)
+    learned = sum(int((batch.labels_BT[:, own] != IGNORED_LABEL).sum()) for own in slices)
+    return num_rows * sum(own.stop - own.start for own in slices), learned
 
 
 @dataclass(frozen=True)
@@ -248,14 +311,16 @@ class _OwnLabels:
     weights_N: torch.Tensor | None
 
 
-def _find_own_labels(batch: Batch, own: slice, rank: int, size: int) -> _OwnLabels:
+def _find_own_labels(batch: Batch, slices: Sequence[slice], part: RowPart) -> _OwnLabels:
     pairs, weights_N = batch.pairs, batch.weights_N
     if isinstance(batch.labels_BT, FakeTensor):  # in a trace no label has a value: an even share
-        num = len(range(rank, batch.num_loss_tokens, size))
-        counts_P2 = None if pairs is None else pairs.counts_P2 // size
+        num = len(range(part.rank, batch.num_loss_tokens, part.size))
+        counts_P2 = None if pairs is None else pairs.counts_P2 // part.size
         return _OwnLabels(num, counts_P2, None if weights_N is None else weights_N[:num])
     column_N = torch.nonzero(batch.labels_BT != IGNORED_LABEL)[:, 1]
-    is_own_N = (column_N >= own.start) & (column_N < own.stop)
+    is_own_N = torch.zeros_like(column_N, dtype=torch.bool)
+    for own in slices:
+        is_own_N |= (column_N >= own.start) & (column_N < own.stop)
     counts_P2 = None
     if pairs is not None:
         counts = pairs.counts_P2.flatten()
@@ -266,6 +331,18 @@ def _find_own_labels(batch: Batch, own: slice, rank: int, size: int) -> _OwnLabe
     return _OwnLabels(int(is_own_N.sum()), counts_P2, own_weights_N)
 
 
-def cut_tokens(x_BT: torch.Tensor, rank: int, size: int, dim: int = 1) -> torch.Tensor:
-    """Return a rank's part of what is known of all tokens of rows."""
-    return x_BT.chunk(size, dim)[rank]
+def cut_documents(lengths: Sequence[Sequence[int]], part: RowPart) -> list[DocumentPart]:
+    """Return the parts of documents that a rank has, in the order of its tokens.
+
+    ``lengths`` are those of each row's documents, in all as many tokens as slices divide.
+    """
+    found = []
+    for row, row_lengths in enumerate(lengths):
+        ends = list(accumulate(row_lengths))
+        for own in part.slices(ends[-1]):
+            found += [
+                (row, start, max(start, own.start), min(stop, own.stop))
+                for start, stop in pairwise([0, *ends])
+                if start < own.stop and stop > own.start
+            ]
+    return found

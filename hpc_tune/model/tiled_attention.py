@@ -33,8 +33,8 @@ MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define(
-    "document_attention(Tensor query, Tensor key, Tensor value, int[] spans, float scale)"
-    " -> (Tensor, Tensor)"
+    "document_attention(Tensor query, Tensor key, Tensor value, int[] spans, float scale,"
+    " int[] earlier) -> (Tensor, Tensor)"
 )
 
 
@@ -44,16 +44,22 @@ def tiled_attention(
     value_BKTD: torch.Tensor,
     spans: Sequence[Span],
     scale: float | None,
+    earlier: Sequence[int] = (),
 ) -> torch.Tensor:
     """Return the attention of each document as BTHD rows.
 
     ``spans`` are the documents: rows, and their tokens in each of these; together they are all
     tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute keeps the result by the name of
     its operator.
+
+    ``earlier``: of documents of which queries are the last part, how many keys each has before. The
+    queries are one row then, the keys another: those of each document, one after the other.
     """
     flat = [number for span in spans for number in span]
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    out_BTHD: torch.Tensor = _TiledAttention.apply(query_BHTD, key_BKTD, value_BKTD, flat, scale)
+    out_BTHD: torch.Tensor = _TiledAttention.apply(
+        *(query_BHTD, key_BKTD, value_BKTD, flat, scale, list(earlier))
+    )
     return out_BTHD
 
 
@@ -64,19 +70,18 @@ class _TiledAttention(torch.autograd.Function):
         query_BHTD: torch.Tensor,
         key_BKTD: torch.Tensor,
         value_BKTD: torch.Tensor,
-        spans: list[int],
-        scale: float,
+        *how: Any,
     ) -> torch.Tensor:
         inputs = query_BHTD, key_BKTD, value_BKTD
-        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, spans, scale)
+        out_BTHD, shifts = torch.ops.hpc_tune.document_attention(*inputs, *how)
         ctx.save_for_backward(*inputs, shifts)
-        ctx.spans, ctx.scale = spans, scale
+        ctx.how = how
         return out_BTHD  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
         *inputs, shifts = ctx.saved_tensors
-        return *_tiled_backward(inputs, grad_BTHD, shifts, ctx.spans, ctx.scale), None, None
+        return *_tiled_backward(inputs, grad_BTHD, shifts, *ctx.how), None, None, None
 
 
 @dataclass(frozen=True)
@@ -84,34 +89,61 @@ class _DocumentGroup:
     """M documents of L tokens; without ``tokens`` they are the rows as they are.
 
     ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
-    that are none of a document: copies of its last token, which no token of it sees.
+    that are none of a document: copies of its last token, which no token of it sees. Each has
+    ``earlier`` keys before its tokens; ``keys`` are the places of both.
     """
 
     num_documents: int
     length: int
     tokens: torch.Tensor | None = None
     is_padding: torch.Tensor | None = None
+    earlier: int = 0
+    keys: torch.Tensor | None = None
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of a document, padded."""
+        return self.earlier + self.length
 
     def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return the documents of a tensor as (M K, L G, D)."""
-        tensor = tensor_BHTD.transpose(1, 2)
-        if self.tokens is not None:
-            tensor = tensor.flatten(0, 1)[self.tokens]
-        shape = self.num_documents, self.length, num_groups, -1, tensor_BHTD.shape[-1]
-        return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        """Return the documents of what is known of queries as (M K, L G, D)."""
+        return self._gather(tensor_BHTD, self.tokens, self.length, num_groups)
+
+    def as_keys(self, tensor_BKTD: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return the documents of keys or values as (M K, earlier + L, D)."""
+        return self._gather(tensor_BKTD, self.keys, self.num_keys, num_groups)
+
+    def _gather(
+        self, x_BHTD: torch.Tensor, places: torch.Tensor | None, length: int, num_groups: int
+    ) -> torch.Tensor:
+        x = x_BHTD.transpose(1, 2)
+        x = x if places is None else x.flatten(0, 1)[places]
+        shape = self.num_documents, length, num_groups, -1, x_BHTD.shape[-1]
+        return x.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return what ``as_documents`` returns as (M L, H, D)."""
-        shape = self.num_documents, num_groups, self.length, -1, tensor.shape[-1]
+        return self._scatter(tensor, self.length, num_groups)
+
+    def as_key_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return what ``as_keys`` returns as (M (earlier + L), K, D)."""
+        return self._scatter(tensor, self.num_keys, num_groups)
+
+    def _scatter(self, tensor: torch.Tensor, length: int, num_groups: int) -> torch.Tensor:
+        shape = self.num_documents, num_groups, length, -1, tensor.shape[-1]
         return tensor.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """The groups, and where each token of the rows is in all of them, one after another."""
+    """The groups, and where each token of the rows is in all of them, one after another.
+
+    ``key_places`` are those of keys.
+    """
 
     groups: Sequence[_DocumentGroup]
     token_places: torch.Tensor | None
+    key_places: torch.Tensor | None
     tile: int
 
     def write_rows(
@@ -119,37 +151,77 @@ class _Tiling:
     ) -> None:
         """Write what was computed of each group as BTHD rows."""
         tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
-        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-        out_SHD = out_BTHD.flatten(0, 1)
-        if self.token_places is None:
-            out_SHD.copy_(joined)
-        else:
-            torch.index_select(joined, 0, self.token_places, out=out_SHD)
+        _write_places(tokens, self.token_places, out_BTHD)
+
+    def write_keys(
+        self, parts: Sequence[torch.Tensor], num_groups: int, out_BTKD: torch.Tensor
+    ) -> None:
+        """Write what was computed of each group's keys as BTKD rows."""
+        groups = zip(self.groups, parts, strict=True)
+        tokens = [group.as_key_tokens(part, num_groups) for group, part in groups]
+        _write_places(tokens, self.key_places, out_BTKD)
+
+
+def _write_places(
+    tokens: list[torch.Tensor], places: torch.Tensor | None, out_BTHD: torch.Tensor
+) -> None:
+    joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+    out_SHD = out_BTHD.flatten(0, 1)
+    if places is None:
+        out_SHD.copy_(joined)
+    else:
+        torch.index_select(joined, 0, places, out=out_SHD)
 
 
 @lru_cache(maxsize=8)
-def _make_tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
+def _make_tiling(
+    flat: tuple[int, ...], earlier: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int
+) -> _Tiling:
     spans = zip(*(flat[n::4] for n in range(4)), strict=True)
     documents = [(row, a, b) for first, last, a, b in spans for row in range(first, last)]
-    tile = TILE if max(b - a for _, a, b in documents) <= LONG_TOKENS else LONG_TILE
-    if num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents):
-        return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, tile)
-    by_length = defaultdict(list)
-    for row, start, stop in documents:
+    before = earlier or (0,) * len(documents)
+    longest = max(e + b - a for e, (_, a, b) in zip(before, documents, strict=True))
+    tile = TILE if longest <= LONG_TOKENS else LONG_TILE
+    is_whole = num_tokens % TILE == 0 and all(b - a == num_tokens for _, a, b in documents)
+    if is_whole and not any(before):
+        return _Tiling([_DocumentGroup(num_rows, num_tokens)], None, None, tile)
+    by_length, keys_start = defaultdict(list), 0
+    for (row, start, stop), e in zip(documents, before, strict=True):
         padded = -(-(stop - start) // TILE) * TILE
-        by_length[padded].append((row * num_tokens + start, stop - start))
-    groups, places, at = [], torch.empty(num_rows * num_tokens, dtype=torch.int64), 0
-    for length, members in sorted(by_length.items()):
-        counting = torch.arange(length)
-        most = max(1, MAX_SCORES // (num_heads * tile * length))
+        token = row * num_tokens + start
+        by_length[padded, e].append((token, stop - start, keys_start if earlier else token))
+        keys_start += e + stop - start
+    groups, key_padding = [], []
+    for (length, e), members in sorted(by_length.items()):
+        most = max(1, MAX_SCORES // (num_heads * tile * (e + length)))
         for part in (members[n : n + most] for n in range(0, len(members), most)):
-            starts, lengths = torch.tensor(part).unsqueeze(2).unbind(1)
-            tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()
-            is_padding = (counting >= lengths).flatten()
-            places[tokens[~is_padding]] = at + torch.nonzero(~is_padding).flatten()
-            groups.append(_DocumentGroup(len(part), length, tokens, is_padding))
-            at += len(tokens)
-    return _Tiling(groups, places, tile)
+            starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
+            tokens, is_padding = _pad_places(starts, lengths, length)
+            keys, is_key_padding = _pad_places(key_starts, e + lengths, e + length)
+            groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
+            key_padding.append(is_key_padding)
+    places = _find_places([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)
+    if not earlier:
+        return _Tiling(groups, places, places, tile)
+    of_keys = zip((g.keys for g in groups), key_padding, strict=True)
+    return _Tiling(groups, places, _find_places(list(of_keys), keys_start), tile)
+
+
+def _pad_places(
+    starts: torch.Tensor, lengths: torch.Tensor, padded: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of documents, ``padded`` of each, and which of these are padding."""
+    counting = torch.arange(padded)
+    places = starts + torch.minimum(counting, lengths - 1)
+    return places.flatten(), (counting >= lengths).flatten()
+
+
+def _find_places(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
+    """Return where in the groups, one after another, each token is; padding is none."""
+    tokens, is_padding = (torch.cat(parts) for parts in zip(*groups, strict=True))
+    places = torch.empty(num_tokens, dtype=torch.int64)
+    places[tokens[~is_padding]] = torch.nonzero(~is_padding).flatten()
+    return places
 
 
 @torch.library.impl(_LIBRARY, "document_attention", "CPU")
@@ -159,6 +231,7 @@ def _tiled_forward(
     value_BKTD: torch.Tensor,
     spans: Sequence[int],
     scale: float,
+    earlier: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention as BTHD rows, and what was subtracted from each query's scores (BTH1).
 
@@ -168,19 +241,18 @@ def _tiled_forward(
     """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
-    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), tuple(earlier), num_rows, num_tokens, num_heads)
     out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
     has_shifts = int(query_BHTD.dtype.itemsize == 2)
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
     outs, shifts = [], []
     buffers = _make_buffers(query_BHTD, tiling, num_groups, (1, 1 + has_shifts))
     for group in tiling.groups:
-        query, key, value = (
-            group.as_documents(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD)
-        )
+        query = group.as_documents(query_BHTD, num_groups)
+        key, value = (group.as_keys(t, num_groups) for t in (key_BKTD, value_BKTD))
         out = query.new_empty(*query.shape[:2], value.shape[2])
         shift = query.new_empty(*query.shape[:2], has_shifts)
-        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+        for start, stop, part in _cut_tiles(group, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
             if has_shifts:
                 _write_largest(tile, keys, start, scale, shift[:, part], buffers)
@@ -200,18 +272,20 @@ def _tiled_backward(
     shifts_BTH1: torch.Tensor,
     spans: Sequence[int],
     scale: float,
+    earlier: Sequence[int],
 ) -> list[torch.Tensor]:
     """Return the gradients of queries, keys and values."""
     num_rows, num_heads, num_tokens, _ = inputs[0].shape
     num_groups = inputs[1].shape[1]
-    tiling = _make_tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    tiling = _make_tiling(tuple(spans), tuple(earlier), num_rows, num_tokens, num_heads)
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
     buffers = _make_buffers(inputs[0], tiling, num_groups, (1, 1, 1))
-    longest = max(group.num_documents * group.length for group in tiling.groups)
+    longest = max(group.num_documents * group.num_keys for group in tiling.groups)
     product = buffers[0].new_empty(longest * num_groups * max(t.shape[3] for t in inputs[1:]))
     for group in tiling.groups:
-        query, key, value = (group.as_documents(tensor, num_groups) for tensor in inputs)
+        query = group.as_documents(inputs[0], num_groups)
+        key, value = (group.as_keys(tensor, num_groups) for tensor in inputs[1:])
         grad = group.as_documents(out_grad_BTHD.transpose(1, 2), num_groups)
         shift = query.new_empty(*query.shape[:2], 0)
         if shifts_BTH1.numel():
@@ -223,7 +297,7 @@ def _tiled_backward(
         # Sums over the tiles, which are rounded once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
         grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
-        for start, stop, part in _cut_tiles(group.length, tiling.tile, num_heads // num_groups):
+        for start, stop, part in _cut_tiles(group, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
             probabilities = _probabilities(tile, keys, start, scale, shift[:, part], buffers)
             by_score, wanted = (_view(buffers[n], *probabilities.shape) for n in (0, 2))
@@ -236,15 +310,19 @@ def _tiled_backward(
             grad_key[:, :stop] += _bmm(by_score.transpose(1, 2), tile, product)
         for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
             found.append(one.to(query.dtype))
-    for found, grad_BTHD in zip(grads, grads_BTHD, strict=True):
-        tiling.write_rows(found, num_groups, grad_BTHD)
+    tiling.write_rows(grads[0], num_groups, grads_BTHD[0])
+    for found, grad_BTHD in zip(grads[1:], grads_BTHD[1:], strict=True):
+        tiling.write_keys(found, num_groups, grad_BTHD)
     return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
 
 
-def _cut_tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
-    """Return the first and last token of each tile, and its rows: G heads of each token."""
+def _cut_tiles(
+    group: _DocumentGroup, tile: int, heads_per_group: int
+) -> list[tuple[int, int, slice]]:
+    """Return the first and last key of each tile's tokens, and its rows: G heads of each token."""
+    length, before, heads = group.length, group.earlier, heads_per_group
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
-    return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
+    return [(before + a, before + b, slice(a * heads, b * heads)) for a, b in ends]
 
 
 def _make_buffers(
@@ -255,7 +333,7 @@ def _make_buffers(
     Each is a block of its own: small ones stay in the heap.
     """
     heads = query_BHTD.shape[1]
-    tiles = (g.num_documents * min(tiling.tile, g.length) * g.length for g in tiling.groups)
+    tiles = (g.num_documents * min(tiling.tile, g.length) * g.num_keys for g in tiling.groups)
     most = heads * max(tiles)
     return [query_BHTD.new_empty(size * most) for size in sizes]
 

@@ -15,7 +15,7 @@ documents.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -79,10 +79,61 @@ def make_starts(
     """Return where documents begin, by the lengths of each row's, all rows being equally long."""
     [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
     flat = [length for row_lengths in lengths for length in row_lengths]
-    starts_N = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
+    starts_N = _to_starts(flat, device)
+    return DocumentStarts(starts_N, len(lengths), num_tokens, max(flat), windows)
+
+
+def _to_starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    starts_N = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     if device.type == "cuda":
         starts_N = starts_N.pin_memory().to(device, non_blocking=True)
-    return DocumentStarts(starts_N, len(lengths), num_tokens, max(flat), windows)
+    return starts_N
+
+
+# Row, start of the document, first query and end: a query sees the tokens from start to itself.
+DocumentPart = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class DocumentParts:
+    """Parts of the documents of rows: their queries, and the keys that these see.
+
+    ``parts`` are in the order of the queries. For a kernel, int32 on the device: where those of
+    each part begin among all queries, and among all keys, end to end; with the end as one more.
+    """
+
+    parts: Sequence[DocumentPart]
+    starts_N: torch.Tensor | None = None
+    key_starts_N: torch.Tensor | None = None
+
+    @classmethod
+    def on_device(cls, parts: Sequence[DocumentPart], device: torch.device) -> "DocumentParts":
+        """Return them for a kernel on a device, without a wait."""
+        queries = [stop - first for _, _, first, stop in parts]
+        keys = [stop - start for _, start, _, stop in parts]
+        return cls(parts, _to_starts(queries, device), _to_starts(keys, device))
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries, and the most keys, of a part."""
+        queries = (stop - first for _, _, first, stop in self.parts)
+        return max(queries), max(stop - start for _, start, _, stop in self.parts)
+
+    @property
+    def earlier(self) -> list[int]:
+        """How many keys of each part come before its first query."""
+        return [first - start for _, start, first, _ in self.parts]
+
+    @property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """First and end row and token of each part among the queries, which are one row."""
+        ends = list(accumulate(stop - first for _, _, first, stop in self.parts))
+        return [(0, 1, start, end) for start, end in pairwise([0, *ends])]
+
+    def take_keys(self, x_BKTD: torch.Tensor) -> torch.Tensor:
+        """Return the keys that each part sees, one part after the other, as one row: 1KND."""
+        seen = [x_BKTD[row, :, start:stop] for row, start, _, stop in self.parts]
+        return torch.cat(seen, 1).unsqueeze(0)
 
 
 def encode_window(window: int, device: torch.device) -> torch.Tensor:
@@ -117,7 +168,7 @@ def is_supported(
         and query_BHTD.dtype == key_BKTD.dtype == value_BKTD.dtype
         and query_BHTD.dtype in DTYPES
         and key_BKTD.shape == value_BKTD.shape
-        and key_BKTD.shape[-2:] == query_BHTD.shape[-2:]
+        and key_BKTD.shape[-1] == values
         and values <= MAX_VALUES
         and values % HEAD_MULTIPLE == 0
     )
@@ -136,11 +187,34 @@ def attend(
     Of ``window`` tokens, the query's own among them.
     """
     query_SHD, key_SKD, value_SKD = map(_flatten_rows, (query_BHTD, key_BKTD, value_BKTD))
+    documents = starts.starts_N, starts.starts_N, starts.longest, starts.longest
+    before = -1 if window is None else window - 1
     out_SHD = torch_versions.varlen_attention(
-        *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.longest, scale),
-        -1 if window is None else window - 1,
+        query_SHD, key_SKD, value_SKD, documents, scale, before
     )
     return out_SHD.unflatten(0, (starts.num_rows, starts.num_tokens))
+
+
+def attend_parts(
+    query_BHSD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    own: DocumentParts,
+    scale: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Return the attention of the queries that a rank has to the keys of whole rows, as BSHD.
+
+    The kernel takes the last query of a part to be at its last key.
+    """
+    taken = query_BHSD.transpose(1, 2).flatten(0, 1), *map(own.take_keys, (key_BKTD, value_BKTD))
+    query_SHD, (key_NKD, value_NKD) = taken[0], map(_flatten_rows, taken[1:])
+    documents = own.starts_N, own.key_starts_N, *own.longest
+    before = -1 if window is None else window - 1
+    out_SHD = torch_versions.varlen_attention(
+        query_SHD, key_NKD, value_NKD, documents, scale, before
+    )
+    return out_SHD.unflatten(0, (query_BHSD.shape[0], -1))
 
 
 @functools.cache
@@ -150,14 +224,16 @@ def varlen_kernel_fault(
     values: int,
     groups: int,
     window: int | None = None,
+    of_parts: bool = False,
 ) -> str:
     """Return why the kernel must not be used for such heads on this device, also as a warning.
 
-    With a sliding window of ``window`` tokens, or without one.
+    With a sliding window of ``window`` tokens, or without one; ``of_parts``: for the last tokens of
+    documents alone.
     """
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
-        gaps = compare_with_mask(device, dtype, values, groups, window)
+        gaps = compare_with_mask(device, dtype, values, groups, window, of_parts)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
@@ -169,6 +245,8 @@ def varlen_kernel_fault(
         why += f"{most:.1e}"
     if window is not None:
         why = f"sliding windows: {why}"
+    if of_parts:
+        why = f"the last tokens of documents: {why}"
     log.warning("packed rows keep a T x T mask: %s", why)
     return why
 
@@ -179,30 +257,38 @@ def compare_with_mask(
     values: int,
     groups: int,
     window: int | None = None,
+    of_parts: bool = False,
 ) -> dict[str, float]:
     """Return how far the kernel is from masked attention in fp64, as shares of the norms.
 
     ``groups`` heads of queries share one of keys, and each token looks at ``window`` tokens or at
     all. Compared on random rows of packed documents: the result and the gradients of queries, keys
-    and values.
+    and values. ``of_parts``: the queries are the second half of each row.
     """
     starts, generator = make_starts(CHECKED_LENGTHS, device), torch.Generator().manual_seed(0)
     rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
+    first = tokens // 2 if of_parts else 0
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     inputs = [drawn(rows, heads, tokens, values) for heads in (2 * groups, 2, 2)]
-    grad_BTHD = drawn(rows, tokens, 2 * groups, values)
+    inputs[0] = inputs[0][:, :, first:]
+    grad_BTHD = drawn(rows, tokens, 2 * groups, values)[:, first:]
 
     def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-        mask = starts.mask_B1TT(window)
+        mask = starts.mask_B1TT(window)[:, :, first:]
         out_BHTD = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         return out_BHTD.transpose(1, 2)
 
     def by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(query, key, value, starts, scale, window)
+        if not of_parts:
+            return attend(query, key, value, starts, scale, window)
+        ends = [(row, [0, *accumulate(of_row)]) for row, of_row in enumerate(CHECKED_LENGTHS)]
+        parts = [(row, a, max(a, first), b) for row, at in ends for a, b in pairwise(at)]
+        own = DocumentParts.on_device([part for part in parts if part[3] > first], device)
+        return attend_parts(query, key, value, own, scale, window)
 
     def results(attention: Callable[..., torch.Tensor], as_: torch.dtype) -> list[torch.Tensor]:
         leaves = [tensor.detach().to(as_).requires_grad_() for tensor in inputs]

@@ -28,7 +28,6 @@ from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import find_nearest_shape, shape_directory, shape_names
 from hpc_tune.model.language import read_config, read_language_config, why_too_long
-from hpc_tune.model.shared_rows import AlignedHeads
 from hpc_tune.model.stock_reference import LAYERS
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import (
@@ -41,7 +40,7 @@ from hpc_tune.step.layout import (
 )
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
-from hpc_tune.step.slices import slicing_problems, splits_heads
+from hpc_tune.step.slices import attended_heads, gathers_keys, slicing_problems
 from hpc_tune.units import format_bytes
 
 PIECE_TOKENS = 4096  # the least of a piece of a row, where the pieces are left to choose
@@ -216,19 +215,16 @@ def list_useless_settings(
     ]
 
 
-def uneven_heads_warnings(config: Any, layout: Layout) -> list[str]:
-    """Return in words how many heads are computed where ranks do not divide them; often nothing."""
-    if layout.context == 1:
+def gathered_keys_warnings(config: Any, layout: Layout) -> list[str]:
+    """Return in words that ranks gather keys where they do not divide the heads; often nothing."""
+    if not gathers_keys(config, layout):
         return []
-    heads = config.num_attention_heads // (layout.tensor if splits_heads(config) else 1)
-    even = AlignedHeads.of(heads, heads, layout.context).total
-    if even == heads:
-        return []
+    heads = attended_heads(config, layout)
     choices = [n for n in list_divisors(heads) if n > 1 and layout.weight_size % n == 0]
-    use = f"; {format_choices(choices)} would divide them" if choices else ""
+    use = f"; {format_choices(choices)} would exchange heads" if choices else ""
     return [
         f"parallel.context={layout.context} does not divide the {heads} attention heads of a rank: "
-        f"attention computes {even}, of which {even - heads} are zeros{use}"
+        f"in each layer every rank gathers the keys and values of whole rows{use}"
     ]
 
 

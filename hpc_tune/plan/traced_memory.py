@@ -422,12 +422,10 @@ def simulating_scratch() -> Iterator[None]:
     kernel: Any = torch_versions.varlen_attention
 
     @functools.wraps(kernel)
-    def attend(
-        query_SHD: Any, key_SKD: Any, value_SKD: Any, starts_N: Any, *more: Any, **options: Any
-    ) -> Any:
-        out_SHD = kernel(query_SHD, key_SKD, value_SKD, starts_N, *more, **options)
+    def attend(query_SHD: Any, key_SKD: Any, value_SKD: Any, documents: Any, *more: Any) -> Any:
+        out_SHD = kernel(query_SHD, key_SKD, value_SKD, documents, *more)
         if out_SHD.requires_grad:
-            num_bytes = scratch_bytes(query_SHD.shape, key_SKD.shape[1], len(starts_N) - 1)
+            num_bytes = scratch_bytes(query_SHD.shape, key_SKD.shape[:2], len(documents[0]) - 1)
             out_SHD.register_hook(lambda grad: _allocate_briefly(num_bytes, grad))
         return out_SHD
 
@@ -435,18 +433,19 @@ def simulating_scratch() -> Iterator[None]:
         yield
 
 
-def scratch_bytes(shape_SHD: tuple[int, ...], num_keys: int, num_documents: int) -> int:
+def scratch_bytes(shape_SHD: tuple[int, ...], shape_NK: tuple[int, ...], num_documents: int) -> int:
     """Return what the backward pass takes of 16-bit values, with the gradients that it returns.
 
     In fp32: (D' + 1) x H for each of S + 128 N rows, D' being D rounded up to 32s, above 128 to
-    64s. In 16 bits: S x D x (H + 2 K), and S x D x 2 H more where K < H.
+    64s. In 16 bits: D x (S x H + N x 2 K), and N x D x 2 H more where K < H.
     """
     tokens, heads, values = shape_SHD
     multiple = 32 if values <= 128 else 64
     rounded = -(-values // multiple) * multiple
     sums = 4 * (rounded + 1) * heads * (tokens + BLOCK * num_documents)
-    each_head = 2 * heads if num_keys < heads else 0
-    return sums + 2 * tokens * values * (heads + 2 * num_keys + each_head)
+    keys, groups = shape_NK
+    each_head = 2 * heads if groups < heads else 0
+    return sums + 2 * values * (tokens * heads + keys * (2 * groups + each_head))
 
 
 def _allocate_briefly(num_bytes: int, grad: torch.Tensor) -> None:

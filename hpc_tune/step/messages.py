@@ -12,7 +12,7 @@ from typing import Any
 from hpc_tune.config.parallel import AXES
 from hpc_tune.model.experts import num_chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.model.shared_rows import AlignedHeads
+from hpc_tune.model.shared_rows import count_key_heads
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.plan import MicroTokens, StepPlan
 from hpc_tune.step.slices import BlockAllReduces, splits_heads
@@ -239,18 +239,24 @@ def context_messages(
     Per layer queries, keys and values of the own tokens go out in one message, and the results
     come back in another; so do their gradients. A block that runs again sends forward again. Heads
     of keys and values are repeated where they are fewer than ranks (arXiv:2309.14509).
+
+    Where ranks do not divide the heads, all gather keys and values, and their gradients are summed.
     """
     layout = plan.layout
     if layout.context == 1:
         return
     tensor = layout.tensor if splits_heads(plan.model) else 1
     heads, groups, width, value_width = attention_heads(plan.model, tensor)
-    aligned = AlignedHeads.of(heads, groups, layout.context)
-    heads, groups = aligned.total, aligned.total_keys
     tokens = sum(tokens for tokens, _ in computed)
-    passes = 3 if recomputes or plan.parallel.recompute != "none" else 2
-    times = len(plan.rank_blocks(pp_rank)) * passes
-    over = partial(_collective, plan, "all_to_all", ("context",))
+    forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
+    blocks, axes = len(plan.rank_blocks(pp_rank)), ("context",)
+    if plan.row_part().head_tail:
+        whole = layout.context * tokens * plan.itemsize * groups * (width + value_width)
+        yield _collective(plan, "all_gather", axes, whole, blocks * forward)
+        yield _collective(plan, "reduce_scatter", axes, whole, blocks)
+        return
+    groups, times = count_key_heads(groups, layout.context), blocks * (forward + 1)
+    over = partial(_collective, plan, "all_to_all", axes)
     out = heads * width + groups * (width + value_width)
     yield over(tokens * plan.itemsize * out, times)
     yield over(tokens * plan.itemsize * heads * value_width, times)

@@ -14,9 +14,10 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, chosen_expert_share
+from hpc_tune.model.shared_rows import RowPart
 from hpc_tune.step.layout import Layout, stage_blocks
 from hpc_tune.step.size import ModelSize, WeightGroup, measure
-from hpc_tune.step.slices import SLICES
+from hpc_tune.step.slices import SLICES, gathers_keys
 
 # Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
 # a link to be busy, and a model's last piece has nothing to hide behind.
@@ -212,7 +213,12 @@ class StepPlan:
 
     def own_tokens(self, tokens: int) -> int:
         """Return how many of the tokens of rows a rank computes, where several share rows."""
-        return -(-tokens // self.layout.context)
+        part = self.row_part()
+        return -(-tokens // part.num_slices) * (part.num_slices // part.size)
+
+    def row_part(self, rank: int = 0) -> RowPart:
+        """Return which tokens of each row the ``rank``-th of the context axis has."""
+        return RowPart(rank, self.layout.context, gathers_keys(self.model, self.layout))
 
     def activation_values(self, computed: Sequence[MicroTokens]) -> int:
         """Return the values between two blocks: tokens with padding x hidden."""

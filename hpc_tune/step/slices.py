@@ -13,6 +13,7 @@ from torch import nn
 
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.loss import LossModel, find_decoder
+from hpc_tune.step.layout import Layout
 
 # "slice": of the first dimension, "inner slice": of another one.
 TensorRole = Literal["slice", "inner slice", "partial"]
@@ -87,6 +88,17 @@ def splits_heads(config: Any) -> bool:
     """
     plan = read_tp_plan(config).items()
     return any(style == "colwise" and "att" in path for path, style in plan)
+
+
+def attended_heads(config: Any, layout: Layout) -> int:
+    """Return the heads of queries of which a rank of the tensor axis computes attention."""
+    heads: int = config.num_attention_heads
+    return heads // (layout.tensor if splits_heads(config) else 1)
+
+
+def gathers_keys(config: Any, layout: Layout) -> bool:
+    """Whether ranks that share rows gather keys: they do not divide the heads, to exchange them."""
+    return layout.context > 1 and attended_heads(config, layout) % layout.context != 0
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:

@@ -360,7 +360,7 @@ class Recorder:
         self._taken: tuple[StepMetrics, RouterSums | None, Extremes] | None = None
         coordinates = plan.layout.coordinates(comm.world.rank)
         self._counts_rows = coordinates.counts_rows
-        self._part = coordinates.context, plan.layout.context
+        self._part = plan.row_part(coordinates.context)
 
     def count_tokens(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
@@ -423,7 +423,7 @@ class Recorder:
             sent_bytes=result.sent_bytes,
             expected_bytes=expected_bytes(
                 self.plan,
-                [own_tokens(batch, *self._part) for batch in step.batches],
+                [own_tokens(batch, self._part) for batch in step.batches],
                 recomputes,
             ),
             device_util=self._monitor.device_utilization(),

@@ -32,9 +32,9 @@ from hpc_tune.plan.hardware import detect_machine
 from hpc_tune.plan.resolve import (
     ResolvedLayout,
     choose_row_pieces,
+    gathered_keys_warnings,
     list_useless_settings,
     resolve,
-    uneven_heads_warnings,
 )
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
@@ -350,7 +350,7 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     if comm.is_rank_0:
         on_gpu = comm.device.type == "cuda"
         useless = list_useless_settings(resolved.layout, asked, on_gpu)
-        for warning in (*useless, *uneven_heads_warnings(model.built.config, resolved.layout)):
+        for warning in (*useless, *gathered_keys_warnings(model.built.config, resolved.layout)):
             log.warning(warning)
     if comm.is_rank_0 and resolved.parallel.row_pieces != 1 and has_mlps(module):
         log.info("MLPs are computed in %s pieces of a row", resolved.parallel.row_pieces)

@@ -83,12 +83,13 @@ def by_mask(module):
         module.has_kernel = True
 
 
+@pytest.mark.parametrize("of_parts", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 70, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("values", [8, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, window):
-    gaps = compare_with_mask(GPU, dtype, values, groups, window)
+def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, window, of_parts):
+    gaps = compare_with_mask(GPU, dtype, values, groups, window, of_parts)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
     assert max(gaps.values()) < MAX_EPS * eps

@@ -39,23 +39,26 @@ def attention(
     starts: list[int],
     scale: float | None,
     before: int = -1,
+    key_starts: list[int] | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of each document by itself, to ``before`` tokens back or to all."""
+    """Return causal attention of each document by itself, to ``before`` tokens back or to all.
+
+    A document's last query is at its last key.
+    """
     parts, groups = [], query_SHD.shape[1] // key_SKD.shape[1]
-    for start, stop in pairwise(starts):
-        query, key, value = (
-            tensor[start:stop].transpose(0, 1).float() for tensor in (query_SHD, key_SKD, value_SKD)
-        )
+    for own, seen in zip(pairwise(starts), pairwise(key_starts or starts), strict=True):
+        query = query_SHD[slice(*own)].transpose(0, 1).float()
+        key, value = (x[slice(*seen)].transpose(0, 1).float() for x in (key_SKD, value_SKD))
         key, value = (tensor.repeat_interleave(groups, 0) for tensor in (key, value))
-        mask = ~_hidden(stop - start, before)
+        mask = ~_hidden(query.shape[1], key.shape[1], before)
         out = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts).to(query_SHD.dtype)
 
 
-def _hidden(length: int, before: int) -> torch.Tensor:
-    """Return where a token of a document may not look."""
-    apart = torch.arange(length).unsqueeze(1) - torch.arange(length)
+def _hidden(queries: int, keys: int, before: int) -> torch.Tensor:
+    """Return where the last tokens of a document may not look."""
+    apart = torch.arange(keys)[keys - queries :].unsqueeze(1) - torch.arange(keys)
     return (apart < 0) | (apart > before) if before >= 0 else apart < 0
 
 
@@ -79,15 +82,19 @@ def _forward(
     CALLS.append({"shapes": shapes, "starts": starts, "before": before})
     assert cu_seq_q.dtype == torch.int32
     assert cu_seq_k is not None
-    assert cu_seq_k.numpy().tolist() == starts
-    assert starts[0] == 0
-    assert starts[-1] == len(query) == len(key) == len(value), "else tokens are left out"
-    assert max_q == max_k == max(stop - start for start, stop in pairwise(starts))
-    assert type(max_q) is int
+    assert cu_seq_k.dtype == torch.int32
+    key_starts = cu_seq_k.numpy().tolist()
+    assert len(key_starts) == len(starts)
+    assert starts[0] == key_starts[0] == 0
+    assert starts[-1] == len(query), "else tokens are left out"
+    assert key_starts[-1] == len(key) == len(value)
+    assert max_q == max(stop - start for start, stop in pairwise(starts))
+    assert max_k == max(stop - start for start, stop in pairwise(key_starts))
+    assert type(max_q) is type(max_k) is int
     assert after == 0
     assert is_causal == (before == -1)
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    out = attention(query, key, value, starts, scale, before)
+    out = attention(query, key, value, starts, scale, before, key_starts)
     sums = torch.zeros(query.shape[1], len(query))
     return out, sums, torch.zeros(2, dtype=torch.uint64)
 
@@ -112,19 +119,20 @@ def _backward(
     # Written out: an operator's kernel runs below autograd.
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     groups, scale = query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
-    for start, stop in pairwise(cu_seq_q.numpy().tolist()):
-        q, k, v, grad = (
-            tensor[start:stop].transpose(0, 1).float() for tensor in (query, key, value, grad_out)
-        )
+    ends = (pairwise(starts.numpy().tolist()) for starts in (cu_seq_q, cu_seq_k))
+    for own, seen in zip(*ends, strict=True):
+        q, grad = (x[slice(*own)].transpose(0, 1).float() for x in (query, grad_out))
+        k, v = (x[slice(*seen)].transpose(0, 1).float() for x in (key, value))
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        hidden = _hidden(stop - start, window_size[0] if window_size is not None else -1)
+        before = window_size[0] if window_size is not None else -1
+        hidden = _hidden(q.shape[1], k.shape[1], before)
         p = (scale * q @ k.mT).masked_fill(hidden, float("-inf")).softmax(-1)
         grad_p = grad @ v.mT
         grad_scores = scale * p * (grad_p - (grad_p * p).sum(-1, keepdim=True))
         parts = grad_scores @ k, grad_scores.mT @ q, p.mT @ grad
-        for whole, part in zip(grads, parts, strict=True):
+        for whole, at, part in zip(grads, (own, seen, seen), parts, strict=True):
             heads = part.unflatten(0, (whole.shape[1], -1)).sum(1)
-            whole[start:stop] = heads.transpose(0, 1).to(whole.dtype)
+            whole[slice(*at)] = heads.transpose(0, 1).to(whole.dtype)
     return tuple(grads)
 
 

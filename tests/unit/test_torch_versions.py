@@ -59,7 +59,9 @@ def test_the_operator_below_is_given_what_the_newer_function_gives_it(monkeypatc
             )
         monkeypatch.setattr(torch_versions, "_VARLEN_HAS_WINDOWS", False)
         with Recorder() as ours:
-            out = torch_versions.varlen_attention(query, key, value, starts, 20, scale, before)
+            out = torch_versions.varlen_attention(
+                query, key, value, (starts, starts, 20, 20), scale, before
+            )
             out.sum().backward()
     (_, wanted), (_, forward), (_, backward) = *theirs.calls, *ours.calls
     kept = {name: given for name, given in wanted.items() if given is not None or name in forward}

@@ -139,7 +139,9 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._share = make_share(make_context_group(settings.layout, device), self._collectives)
+        self._share = make_share(
+            make_context_group(settings.layout, device), self._collectives, settings, built.dtype
+        )
         self._step_sums, self._step_terms = torch.zeros(1), 1.0
         init_model(built, train, self._stage == 3)
         blocks = list(find_blocks(built.module))
@@ -223,7 +225,7 @@ class ZeroEngine:
                             sums = self._module(used.to(self._device))
                         if self._share is not None:
                             sums = self._share.add_up(sums)
-                        if self._share is None or self._share.rank == 0:
+                        if self._share is None or self._share.part.rank == 0:
                             yield batch, sums
         finally:
             self._module.train()

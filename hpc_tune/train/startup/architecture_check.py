@@ -10,6 +10,7 @@ for its configuration and this software.
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -40,7 +41,13 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.quantized_base import require_bitsandbytes, unpack_linears
-from hpc_tune.model.shared_rows import AlignedHeads, HeadAttention, share_batch
+from hpc_tune.model.shared_rows import (
+    RankAttention,
+    RowPart,
+    join_head_tail,
+    repeat_keys,
+    share_batch,
+)
 from hpc_tune.model.stock_reference import NotCheckable, compute_reference, software_versions
 from hpc_tune.model.weights import ADAPTER_PREFIX, adapted_layer
 from hpc_tune.packages import fast_imports
@@ -121,20 +128,27 @@ def find_unlike_gradient(models: list[Any]) -> str:
 class StackedShare:
     """Ranks that share one row, as the rows of a batch: see ``model/shared_rows.py``."""
 
-    def __init__(self, size: int) -> None:
-        self.rank, self.size, self.uses_eager = 0, size, False
+    def __init__(self, size: int, head_tail: bool = False) -> None:
+        self.part = RowPart(0, size, head_tail)
+        self.ranks: Sequence[int] = range(size)
+        self.uses_eager, self.takes_parts = False, True
 
-    def attend(self, attention: HeadAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
-        """Return the attention of all parts, CSHD, each part of the heads by itself."""
+    def attend(self, attention: RankAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
+        """Return the attention of all parts, CSHD, each rank's by itself."""
+        if self.part.head_tail:
+            query_CHSD, *keys_CKSD = inputs_CHSD
+            keys = [self._gather(x) for x in keys_CKSD]
+            return torch.cat([attention(n, query_CHSD[n : n + 1], *keys) for n in self.ranks])
         rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in inputs_CHSD]
-        aligned = AlignedHeads.of(rows[0].shape[1], rows[1].shape[1], self.size)
-        whole = aligned.align(rows)
-        parts = [
-            attention(part, *(x.chunk(self.size, 1)[part] for x in whole))
-            for part in range(self.size)
-        ]
-        out_CSHD = torch.cat(parts, 2).squeeze(0).unflatten(0, (self.size, -1))
-        return aligned.without_zeros(out_CSHD, 2)
+        size = self.part.size
+        by_rank = zip(*(x.chunk(size, 1) for x in repeat_keys(rows, size)), strict=True)
+        out_1THD = torch.cat([attention(n, *heads) for n, heads in enumerate(by_rank)], 2)
+        return out_1THD.squeeze(0).unflatten(0, (size, -1))
+
+    def _gather(self, x_CKSD: torch.Tensor) -> torch.Tensor:
+        """Return keys or values of the whole row in order, 1KTD."""
+        parts_C1SF = x_CKSD.transpose(1, 2).flatten(2).unsqueeze(1)
+        return join_head_tail(parts_C1SF).unflatten(-1, (x_CKSD.shape[1], -1)).transpose(1, 2)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``: the sum over rows has all parts."""
@@ -489,11 +503,15 @@ class _Trial:
         rotary embeddings do, is not seen to differ.
         """
         built, share, whole = _load(self.build()), StackedShare(2), _make_batch([self.documents])
-        module, parts = built.module, [share_batch(whole, part, 2) for part in range(2)]
+        module = built.module
         try:
             share_attention(module, share)
             # As on a GPU whose kernel takes windows, on one whose kernel does not, and as here.
-            for has_kernel, has_windows in _FORMS_OF_ATTENTION:
+            for (has_kernel, has_windows), head_tail in itertools.product(
+                _FORMS_OF_ATTENTION, (True, False)
+            ):
+                share.part = RowPart(0, 2, head_tail)
+                parts = [share_batch(whole, replace(share.part, rank=rank)) for rank in share.ranks]
                 module.has_kernel, module.kernel_has_windows = has_kernel, has_windows
                 loss = module(stack_parts(parts))
                 if _is_different(loss.item(), sum(self.losses)):

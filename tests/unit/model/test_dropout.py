@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.model.dropout import RowDropout, use_row_dropout
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
+from hpc_tune.model.shared_rows import RowPart
 
 P = 0.25
 
@@ -42,7 +43,7 @@ def test_slices_of_the_features_have_the_slices_of_the_mask():
 def test_ranks_that_share_rows_have_their_part_of_the_mask_and_keep_no_more():
     whole, kept = dropped([5, 6]), []
     for rank in range(4):
-        share = SimpleNamespace(rank=rank, size=4)
+        share = SimpleNamespace(part=RowPart(rank, 4))
         x_BSD = torch.ones(2, 4, 32, requires_grad=True)
         with (
             batch_context.using(MicroBatch([5, 6], share=share)),

@@ -12,7 +12,9 @@ from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, make_documents, use_document_attention
-from hpc_tune.model.tiled_attention import _make_tiling
+from hpc_tune.model.shared_rows import RowPart, cut_documents
+from hpc_tune.model.tiled_attention import _make_tiling, tiled_attention
+from hpc_tune.model.varlen_attention import DocumentParts
 
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
@@ -201,3 +203,32 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
     for tensor in inputs:
         tensor[0, :, : LENGTHS[0][0]] += 1.0
     assert torch.equal(second_documents(), before)
+
+
+@pytest.mark.parametrize("most_scores", [1 << 21, 1])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lengths", [(600, 39, 9), (130, 5, 190, 59, 264), (1100, 52), (648,)])
+def test_the_last_tokens_of_documents_attend_as_in_whole_rows(
+    lengths, size, most_scores, monkeypatch
+):
+    monkeypatch.setattr("hpc_tune.model.tiled_attention.MAX_SCORES", most_scores)
+    _make_tiling.cache_clear()
+    generator, total = torch.Generator().manual_seed(1), sum(lengths)
+    inputs = [torch.randn(2, h, total, 8, generator=generator) for h in (6, 2, 2)]
+    weight = torch.randn(2, 6, total, 8, generator=generator)
+    out, *wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
+    sums = [torch.zeros_like(grad) for grad in wanted]
+    for part in (RowPart(rank, size, head_tail=True) for rank in range(size)):
+        own = DocumentParts(cut_documents([lengths] * 2, part))
+
+        def attend(query, key, value, _, part=part, own=own):
+            query = part.cut(query, 2).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            keys = own.take_keys(key), own.take_keys(value)
+            out_1SHD = tiled_attention(query, *keys, own.spans, None, own.earlier)
+            return out_1SHD.view(2, -1, 6, 8).transpose(1, 2)
+
+        found, *grads = out_and_grads(attend, inputs, part.cut(weight, 2), torch.float64, lengths)
+        torch.testing.assert_close(found, part.cut(out, 2), rtol=1e-12, atol=1e-12)
+        sums = [one + other for one, other in zip(sums, grads, strict=True)]
+    for one, other in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

@@ -14,12 +14,14 @@ from hpc_tune.batch import IGNORED_LABEL, PreferencePairs, empty_batch, full_bat
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.model.objective import LogProbabilities, Preference, TokenSum
 from hpc_tune.model.shared_rows import (
-    AlignedHeads,
     HeadsOfModule,
+    RowPart,
+    count_key_heads,
+    cut_documents,
     own_tokens,
     share_batch,
 )
-from hpc_tune.plan.resolve import uneven_heads_warnings
+from hpc_tune.plan.resolve import gathered_keys_warnings
 from hpc_tune.step.layout import Layout, sharing_problems
 from hpc_tune.step.slices import splits_heads
 from hpc_tune.train.startup.architecture_check import StackedShare, check_architecture
@@ -36,14 +38,27 @@ def batch_of_documents(rows):
     return make_batch(laid, 64, 0)
 
 
+def all_parts(batch, size, head_tail=False):
+    return [share_batch(batch, RowPart(rank, size, head_tail)) for rank in range(size)]
+
+
+def in_order(parts, head_tail):
+    """Return the tokens of whole rows from those that ranks have."""
+    if not head_tail:
+        return torch.cat(parts, 1)
+    halves = [part.chunk(2, 1) for part in parts]
+    return torch.cat([head for head, _ in halves] + [tail for _, tail in halves[::-1]], 1)
+
+
+@pytest.mark.parametrize("head_tail", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_parts_of_a_batch_are_its_tokens_in_order(size):
+def test_the_parts_of_a_batch_are_its_tokens(size, head_tail):
     batch = batch_of_documents([[5, 9, 3], [20], [4, 4]])
-    parts = [share_batch(batch, rank, size) for rank in range(size)]
+    parts = all_parts(batch, size, head_tail)
     width = batch.tokens_BT.shape[1]
     for name in ("tokens_BT", "labels_BT", "positions_BT"):
-        joined = torch.cat([getattr(part, name) for part in parts], 1)
-        assert joined.shape[1] % size == 0
+        joined = in_order([getattr(part, name) for part in parts], head_tail)
+        assert joined.shape[1] % (2 * size if head_tail else size) == 0
         if name != "positions_BT":
             assert joined[:, :width].equal(getattr(batch, name))
             continue
@@ -53,14 +68,17 @@ def test_the_parts_of_a_batch_are_its_tokens_in_order(size):
     assert sum(part.num_loss_tokens for part in parts) == batch.num_loss_tokens
     assert sum(part.num_tokens for part in parts) == batch.num_tokens
     for rank, part in enumerate(parts):
-        assert own_tokens(batch, rank, size) == (part.tokens_BT.numel(), part.num_loss_tokens)
+        assert own_tokens(batch, RowPart(rank, size, head_tail)) == (
+            part.tokens_BT.numel(),
+            part.num_loss_tokens,
+        )
         assert {sum(lengths) for lengths in part.document_lengths} == {joined.shape[1]}
         assert part.document_lengths == parts[0].document_lengths
 
 
 def test_positions_go_on_in_a_documents_next_part_and_padding_is_one_document():
     batch = batch_of_documents([[13]])
-    parts = [share_batch(batch, rank, 3) for rank in range(3)]
+    parts = all_parts(batch, 3)
     positions = torch.cat([part.positions_BT for part in parts], 1)[0].tolist()
     assert positions == [*range(13), *range(len(positions) - 13)]
     assert parts[0].document_lengths == [[13, len(positions) - 13]]
@@ -68,32 +86,36 @@ def test_positions_go_on_in_a_documents_next_part_and_padding_is_one_document():
 
 
 def test_a_row_without_padding_gets_it_where_ranks_do_not_divide_its_tokens():
-    part = share_batch(full_batch(2, 16), 2, 3)
+    part = share_batch(full_batch(2, 16), RowPart(2, 3))
     assert part.document_lengths == [[16, 2]] * 2
     assert part.positions_BT.tolist() == [[12, 13, 14, 15, 0, 1]] * 2
     assert part.labels_BT[0, -2:].tolist() == [IGNORED_LABEL] * 2
 
 
+@pytest.mark.parametrize("head_tail", [False, True])
 @pytest.mark.parametrize("form", ["answers", "pairs", "labels"])
-def test_an_empty_batch_is_one_token_on_each_rank(form):
-    parts = [share_batch(empty_batch(0, form), rank, 4) for rank in range(4)]
-    assert [part.tokens_BT.shape for part in parts] == [(1, 1)] * 4
+def test_an_empty_batch_is_one_token_of_each_slice(form, head_tail):
+    parts = all_parts(empty_batch(0, form), 4, head_tail)
+    assert [part.tokens_BT.shape for part in parts] == [(1, 1 + head_tail)] * 4
     assert not any(part.num_loss_tokens for part in parts)
 
 
-def test_weights_of_tokens_go_with_them():
+@pytest.mark.parametrize("head_tail", [False, True])
+def test_weights_of_tokens_go_with_them(head_tail):
     batch = batch_of_documents([[7, 6], [9]])
     batch = replace(batch, weights_N=torch.arange(batch.num_loss_tokens).float())
-    parts = [share_batch(batch, rank, 2) for rank in range(2)]
+    parts = all_parts(batch, 2, head_tail)
     losses_BT = torch.zeros_like(batch.labels_BT, dtype=torch.float32)
     losses_BT[batch.labels_BT != IGNORED_LABEL] = batch.weights_N
     for rank, part in enumerate(parts):
-        own_BS = F.pad(losses_BT, (0, -losses_BT.shape[1] % 2)).chunk(2, 1)[rank]
+        own = RowPart(rank, 2, head_tail)
+        own_BS = own.cut(F.pad(losses_BT, (0, -losses_BT.shape[1] % own.num_slices)))
         assert part.weights_N.equal(own_BS[part.labels_BT != IGNORED_LABEL])
 
 
+@pytest.mark.parametrize("head_tail", [False, True])
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one(name):
+def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one(name, head_tail):
     rng = random.Random(0)
     batch = batch_of_documents([[6, 9, 5, 8], [10, 7]])
     counts = torch.tensor([[5, 8], [4, 7], [9, 6]])  # of documents one token longer
@@ -111,9 +133,10 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     log_probs = LogProbabilities().sums(losses_N.detach(), batch).view(-1, 2)
     rows_N = (batch.labels_BT != IGNORED_LABEL).nonzero()
     for rank in range(3):
-        part = share_batch(batch, rank, 3)
-        width = part.tokens_BT.shape[1]
-        is_own = (rows_N[:, 1] >= rank * width) & (rows_N[:, 1] < (rank + 1) * width)
+        own = RowPart(rank, 3, head_tail)
+        part = share_batch(batch, own)
+        columns = own.slices(3 * part.tokens_BT.shape[1])
+        is_own = sum((rows_N[:, 1] >= s.start) & (rows_N[:, 1] < s.stop) for s in columns) > 0
         own_N = losses_N[is_own]
 
         def add_up(own_P2):
@@ -127,56 +150,74 @@ def test_an_answer_on_several_ranks_has_the_loss_and_gradient_that_it_has_on_one
     assert TokenSum().sums(losses_N, batch).shape == (1,)
 
 
-@pytest.mark.parametrize(
-    ("heads", "groups", "size", "aligned"),
-    [
-        *((8, 8, 2, (8, 8)), (8, 2, 4, (8, 4)), (12, 6, 4, (12, 12)), (12, 4, 4, (12, 4))),
-        *((9, 3, 2, (10, 10)), (3, 1, 8, (8, 8)), (40, 10, 8, (40, 40)), (24, 8, 16, (32, 16))),
-        *((28, 4, 8, (32, 8)), (14, 2, 4, (16, 4)), (9, 9, 4, (12, 12)), (32, 8, 64, (64, 64))),
-    ],
-)
-def test_heads_are_as_many_as_ranks_share_evenly(heads, groups, size, aligned):
-    found = AlignedHeads.of(heads, groups, size)
-    assert (found.total, found.total_keys) == aligned
-    query, key = torch.randn(1, heads, 2, 4), torch.randn(1, groups, 2, 4)
-    even, keys, _ = found.align([query, key, key])
-    assert (even.shape[1], keys.shape[1]) == aligned
-    assert not any(n % size for n in aligned)
-    assert found.without_zeros(even, 1).equal(query)
-    assert even.count_nonzero() == query.count_nonzero()
+def test_heads_of_keys_become_as_many_as_ranks_share_evenly():
+    cases = {(8, 2): 8, (2, 4): 4, (6, 4): 12, (1, 8): 8, (10, 8): 40}
+    assert {case: count_key_heads(*case) for case in cases} == cases
+
+
+def attend_causally(query, key, value, mask=None):
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def stacked(tensors, size, head_tail):
+    """Return what ranks have of rows' heads as rows."""
+    parts = [RowPart(rank, size, head_tail) for rank in range(size)]
+    return [torch.cat([part.cut(x, 2) for part in parts]) for x in tensors]
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size"),
-    [
-        *((8, 8, 2), (8, 2, 4), (12, 6, 4), (6, 1, 3), (9, 3, 2), (3, 1, 8)),
-        *((14, 2, 4), (28, 4, 8), (6, 2, 4), (3, 3, 4)),
-    ],
+    ("heads", "groups", "size"), [(8, 8, 2), (8, 2, 4), (12, 6, 4), (6, 1, 3), (8, 2, 8)]
 )
 def test_each_head_of_a_part_has_the_keys_that_it_has_in_the_whole(heads, groups, size):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, n, 24, 4) for n in (heads, groups, groups))
+    whole = [torch.randn(1, n, 24, 4) for n in (heads, groups, groups)]
+    parts = StackedShare(size).attend(
+        lambda rank, *heads: attend_causally(*heads), *stacked(whole, size, False)
+    )
+    assert torch.allclose(parts.flatten(0, 1), attend_causally(*whole)[0], atol=1e-6)
 
-    def attend(part, query, key, value):
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
 
-    stacked = (x.unflatten(2, (size, -1)).squeeze(0).transpose(0, 1) for x in (query, key, value))
-    parts = StackedShare(size).attend(attend, *stacked)
-    assert torch.allclose(parts.flatten(0, 1), attend(0, query, key, value)[0], atol=1e-6)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_own_queries_have_the_keys_of_whole_rows(size):
+    torch.manual_seed(0)
+    whole = [torch.randn(1, n, 24, 4) for n in (3, 1, 1)]
+    mask = torch.ones(24, 24, dtype=torch.bool).tril()
+
+    def attend(rank, *inputs):
+        return attend_causally(*inputs, RowPart(rank, size, True).cut(mask, 0))
+
+    found = StackedShare(size, True).attend(attend, *stacked(whole, size, True))
+    out = attend_causally(*whole).transpose(1, 2)
+    assert torch.allclose(found.transpose(1, 2), stacked([out], size, True)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_all_ranks_attend_to_as_many_keys(size):
+    whole = [[48 * size]]
+    seen = [
+        sum((stop - first) * (first + stop - 2 * start) // 2 for _, start, first, stop in parts)
+        for parts in (cut_documents(whole, RowPart(rank, size, True)) for rank in range(size))
+    ]
+    assert len(set(seen)) == 1
+
+
+def test_parts_of_documents_are_those_of_the_own_tokens():
+    lengths = [[5, 9, 2], [16]]
+    found = [cut_documents(lengths, RowPart(rank, 2, True)) for rank in range(2)]
+    assert found[0] == [(0, 0, 0, 4), (0, 5, 12, 14), (0, 14, 14, 16), (1, 0, 0, 4), (1, 0, 12, 16)]
+    assert found[1] == [(0, 0, 4, 5), (0, 5, 5, 8), (0, 5, 8, 12), (1, 0, 4, 8), (1, 0, 8, 12)]
 
 
 def test_what_has_a_value_for_each_head_is_cut_and_nothing_else():
     module = torch.nn.Module()
     module.sinks, module.scaling = torch.nn.Parameter(torch.arange(8.0)), 0.5
-    own = HeadsOfModule(module, 1, 4, AlignedHeads.of(8, 4, 4))
+    own = HeadsOfModule(module, 1, 4, 2, 1)
     assert own.sinks.tolist() == [2, 3]
     assert own.cut(torch.arange(8)).tolist() == [*range(8)]  # of eight tokens, as may be
     assert own.scaling == 0.5
-    assert HeadsOfModule(module, 2, 3, AlignedHeads.of(8, 8, 3)).sinks.tolist() == [6, 7, 0]
-    module.sinks = torch.nn.Parameter(torch.arange(6.0))  # zeros within each group
-    parts = [HeadsOfModule(module, n, 4, AlignedHeads.of(6, 2, 4)).sinks.tolist() for n in range(4)]
-    assert parts == [[0, 1], [2, 0], [3, 4], [5, 0]]
     assert own.num_key_value_groups == 2
 
 
@@ -230,16 +271,16 @@ def test_what_does_not_divide_is_refused_with_what_does():
         "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
     assert sharing_problems(config, Layout(2, 2, context=2)) == []
-    assert uneven_heads_warnings(config, Layout(2, 2, context=2)) == []
-    [warning] = uneven_heads_warnings(config, Layout(2, 2, context=4))
+    assert gathered_keys_warnings(config, Layout(2, 2, context=2)) == []
+    [warning] = gathered_keys_warnings(config, Layout(2, 2, context=4))
     assert warning == (
-        "parallel.context=4 does not divide the 6 attention heads of a rank: attention computes 8, "
-        "of which 2 are zeros; 2 would divide them"
+        "parallel.context=4 does not divide the 6 attention heads of a rank: in each layer every "
+        "rank gathers the keys and values of whole rows; 2 would exchange heads"
     )
     fused = AutoConfig.for_model("phi3", num_attention_heads=6, num_key_value_heads=2)
     assert (splits_heads(config), splits_heads(fused)) == (True, False)
-    assert uneven_heads_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
-    assert not uneven_heads_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
+    assert gathered_keys_warnings(config, Layout(2, 2, tensor=2, context=2))  # 3 of a rank
+    assert not gathered_keys_warnings(fused, Layout(2, 2, tensor=2, context=2))  # 6 of each
     [why] = sharing_problems(config, Layout(1, 4, context=3))
     assert "which it must divide; use 1 or 2 or 4" in why
     [why] = sharing_problems(AutoConfig.for_model("lfm2", **LFM2), Layout(2, 1, context=2))
@@ -254,7 +295,7 @@ def test_of_a_model_whose_layers_differ_in_heads_whole_rows_alone_are_laid_out()
         def num_attention_heads(self):
             raise RuntimeError("a per-layer attribute")  # as transformers says it
 
-    assert uneven_heads_warnings(Mixed(), Layout(2, 2)) == []
+    assert gathered_keys_warnings(Mixed(), Layout(2, 2)) == []
     [why] = sharing_problems(Mixed(), Layout(2, 2, context=2))
     assert "a mixed model differ in their numbers of heads" in why
     assert share_rows([Layout(2, 2)], Mixed(), 1, 8) == ([], [])

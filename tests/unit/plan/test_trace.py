@@ -279,10 +279,10 @@ def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
     sums = 4 * (1000 + 5 * 128) * 8 * (96 + 1)  # 80 values are rounded up to 96
     gradients = 2 * 1000 * 80 * (8 + 2 + 2)
     for_each_head = 2 * 1000 * 80 * (8 + 8)
-    found = scratch_bytes((1000, 8, 80), 2, 5)
+    found = scratch_bytes((1000, 8, 80), (1000, 2), 5)
     assert found == sums + gradients + for_each_head
-    assert scratch_bytes((1000, 8, 80), 8, 5) == sums + 2 * 1000 * 80 * 24
-    assert scratch_bytes((1000, 8, 160), 8, 5) == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
+    assert scratch_bytes((1000, 8, 80), (1000, 8), 5) == sums + 2 * 1000 * 80 * 24
+    assert scratch_bytes((1000, 8, 160), (1000, 8), 5) == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
 
 
 def test_zero_is_refused():
