@@ -119,7 +119,7 @@ def legal_layouts(
 def share_rows(
     layouts: Iterable[Layout], model: Any, global_rows: int, near: int
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts with rows that ranks share, by each number that divides heads evenly.
+    """Return the layouts with rows that ranks share, by each number of these.
 
     First those of which some ranks would have no row without it, then the others. ``model`` is the
     transformers config; ``near``: as many ranks are close enough for it.
@@ -129,10 +129,7 @@ def share_rows(
     for layout in layouts:
         for num in list_divisors(layout.weight_size)[1:]:
             shared = replace(layout, context=num)
-            span = layout.tensor * num
-            if span > near or sharing_problems(model, shared):
-                continue
-            if model.num_attention_heads % span == 0:
+            if layout.tensor * num <= near and not sharing_problems(model, shared):
                 (idle if global_rows < layout.weight_size else others).append(shared)
     return idle, others
 

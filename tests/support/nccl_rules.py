@@ -196,7 +196,8 @@ class Communicator:
         while (item := self._calls.get()) is not None:
             work, call = item
             try:
-                call()
+                with torch.no_grad():  # as where a pass sends from; a thread has a mode of its own
+                    call()
             except RuntimeError as error:
                 work.error = error
             work.over.set()
