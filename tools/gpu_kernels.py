@@ -246,9 +246,10 @@ class Recorder(TorchDispatchMode):
         if name.startswith("_varlen_attn") or "_flash_attention" in name:
             is_backward = "backward" in name
             query = args[1] if is_backward else args[0]
-            _, heads, values = query.shape
+            tokens, heads, values = query.shape
             pairs = sum(length * (length + 1) / 2 for length in self._documents)
-            return (10 if is_backward else 4) * pairs * heads * values
+            own = tokens / sum(self._documents)  # less than 1 where ranks gather keys
+            return (10 if is_backward else 4) * own * pairs * heads * values
         if "gemm_4bit" in name:  # it makes values of a weight and multiplies with these
             return 2.0 * out.numel() * args[0].shape[-1]
         if name == "_grouped_mm":

@@ -139,15 +139,13 @@ class NativeEngine:
         if device.type == "cuda":
             send_large_messages(self._mesh, edges, device)
         self._collectives = collectives or CountedCollectives(device)
-        self._share = make_share(
-            self._mesh.group("context"), self._collectives, settings, built.dtype
-        )
+        sharing = self._mesh.group("context")
+        self._share = make_share(sharing, self._collectives, settings, built.dtype)
         self._copies = BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         counts = self._mesh.coordinates.tensor == 0
         self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
-        self._adapters = AdapterCopies()
-        self.inputs = OffloadedInputs(settings)
+        self._adapters, self.inputs = AdapterCopies(), OffloadedInputs(settings)
         self.stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(
