@@ -36,6 +36,7 @@ from hpc_tune.files import write_file
 from hpc_tune.log import log
 from hpc_tune.model.balance import Score, find_router_score
 from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.config_json import common_value
 from hpc_tune.model.layers import find_blocks, use_own_layers
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.lora_linear import use_lora_linear
@@ -506,9 +507,12 @@ class _Trial:
         module = built.module
         try:
             share_attention(module, share)
-            # As on a GPU whose kernel takes windows, on one whose kernel does not, and as here.
+            # Keys are gathered, and heads exchanged where two ranks divide them; as on a GPU whose
+            # kernel takes windows, on one whose kernel does not, and as here.
+            is_odd = (common_value(built.config, "num_attention_heads") or 1) % 2
+            ways = (True,) if is_odd else (True, False)
             for (has_kernel, has_windows), head_tail in itertools.product(
-                _FORMS_OF_ATTENTION, (True, False)
+                _FORMS_OF_ATTENTION, ways
             ):
                 share.part = RowPart(0, 2, head_tail)
                 parts = [share_batch(whole, replace(share.part, rank=rank)) for rank in share.ranks]

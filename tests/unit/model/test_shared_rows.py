@@ -250,6 +250,12 @@ def test_families_whose_tokens_meet_in_attention_alone_can_share_rows(kind):
     assert (found.loss, found.packing, found.context) == ("", "", "")
 
 
+def test_a_model_with_an_odd_number_of_heads_can_share_rows():
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    config = AutoConfig.for_model("llama", hidden_size=576, **heads)
+    assert check_architecture(config).context == ""
+
+
 @pytest.mark.parametrize(
     ("kind", "said", "why"),
     [
