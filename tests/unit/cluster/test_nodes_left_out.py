@@ -329,15 +329,20 @@ def test_steps_of_the_launcher_end_before_the_next_start_and_those_of_others_do_
 
 def test_one_guard_watches_the_first_node_from_another(cluster):
     nodes, guards = cluster.of(), cluster.folder / "guards"
+
+    def guarding_nodes(num):
+        until_s = time.monotonic() + 20
+        while not guards.exists() or guards.read_text().count("--nodelist") < num:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        return re.findall(r"--nodelist=(\S+)", guards.read_text())
+
     for _ in range(2):
         nodes.command()
+    assert guarding_nodes(1) == ["n2"]
     nodes.left_out["n2"] = "x"
     nodes.command()
-    until_s = time.monotonic() + 20
-    while not guards.exists() or guards.read_text().count("--nodelist") < 2:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-    assert re.findall(r"--nodelist=(\S+)", guards.read_text()) == ["n2", "n3"]
+    assert guarding_nodes(2) == ["n2", "n3"]
 
 
 @pytest.mark.parametrize(
