@@ -119,7 +119,7 @@ def legal_layouts(
 def share_rows(
     layouts: Iterable[Layout], model: Any, global_rows: int, near: int
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts with rows that ranks share, by each number of these.
+    """Return the layouts with rows that ranks share, for each number of ranks that can do so.
 
     First those of which some ranks would have no row without it, then the others. ``model`` is the
     transformers config; ``near``: as many ranks are close enough for it.

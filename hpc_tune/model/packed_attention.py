@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -186,91 +186,91 @@ def _attend(
     if batch_context.batch.share is None:
         return _attend_rows(module, *inputs, attention_mask, dropout, scaling, **options)
     window = None if attention_mask is None else varlen_attention.decode_window(attention_mask)
+    call = _SharedCall(module, window, dropout, scaling, options)
     share = batch_context.batch.share
-    attend = _attend_own_queries if share.part.head_tail else _attend_own_heads
-    attention = functools.partial(attend, module, window, dropout, scaling, options)
+    attend = call.of_own_queries if share.part.head_tail else call.of_own_heads
     own = map(varlen_attention.cast_to_autocast, inputs)  # before it is sent
-    return share.attend(attention, *own), None
+    return share.attend(attend, *own), None
 
 
-def _attend_own_heads(
-    module: Any,
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
-    options: dict[str, Any],
-    rank: int,
-    *inputs_BHTD: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of whole rows for a rank's part of a layer's heads, BTHD."""
-    batch = batch_context.batch
-    heads, groups = (x.shape[1] for x in inputs_BHTD[:2])
-    own = HeadsOfModule(module, rank, batch.share.part.size, heads, groups)
-    options = {name: own.cut(value) for name, value in options.items()}
-    if batch.share.uses_eager:
-        mask = batch.whole_rows.mask_B1TT(window)
-        return _attend_eagerly(module, own, inputs_BHTD, mask, dropout, scaling, options)
-    mask = None
-    if batch.starts is not None and (window is None or batch.starts.windows):
-        if window is not None:
-            mask = varlen_attention.encode_window(window, inputs_BHTD[0].device)
-    elif window is not None or not batch.documents:
-        mask = batch.whole_rows.mask_B1TT(window)
-    query_BHTD, key_BKTD, value_BKTD = inputs_BHTD
-    out = _attend_rows(own, query_BHTD, key_BKTD, value_BKTD, mask, dropout, scaling, **options)
-    return out[0]
+@dataclass(frozen=True)
+class _SharedCall:
+    """A layer's call of attention over rows that ranks share; each tells a rank's part of it."""
+
+    module: Any
+    window: int | None
+    dropout: float
+    scaling: float | None
+    options: dict[str, Any]
+
+    def of_own_heads(
+        self,
+        rank: int,
+        query_BHTD: torch.Tensor,
+        key_BKTD: torch.Tensor,
+        value_BKTD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention of whole rows for a rank's part of the layer's heads, BTHD."""
+        batch, window, inputs = batch_context.batch, self.window, (query_BHTD, key_BKTD, value_BKTD)
+        heads, groups = query_BHTD.shape[1], key_BKTD.shape[1]
+        own = HeadsOfModule(self.module, rank, batch.share.part.size, heads, groups)
+        options = {name: own.cut(value) for name, value in self.options.items()}
+        if batch.share.uses_eager:
+            return self._eagerly(own, options, inputs, batch.whole_rows.mask_B1TT(window))
+        mask = None
+        if batch.starts is not None and (window is None or batch.starts.windows):
+            if window is not None:
+                mask = varlen_attention.encode_window(window, query_BHTD.device)
+        elif window is not None or not batch.documents:
+            mask = batch.whole_rows.mask_B1TT(window)
+        return _attend_rows(own, *inputs, mask, self.dropout, self.scaling, **options)[0]
+
+    def of_own_queries(
+        self,
+        rank: int,
+        query_BHSD: torch.Tensor,
+        key_BKTD: torch.Tensor,
+        value_BKTD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention of a rank's queries to the keys of whole rows, all heads, BSHD."""
+        batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
+        share, own = batch.share, batch.own_documents[rank]
+        scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        if batch.starts is not None and share.takes_parts and not share.uses_eager:
+            query, key, value = _pad_heads(*inputs)
+            takes_window = window is None or batch.starts.windows
+            if takes_window and varlen_attention.is_supported(query, key, value, self.dropout):
+                out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
+                return _unpad_heads(out_BSHD, value_BKTD)
+        elif batch.documents and window is None and not (self.dropout or share.uses_eager):
+            query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # of all rows as one
+            key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
+            out = tiled_attention(query, key, value, own.spans, scale, own.earlier)
+            return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
+        places_T = torch.arange(key_BKTD.shape[2], device=key_BKTD.device)
+        places_S = replace(share.part, rank=rank).cut(places_T, 0)
+        mask_B1ST = batch.whole_rows.mask_B1ST(places_S, window)
+        if share.uses_eager:
+            return self._eagerly(self.module, self.options, inputs, mask_B1ST)
+        how = {"dropout": self.dropout, "scaling": self.scaling, **self.options}
+        return _attend_by_mask(self.module, *inputs, mask_B1ST, **how)[0]
+
+    def _eagerly(
+        self, own: Any, options: dict[str, Any], inputs: Sequence[torch.Tensor], mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of the family's own function; ``own`` is the module or a part."""
+        family = sys.modules[type(self.module).__module__].eager_attention_forward
+        hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
+        added = torch.where(mask, hidden.new_zeros(()), hidden)
+        how = {"dropout": self.dropout, "scaling": self.scaling, **options}
+        out: torch.Tensor = family(own, *inputs, added, **how)[0]
+        return out
 
 
-def _attend_own_queries(
-    module: Any,
-    window: int | None,
-    dropout: float,
-    scaling: float | None,
-    options: dict[str, Any],
-    rank: int,
-    *inputs: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of a rank's queries to the keys of whole rows, for all heads, BSHD."""
-    batch = batch_context.batch
-    share, own = batch.share, batch.own_documents[rank]
-    query_BHSD, key_BKTD, value_BKTD = inputs
-    scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-    if batch.starts is not None and share.takes_parts and not share.uses_eager:
-        query, key, value = _pad_heads(*inputs)
-        takes_window = window is None or batch.starts.windows
-        if takes_window and varlen_attention.is_supported(query, key, value, dropout):
-            out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
-            return out_BSHD[..., : value_BKTD.shape[-1]]
-    elif batch.documents and window is None and not (dropout or share.uses_eager):
-        query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # those of all rows as one
-        key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
-        out = tiled_attention(query, key, value, own.spans, scale, own.earlier)
-        return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
-    mask_B1ST = replace(share.part, rank=rank).cut(batch.whole_rows.mask_B1TT(window), 2)
-    if share.uses_eager:
-        return _attend_eagerly(module, module, inputs, mask_B1ST, dropout, scaling, options)
+def _attend_by_mask(*inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    out_BSHD = sdpa_attention_forward(
-        module, *inputs, mask_B1ST, dropout=dropout, scaling=scaling, **options
-    )[0]
-    return out_BSHD
-
-
-def _attend_eagerly(
-    module: Any,
-    own: Any,
-    inputs: Sequence[torch.Tensor],
-    mask: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Return the attention of the family's own function; ``own`` is ``module`` or a part of it."""
-    family = sys.modules[type(module).__module__].eager_attention_forward
-    hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
-    added = torch.where(mask, hidden.new_zeros(()), hidden)
-    out: torch.Tensor = family(own, *inputs, added, dropout=dropout, scaling=scaling, **options)[0]
+    out: tuple[torch.Tensor, None] = sdpa_attention_forward(*inputs, **options)
     return out
 
 
@@ -294,22 +294,11 @@ def _attend_rows(
         is_self = query.shape[2] == key.shape[2]
         if is_self and varlen_attention.is_supported(query, key, value, dropout):
             out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
-            values = value_BKTD.shape[-1]
-            # The gradient of a slice is a copy, also where it takes all.
-            return out_BTHD if out_BTHD.shape[-1] == values else out_BTHD[..., :values], None
+            return _unpad_heads(out_BTHD, value_BKTD), None
         attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not batch_context.batch.documents:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module,
-            *inputs,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            **options,
-        )
-        return stock
+        how = {"dropout": dropout, "scaling": scaling, **options}
+        return _attend_by_mask(module, *inputs, attention_mask, **how)
     if dropout:  # which the tiles do not draw
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
@@ -335,6 +324,13 @@ def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """
     most = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]
+
+
+def _unpad_heads(out_BTHD: torch.Tensor, value_BKTD: torch.Tensor) -> torch.Tensor:
+    """Return a result of padded heads with as many numbers of each as its values have."""
+    values = value_BKTD.shape[-1]
+    # The gradient of a slice is a copy, also where it takes all.
+    return out_BTHD if out_BTHD.shape[-1] == values else out_BTHD[..., :values]
 
 
 def _join_documents(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:

@@ -189,7 +189,7 @@ def _make_tiling(
     for (row, start, stop), e in zip(documents, before, strict=True):
         padded = -(-(stop - start) // TILE) * TILE
         token = row * num_tokens + start
-        by_length[padded, e].append((token, stop - start, keys_start if earlier else token))
+        by_length[padded, e].append((token, stop - start, keys_start))
         keys_start += e + stop - start
     groups, key_padding = [], []
     for (length, e), members in sorted(by_length.items()):
@@ -197,7 +197,9 @@ def _make_tiling(
         for part in (members[n : n + most] for n in range(0, len(members), most)):
             starts, lengths, key_starts = torch.tensor(part).unsqueeze(2).unbind(1)
             tokens, is_padding = _pad_places(starts, lengths, length)
-            keys, is_key_padding = _pad_places(key_starts, e + lengths, e + length)
+            keys, is_key_padding = tokens, is_padding
+            if earlier:
+                keys, is_key_padding = _pad_places(key_starts, e + lengths, e + length)
             groups.append(_DocumentGroup(len(part), length, tokens, is_padding, e, keys))
             key_padding.append(is_key_padding)
     places = _find_places([(g.tokens, g.is_padding) for g in groups], num_rows * num_tokens)

@@ -72,6 +72,14 @@ class DocumentStarts:
         same_BTT = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)).tril()
         return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
+    def mask_B1ST(self, places_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """Return the rows of ``mask_B1TT`` of the tokens at these places."""
+        documents_BT = self.documents_BT()
+        apart_ST = places_S.unsqueeze(1) - torch.arange(self.num_tokens, device=places_S.device)
+        seen_ST = (apart_ST >= 0) & (apart_ST < (window or self.num_tokens))
+        same_BST = documents_BT[:, places_S].unsqueeze(2) == documents_BT.unsqueeze(1)
+        return (same_BST & seen_ST).unsqueeze(1)
+
 
 def make_starts(
     lengths: Sequence[Sequence[int]], device: torch.device, windows: bool = True
@@ -113,27 +121,54 @@ class DocumentParts:
         keys = [stop - start for _, start, _, stop in parts]
         return cls(parts, _to_starts(queries, device), _to_starts(keys, device))
 
-    @property
+    @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries, and the most keys, of a part."""
         queries = (stop - first for _, _, first, stop in self.parts)
         return max(queries), max(stop - start for _, start, _, stop in self.parts)
 
-    @property
+    @functools.cached_property
     def earlier(self) -> list[int]:
         """How many keys of each part come before its first query."""
         return [first - start for _, start, first, _ in self.parts]
 
-    @property
+    @functools.cached_property
     def spans(self) -> list[tuple[int, int, int, int]]:
         """First and end row and token of each part among the queries, which are one row."""
         ends = list(accumulate(stop - first for _, _, first, stop in self.parts))
         return [(0, 1, start, end) for start, end in pairwise([0, *ends])]
 
+    @functools.cached_property
+    def key_ranges(self) -> list[tuple[int, int, int]]:
+        """Row, first and end of the keys that parts see, those of neighbours as one range."""
+        ranges: list[tuple[int, int, int]] = []
+        for row, start, _, stop in self.parts:
+            if ranges and ranges[-1][::2] == (row, start):
+                start = ranges.pop()[1]
+            ranges.append((row, start, stop))
+        return ranges
+
     def take_keys(self, x_BKTD: torch.Tensor) -> torch.Tensor:
         """Return the keys that each part sees, one part after the other, as one row: 1KND."""
-        seen = [x_BKTD[row, :, start:stop] for row, start, _, stop in self.parts]
-        return torch.cat(seen, 1).unsqueeze(0)
+        taken_NKD: torch.Tensor = _TakeRanges.apply(x_BKTD.transpose(1, 2), self.key_ranges)
+        return taken_NKD.transpose(0, 1).unsqueeze(0)
+
+
+class _TakeRanges(torch.autograd.Function):
+    """Ranges of the tokens of rows, end to end; autograd would make whole rows for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTKD: torch.Tensor, ranges: Sequence[tuple[int, int, int]]) -> Any:
+        ctx.shape, ctx.ranges = x_BTKD.shape, ranges
+        return torch.cat([x_BTKD[row, start:stop] for row, start, stop in ranges])
+
+    @staticmethod
+    def backward(ctx: Any, grad_NKD: torch.Tensor) -> Any:  # type: ignore[override]
+        grad_BTKD, end = grad_NKD.new_zeros(ctx.shape), 0
+        for row, start, stop in ctx.ranges:
+            begin, end = end, end + stop - start
+            grad_BTKD[row, start:stop] += grad_NKD[begin:end]
+        return grad_BTKD, None
 
 
 def encode_window(window: int, device: torch.device) -> torch.Tensor:

@@ -298,7 +298,7 @@ FAST_LINKS = Links(tuple(Link((0, n), (0, 0), 1e-6, 1e11) for n in (1, 2, 3)), (
 FOUR = Measurements((0,) * 4, FAST_LINKS, COMPUTE)
 
 
-def test_ranks_share_rows_by_numbers_that_divide_their_heads():
+def test_neighbours_share_rows_by_every_number_that_divides_the_ranks():
     layouts = [Layout(1, 1), Layout(2, 8), Layout(1, 4, 2), Layout(1, 2, 4)]
     idle, others = share_rows(layouts, MODEL, global_rows=4, near=8)
     assert [(found.replicate, found.context) for found in idle] == [(2, 2), (2, 4), (2, 8)]

@@ -21,8 +21,9 @@ from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.micro_batch import MicroBatch, batch_context
 from hpc_tune.model.packed_attention import _attend, _make_document_mask, use_document_attention
-from hpc_tune.model.shared_rows import RowPart, share_batch
+from hpc_tune.model.shared_rows import RowPart, cut_documents, share_batch
 from hpc_tune.model.varlen_attention import (
+    DocumentParts,
     DocumentStarts,
     decode_window,
     encode_window,
@@ -281,6 +282,33 @@ def test_rows_that_ranks_share_have_windows_of_the_kernel_only_where_it_takes_th
         losses.append(module(stack_parts([share_batch(one, part) for part in ranks])))
     assert sum(losses).item() == pytest.approx(wanted, rel=1e-6)
     assert {call["before"] for call in CALLS} == ({2} if windows else set())
+
+
+def test_keys_of_neighbouring_parts_are_taken_as_one_range():
+    """And their gradients are added up where two slices see the same keys."""
+    parts = cut_documents([*LENGTHS, (12, 4)], RowPart(1, 2, head_tail=True))
+    own = DocumentParts(parts)
+    assert own.key_ranges == [
+        *((0, 0, 8), (0, 5, 12), (1, 0, 8), (1, 0, 12)),
+        *((2, 0, 8), (2, 0, 12), (3, 0, 8), (3, 0, 12)),
+    ]
+    key = torch.randn(4, 2, 16, 3, dtype=torch.float64, requires_grad=True)
+    wanted = torch.cat([key[row, :, a:b] for row, a, _, b in parts], 1).unsqueeze(0)
+    found = own.take_keys(key)
+    assert found.equal(wanted)
+    weight = torch.randn_like(wanted)
+    [grad], [other] = (torch.autograd.grad(x, key, weight, True) for x in (found, wanted))
+    torch.testing.assert_close(grad, other)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_the_mask_of_own_queries_is_their_rows_of_the_whole_one(window):
+    starts, places = (
+        make_starts(LENGTHS, CPU),
+        RowPart(1, 4, head_tail=True).cut(torch.arange(16), 0),
+    )
+    whole = starts.mask_B1TT(window)
+    assert starts.mask_B1ST(places, window).equal(whole[:, :, places])
 
 
 def test_chunks_of_a_text_are_no_sliding_window(masks):
