@@ -7,7 +7,7 @@ what a family of models takes is found where its configuration is read (``model/
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import BeforeValidator
 
 ORIGINAL = "original_max_position_embeddings"
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -61,10 +61,13 @@ _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _NUMBER = (_is_above_0, "a number above 0")
 
 
-def _check(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _check(given: Any) -> dict[str, Any] | None:
     """Return the setting with ``rope_type`` for ``type``, as old files have it."""
     if given is None:
         return None
+    if not isinstance(given, dict):
+        example = "{rope_type: linear, factor: 4}"
+        raise ValueError(f"Input should be a valid dictionary, such as {example}")
     kind = str(given.get("rope_type", given.get("type", "")))
     if kind not in _NEEDED:
         found = f"rope_type={kind} is not known" if kind else "there is no rope_type"
@@ -92,7 +95,7 @@ def _check(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"rope_type": kind, **kept}
 
 
-RopeScaling = Annotated[dict[str, Any] | None, AfterValidator(_check)]
+RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check)]
 
 
 def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:

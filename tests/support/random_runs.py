@@ -80,6 +80,7 @@ LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
     4: (
         *(("replicate=2", "shard=2"), ("tensor=2", "shard=2"), ("pipeline=2", "shard=2")),
         *(("shard=4", "context=2"), ("pipeline=2", "shard=2", "context=2")),
+        *(("replicate=4", "context=4"), ("tensor=2", "shard=2", "context=2")),  # of 2 heads, too
     ),
 }
 WORDS = ("a", "the", "run", "rows", "naïve", "東京", "é", "🙂", "42", "x()\n\treturn", "stops.")

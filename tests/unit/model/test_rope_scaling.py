@@ -234,7 +234,7 @@ def test_a_family_that_takes_no_such_scaling_is_refused(tmp_path, kind, said, sc
             "beta_slow: 2}",
             "beta_fast must be above beta_slow",
         ),
-        ("yarn", "Input should be a valid dictionary"),
+        ("yarn", "Input should be a valid dictionary, such as {rope_type: linear, factor: 4}"),
     ],
 )
 def test_a_wrong_setting_is_one_message(text, message):
