@@ -1,12 +1,12 @@
-"""The losses of tokens, without the logits of a whole batch; objective.py makes them a sum.
+"""Per-token losses, computed without a whole batch's logits; objective.py sums them.
 
 Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
 
-Only positions with a label reach the output head, in chunks whose fp32 logits stay under a bound. A
-frozen head's logits become the gradient of the hidden states in place, chunk by chunk, and none is
-kept. Those of a trained head are recomputed in the backward pass, chunk by chunk. torch 2.13's
-``linear_cross_entropy`` does that too, but it knows no autocast: it would compute in fp32, refuse
-hidden states and weights of two dtypes, and round losses to 16 bits.
+Only positions with a label reach the output head, in chunks whose fp32 logits stay under a bound.
+With a frozen head, each chunk's logits are overwritten on the way to the gradient of the hidden
+states, and none are kept. With a trained head, the backward pass recomputes them chunk by chunk.
+torch 2.13's ``linear_cross_entropy`` does that too, but ignores autocast: it would compute in fp32,
+reject hidden states and weights of different dtypes, and round losses to 16 bits.
 """
 
 import functools
@@ -28,17 +28,17 @@ from hpc_tune.model.packed_attention import make_documents
 from hpc_tune.model.shared_rows import SharedRows, cut_documents
 from hpc_tune.model.varlen_attention import DocumentParts, make_starts
 
-# Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
-# products then read the weights seldom, and what follows stays in its caches; a GPU needs many rows
-# to be busy.
+# For a frozen head: bytes of logits per matmul, and of logits converted to fp32 at once. A CPU's
+# matmuls then rarely reread the weights, and the steps after them stay in cache; a GPU needs many
+# rows to be busy.
 LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
 MIN_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
 InPlaceExponentials = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-# transformers keeps the documents of a row apart by their positions; these take a mask for it.
+# transformers separates the documents of a row by positions; these families need a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
-# What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
+# Fields of config.json that change logits. Granite divides by its factor, HyperCLOVA X multiplies.
 _LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _MULTIPLYING_FAMILIES = ("hyperclovax",)
@@ -52,9 +52,9 @@ def cross_entropies(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Te
 def write_exponentials(
     logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
 ) -> None:
-    """Make logits their exponentials, less their sum at the label; write each loss and sum.
+    """Replace logits by exp(logit - max), minus the row's sum at the label; write losses and sums.
 
-    In fp32, rounded once.
+    Computed in fp32, rounded once.
     """
     exp_SV = logits_SV.float()
     largest_S1 = exp_SV.amax(1, keepdim=True)
@@ -69,7 +69,7 @@ def write_exponentials(
 def write_exponentials_fusible(
     logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
 ) -> None:
-    """Do what ``write_exponentials`` does, in operations that a compiler joins to one kernel."""
+    """Do the same as ``write_exponentials`` in operations that a compiler fuses into one kernel."""
     fp32_SV = logits_SV.float()
     largest_S1 = fp32_SV.amax(1, keepdim=True)
     exp_SV = (fp32_SV - largest_S1).exp()
@@ -82,7 +82,7 @@ def write_exponentials_fusible(
 
 @dataclass(frozen=True)
 class LogitsKernels:
-    """What is computed of logits: compiled functions have the same arguments."""
+    """The functions that are applied to logits; compiled ones take the same arguments."""
 
     exponentials: InPlaceExponentials = write_exponentials
     cross_entropies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropies
@@ -95,9 +95,10 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sums of its objective.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one. ``within_documents``: attention may run document by document. On a GPU
-    ``has_kernel``: by a kernel for documents, and ``kernel_has_windows``: in layers with a sliding
-    window too. ``share``: how ranks share rows, of which batches then have this rank's tokens.
+    peft model around one. ``within_documents``: attention may run document by document. On a GPU,
+    ``has_kernel``: it uses a kernel for documents; ``kernel_has_windows``: also in layers with a
+    sliding window. ``share``: how ranks share rows, if they do: batches then hold only this rank's
+    tokens.
     """
 
     def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
@@ -112,13 +113,13 @@ class LossModel(nn.Module):
         self.objective: Objective = TokenSum()
         self.watch: RouterWatch | None = None
         self.share: SharedRows | None = None
-        # A plan sets it to that of the device it is for.
+        # A plan sets this to the value for the device that it plans for.
         self.logits_bytes: tuple[int, int] | None = None
         self.head_unit: HeadUnit | None = None
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the family takes documents apart by a mask alone, not by positions."""
+        """Whether the family separates documents only by a mask, not by positions."""
         blind = self.config.model_type in _BLIND_TO_POSITIONS
         return blind and not getattr(self.config, "alibi", False)
 
@@ -128,10 +129,10 @@ class LossModel(nn.Module):
         return inner.base_model.model if hasattr(inner, "peft_config") else inner
 
     def forward(self, batch: Batch, hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the objective's sums over the batch, of which the first is the loss.
+        """Return the objective's sums over the batch; the first one is the loss.
 
-        A pipeline stage begins with the ``hidden_BTD`` of the stage before it, and returns its own
-        unless it is the last.
+        A later pipeline stage starts from the previous stage's ``hidden_BTD``. Every stage but the
+        last returns its hidden states instead.
         """
         lm = self.causal_lm()
         of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT, kept={})
@@ -168,7 +169,7 @@ class LossModel(nn.Module):
         if self.share is None:
             return self.objective.sums(losses_N, batch)
         sums = self.objective.sums(losses_N, batch, self.share.add_up)
-        # All ranks that share an answer compute the same of it, and one counts it.
+        # All ranks that share an answer compute the same sums for it; only one counts them.
         counts = batch.pairs is None or self.share.part.rank == 0
         return sums if counts else sums - sums.detach()
 
@@ -204,7 +205,7 @@ class LossModel(nn.Module):
         return found
 
     def _document_mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return a B1TT mask, true where a token may look, for families that need one."""
+        """Return a B1TT mask, true where a token may attend, for families that need one."""
         if not self.needs_mask:
             return None
         document_BT = (positions_BT == 0).cumsum(1)
@@ -213,10 +214,10 @@ class LossModel(nn.Module):
 
 
 class HeadUnit(nn.Module):
-    """``token_losses`` as a module, with the head in it: what is gathered for a forward pass.
+    """``token_losses`` as a module that holds the head, so that engines gather the head's weights.
 
-    Losses take the head's weights in several ways, by calls of it and without. ``head`` may be
-    deleted once it is sharded: it is a part of the model.
+    Losses use these weights both by calling the head and directly. ``head`` may be deleted once it
+    is sharded, because it is also a part of the model.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -226,10 +227,10 @@ class HeadUnit(nn.Module):
     def forward(
         self, hidden_ND: torch.Tensor, losses_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what ``losses_of`` does, to which all else that it takes is bound.
+        """Return ``losses_of(hidden_ND)``; its other arguments must be bound already.
 
-        FSDP2 looks for tensors in what a unit is called with, in the fields of a config too, and
-        transformers refuses to say one that layers have each.
+        FSDP2 searches a unit's arguments for tensors, even the fields of a config, and transformers
+        raises an error when a field that differs by layer is read.
         """
         return losses_of(hidden_ND)
 
@@ -237,7 +238,7 @@ class HeadUnit(nn.Module):
 def find_decoder(lm: Any) -> Any:
     """Return a causal LM's decoder, without its head."""
     decoder = lm.get_decoder()
-    # Of Llama 4 transformers does not find it, alone or within the whole model.
+    # transformers does not find Llama 4's decoder, alone or within the whole model.
     return decoder.model if decoder is lm or hasattr(decoder, "lm_head") else decoder
 
 
@@ -267,8 +268,8 @@ def token_losses(
     """Return the cross-entropy of each of ``labels_N`` under ``head(hidden_ND)``, fp32 [N].
 
     ``token_loss`` computes it for as many tokens as may have their logits in memory at once.
-    ``logits_bytes`` bounds those of a frozen head, of a product and in fp32; the default is the
-    fastest of each device type.
+    ``logits_bytes`` bounds a frozen head's logits: per matmul, and in fp32. The default is the
+    fastest for each device type.
     """
     plain = token_loss is plain_losses and _is_plain_head(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
@@ -300,9 +301,9 @@ def token_losses(
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """The losses of N tokens; the gradients of their hidden states are computed with them.
+    """Losses of N tokens; the forward pass also computes the gradients of their hidden states.
 
-    The logits of C tokens become their exponentials in place, S tokens at a time in fp32.
+    The logits of C tokens are exponentiated in place, S tokens at a time in fp32.
     """
 
     @staticmethod
@@ -321,7 +322,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         sums_N1 = torch.empty_like(loss_N1)
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
-        # As large for few tokens: blocks of many sizes would leave holes in the heap.
+        # Full size even for few tokens: blocks of many sizes would fragment the heap.
         buffer_CV = hidden_ND.new_empty(chunk, weight_VD.shape[0])
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
@@ -338,7 +339,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             ):
                 exponentials(logits_SV, labels_S.unsqueeze(1), loss_S1, sums_S1)
             if ctx.needs_input_grad[0]:
-                # (softmax - one-hot) W, the softmax's divisor after the product: C x D, not C x V.
+                # (softmax - one-hot) W; the softmax's sum divides the C x D result, not C x V.
                 grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
         ctx.save_for_backward(grad_ND)
         ctx.dtype = hidden_ND.dtype
@@ -351,7 +352,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Apply what some families do to logits after the head (Cohere, Granite, Gemma 2)."""
+    """Scale and cap logits after the head, as some families do (Cohere, Granite, Gemma 2)."""
     for name in _LOGIT_FACTORS:
         if factor := getattr(config, name, None):
             divides = name == "logits_scaling" and config.model_type not in _MULTIPLYING_FAMILIES
@@ -363,7 +364,7 @@ def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _is_plain_head(head: Any, config: Any) -> bool:
-    """Whether ``head`` is only a matrix, and not sliced, nor with rows that are trained."""
+    """Whether ``head`` is a plain matrix, not sliced, without trained rows, its logits unscaled."""
     return (
         type(head) is nn.Linear
         and not hasattr(head, "rows_of")

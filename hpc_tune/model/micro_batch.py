@@ -1,10 +1,10 @@
-"""The micro-batch that is being computed, for layers that transformers calls without it.
+"""The current micro-batch, for layers that transformers calls without passing it.
 
     LossModel.forward   with batch_context.using(MicroBatch(...)):
     a layer in it       batch_context.batch
 
-The one module state of the models. A global: the backward pass, which recomputes layers, has its
-own threads.
+This is the models' only module-level state. It is global, not per thread, because the backward
+pass recomputes layers in threads of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +21,17 @@ Document = tuple[slice, int, int]  # rows, start, stop
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What layers need to know of a micro-batch.
+    """What layers need to know about a micro-batch.
 
-    ``rows`` are the indices of its rows in the global stream, by which dropout draws its masks.
-    ``documents`` make up all rows; attention stays within each. On a GPU ``starts`` are where they
-    begin. With neither, transformers' masks keep documents apart. ``positions_BT`` begin again at 0
-    with each document. ``real_BT``: which tokens are no padding, where routers are watched.
-    ``kept``: what layers find out in a first pass and need again when they are recomputed, by
-    whom; None where nothing may be kept. ``share``: of rows that ranks share, how
-    (``SharedRows``), and ``whole_rows``, where their documents begin (``DocumentStarts``);
-    ``documents`` and ``starts`` are of whole rows too then, all else of the own tokens. Where keys
-    are gathered, ``own_documents`` are the parts of documents that each rank has whose attention is
-    computed here.
+    ``rows``: the indices of its rows in the global stream, from which dropout derives its masks.
+    ``documents`` cover all rows; attention stays within each. ``starts``: where documents begin, on
+    a GPU. With neither, transformers' masks separate documents. ``positions_BT`` restart at 0 with
+    each document. ``real_BT``: which tokens are not padding, if routers are watched. ``kept``:
+    what layers compute in the first pass and need again when recomputed, keyed by its owner; None
+    if nothing may be kept. If ranks share rows, ``share`` (``SharedRows``) says how, and
+    ``whole_rows`` (``DocumentStarts``) where their documents begin; ``documents`` and ``starts``
+    then describe whole rows too, all else only this rank's tokens. If keys are gathered,
+    ``own_documents`` are the parts of documents of each rank whose attention is computed here.
     """
 
     rows: Sequence[int] = ()
@@ -47,7 +46,7 @@ class MicroBatch:
 
 
 class CurrentBatch:
-    """The current micro-batch, for as long as a context lasts."""
+    """Holds the current micro-batch for the duration of a context."""
 
     def __init__(self) -> None:
         self.batch = MicroBatch()
@@ -62,7 +61,7 @@ class CurrentBatch:
             self.batch = before
 
     def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward``, which runs with the batch of now whenever it is recomputed."""
+        """Return ``forward`` bound to the present batch, also when it is recomputed later."""
         batch = self.batch
 
         def recompute(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Modules that are trained in full beside adapters: embeddings, the output head, norms.
+"""Modules that are trained in full alongside adapters: embeddings, the output head, norms.
 
-peft makes a copy of each and trains that. Here the base's own parameter is trained, in
-tune.param_dtype, and has peft's name in checkpoints; what is computed and exported is the same.
+peft trains a copy of each. Here the base model's own parameter is trained, in tune.param_dtype, and
+saved under peft's name in checkpoints; results and exports are the same.
 """
 
 import difflib
@@ -23,12 +23,12 @@ from hpc_tune.model.layers import is_vector
 def train_modules(
     model: Any, tune: TuneConfig, is_tied: bool, trained_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Make the modules that tune.modules_to_save names trained, on the meta device.
+    """Make the modules that tune.modules_to_save names trainable, on the meta device.
 
-    A name means each module whose path ends with it, as in peft. They compute in ``dtype``.
+    As in peft, a name selects each module whose path ends with it. They compute in ``dtype``.
 
     Raises:
-        ConfigError: if a name is no module's, or that of one that cannot be trained beside
+        ConfigError: if a name matches no module, or a module that cannot be trained alongside
             adapters.
     """
     for name in tune.modules_to_save:
@@ -68,26 +68,26 @@ def _require_trainable(name: str, path: str, part: Any, model: Any, is_tied: boo
     if is_tied and (part is head or part is model.get_input_embeddings()):
         raise ConfigError(
             f"{said} is {path}, and the output head of this model is its embedding: peft would "
-            "train a copy of the one and leave the other as it was; use tune.method=full"
+            "train a copy of one and leave the other unchanged; use tune.method=full"
         )
     is_head = part is head and type(part) is nn.Linear
     if not (is_head or isinstance(part, nn.Embedding) or _is_norm(path, part)):
         raise ConfigError(
-            f"{said} is {path}, a {type(part).__name__}; embeddings, the output head and norms "
-            "are trained beside adapters: put linear layers into tune.targets, or use "
+            f"{said} is {path}, a {type(part).__name__}; only embeddings, the output head and "
+            "norms can be trained alongside adapters: put linear layers into tune.targets, or use "
             "tune.method=full"
         )
 
 
 def _is_norm(path: str, part: nn.Module) -> bool:
-    """Whether all that a module holds are vectors of its own, of Cohere's one for each head."""
+    """Whether a module holds nothing but vectors of its own (Cohere's: one vector per head)."""
     own = [(f"{path}.{name}", p) for name, p in part.named_parameters(recurse=False)]
     return bool(own) and not list(part.children()) and all(is_vector(*one) for one in own)
 
 
 def _cast_outputs(part: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module with weights of more bytes give results of ``dtype``."""
-    if type(part) is nn.Linear:  # its product has the dtype of what comes in
+    """Make a module whose weights have another dtype return results in ``dtype``."""
+    if type(part) is nn.Linear:  # its matmul then runs in the dtype of its input
         part.__dict__["forward"] = types.MethodType(_cast_linear, part)
     else:
         part.register_forward_hook(lambda _module, _inputs, out: out.to(dtype))
@@ -98,12 +98,12 @@ def _cast_linear(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-# -- Rows of the embedding that are trained beside adapters: those of tokens that were added.
+# -- Rows of the embedding that are trained alongside adapters, for tokens that were added.
 #
-#     token ids [B, T] -> the frozen embedding's vectors, those of tune.trainable_tokens replaced
+#     token ids [B, T] -> the frozen embedding's vectors, with tune.trainable_tokens' replaced
 #
-# As peft's trainable_token_indices, under whose names they are saved. Nothing as large as the
-# embedding is made. Where the output head is the embedding, its logits of these tokens come from
+# Like peft's trainable_token_indices, and saved under its names. Nothing as large as the embedding
+# is allocated. If the output head is tied to the embedding, its logits of these tokens come from
 # the same rows.
 #
 # Shapes: B rows, T tokens, D hidden, K trained tokens, V vocabulary.
@@ -113,13 +113,13 @@ SUFFIX = ".token_adapter.trainable_tokens_delta"
 
 
 class TokenRows(nn.Module):
-    """The trained rows, by rising number of their tokens; they get their values with the weights.
+    """The trained rows, in ascending order of token id; their values are loaded with the weights.
 
-    ``ids``: their numbers; ``token_ids``: the same, int64 [K], which ``fill_ids`` puts into memory.
+    ``ids``: the token ids; ``token_ids``: the same as an int64 buffer [K], set by ``fill_ids``.
     """
 
     def __init__(self, ids: Sequence[int], embedding: Any, dtype: torch.dtype) -> None:
-        """Take the numbers of the tokens, rising, and the embedding that has other rows."""
+        """Take the token ids, ascending, and the embedding that holds all other rows."""
         super().__init__()
         self.ids = tuple(ids)
         width = embedding.weight.shape[1]
@@ -129,12 +129,12 @@ class TokenRows(nn.Module):
         self.register_buffer("token_ids", torch.empty(len(ids), dtype=torch.int64), False)
 
     def fill_ids(self) -> None:
-        """Give the buffer its values, once it has memory."""
+        """Fill the buffer once its memory is allocated."""
         ids: Any = self.token_ids
         ids.copy_(torch.tensor(self.ids))
 
     def forward(self, inputs: torch.Tensor, out: torch.Tensor, is_head: bool) -> torch.Tensor:
-        """Return vectors of tokens BT (or logits of hidden states) with those of the rows."""
+        """Return ``out`` (vectors of tokens BT, or logits) with the trained rows' values put in."""
         ids_K: Any = self.token_ids
         if is_head:
             rows_KD = self.trainable_tokens_delta.to(inputs.dtype)
@@ -146,10 +146,10 @@ class TokenRows(nn.Module):
 
 
 def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch.dtype) -> None:
-    """Put trained rows into the embedding of a model with adapters, on the meta device.
+    """Add trained rows to the embedding of a model with adapters, on the meta device.
 
     Raises:
-        ConfigError: if the model has no such tokens, or its embedding is trained in whole.
+        ConfigError: if the model lacks one of the tokens, or its whole embedding is trained.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     num_rows = embedding.weight.shape[0]
@@ -160,8 +160,8 @@ def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch
         )
     if embedding.weight.requires_grad:
         raise ConfigError(
-            "tune.trainable_tokens with the embedding in tune.modules_to_save, which trains all of "
-            "its rows; keep one of them"
+            "tune.trainable_tokens is set, and tune.modules_to_save names the embedding, which "
+            "trains all of its rows; keep one of the two settings"
         )
     with torch.device("meta"):
         embedding.token_adapter = TokenRows(ids, embedding, dtype)
@@ -169,7 +169,7 @@ def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch
         lambda layer, inputs, out: layer.token_adapter(inputs[0], out, False)
     )
     if is_tied:
-        # Not as a module of the head: it has one name.
+        # Not registered as the head's submodule: the rows must have only one name.
         head.__dict__["rows_of"] = embedding
         head.register_forward_hook(
             lambda layer, inputs, out: layer.rows_of.token_adapter(inputs[0], out, True)
@@ -177,10 +177,10 @@ def add_trained_rows(model: Any, ids: Sequence[int], is_tied: bool, dtype: torch
 
 
 def token_ids(directory: Path, tokens: Sequence[int | str]) -> list[int]:
-    """Return the numbers of tokens, rising, as the tokenizer.json of a model has them.
+    """Return the ids of tokens, ascending, looking up texts in the model's tokenizer.json.
 
     Raises:
-        ConfigError: if a text is no token, or one is named twice.
+        ConfigError: if a text is not a token, or a token is named twice.
     """
     known: dict[str, int] = {}
     if any(isinstance(token, str) for token in tokens):

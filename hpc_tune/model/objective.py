@@ -1,10 +1,10 @@
-"""What is learned, as a sum over a micro-batch: the losses of its tokens, or of its pairs.
+"""Training objectives, as sums over a micro-batch: the losses of its tokens, or of its pairs.
 
     losses of tokens [N] -> log-probabilities of answers [P, 2] -> losses of pairs [P] -> sums
 
-Shapes: N tokens with loss, P pairs. Sums are fp32, and pure: where a gradient goes, and who adds
-them up, is the engine's business. A sum over pairs that is divided by the number of pairs of the
-step does not depend on ranks, micro-batches or packing.
+Shapes: N tokens with loss, P pairs. Sums are fp32 and have no side effects: the engine adds them up
+and runs the backward pass. A sum over pairs, divided by the number of pairs of the step, does not
+depend on ranks, micro-batches or packing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from hpc_tune.config.tune import TuneConfig
 
 ObjectiveName = Literal["dpo", "ipo", "simpo", "orpo", "kto"]
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
-# log(1 - p) of a mean probability p: no further from 1 than this, where its gradient ends.
+# Bounds p away from 1 in log(1 - p) of a mean probability p; beyond it the gradient is zero.
 _MIN_ODDS = 1e-7
 
 
@@ -31,8 +31,7 @@ def _is_whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Objective(Protocol):
-    """Makes the losses of a micro-batch's tokens the sums that a step adds up; the first is the
-    loss.
+    """Turns the token losses of a micro-batch into sums that a step adds up; the first is the loss.
     """
 
     @property
@@ -42,29 +41,29 @@ class Objective(Protocol):
     def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
         """Return the sums of a micro-batch.
 
-        ``add_up`` adds what answers have on each of the ranks that share their rows.
+        ``add_up`` adds up the answers' values over the ranks that share their rows.
         """
 
 
 class TokenSum:
-    """Supervised fine-tuning: the sum of the tokens' cross-entropies, each times its weight."""
+    """Supervised fine-tuning: the weighted sum of the tokens' cross-entropies."""
 
     num_sums = 1
 
     def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
-        """Return one sum, of the tokens of this rank."""
+        """Return one sum, over the tokens of this rank."""
         if batch.weights_N is not None:
             losses_N = losses_N * batch.weights_N
-        return losses_N.sum(0, keepdim=True)  # no view: FSDP2 warns of these
+        return losses_N.sum(0, keepdim=True)  # not a view: FSDP2 warns about views
 
 
 class LogProbabilities:
-    """No loss: the summed log-probabilities of the answers, [P * 2]."""
+    """Not a loss: the summed log-probabilities of the answers, [P * 2]."""
 
     num_sums = 0
 
     def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
-        """Return each answer's."""
+        """Return each answer's summed log-probability."""
         if batch.pairs is None:  # an empty micro-batch
             return losses_N
         return add_up(log_probabilities(losses_N, batch.pairs)).flatten()
@@ -72,13 +71,13 @@ class LogProbabilities:
 
 @dataclass(frozen=True)
 class PreferenceSums:
-    """What is known of the pairs of a step, added up over all of them.
+    """Statistics of the pairs of a step, summed over all of them.
 
-    ``loss``: of pairs. ``right``: pairs whose chosen answer has the higher reward; of labelled
-    answers, those whose reward is on their side of the mean KL divergence. Rewards and
-    log-probabilities of chosen (desirable) and rejected (undesirable) answers, with how many
-    answers and tokens they are sums over. ``moved``: the absolute differences of answers'
-    log-probabilities to the reference's, and ``reference``: the absolute values of those.
+    ``loss``: the pairs' losses. ``right``: how many pairs have the higher reward on the chosen
+    answer, or how many labeled answers have a reward on their side of the mean KL divergence. Then
+    rewards and log-probabilities of chosen (desirable) and rejected (undesirable) answers, and the
+    numbers of answers and tokens that they are sums over. ``moved``: absolute differences between
+    the answers' log-probabilities and the reference's; ``reference``: the latter's absolute values.
     """
 
     loss: float
@@ -95,10 +94,10 @@ class PreferenceSums:
     reference: float
 
     def measures(self, num_pairs: int) -> dict[str, float]:
-        """Return what is reported: means over answers, and log-probabilities per token.
+        """Return the values to report: means over answers, and log-probabilities per token.
 
-        ``margin`` is the mean reward of chosen answers less that of rejected ones. Labelled answers
-        may all be of one kind: of the other there is nothing to report.
+        ``margin`` is the mean reward of chosen answers minus that of rejected ones. Labeled answers
+        may all be of one kind; nothing is reported for the other kind then.
         """
         found = {"accuracy": self.right / max(1, num_pairs)}
         if self.num_chosen and self.num_rejected:
@@ -112,16 +111,16 @@ class PreferenceSums:
 
 
 def zero_rewards(sums: Sequence[float]) -> Sequence[float]:
-    """Return the sums of a model that still is its own reference: all rewards are zero.
+    """Set all rewards to zero, as they are for a model that is still its own reference.
 
-    By their rounding half of the answers would be on the right side.
+    Rounding errors would otherwise put half of the answers on the right side.
     """
     none = {"right": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
     return astuple(replace(PreferenceSums(*sums), **none))
 
 
 def format_measures(measures: Mapping[str, float]) -> str:
-    """Return what is reported, in words: accuracy in percent as everywhere."""
+    """Format the reported values as text, with accuracy in percent as everywhere."""
     values = {
         name: f"{v:.1%}" if name == "accuracy" else f"{v:.4g}" for name, v in measures.items()
     }
@@ -129,7 +128,7 @@ def format_measures(measures: Mapping[str, float]) -> str:
 
 
 def compute_measures(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
-    """Return what is reported beside the loss of an objective with these sums; often nothing."""
+    """Return what is reported in addition to the loss, given an objective's sums; often nothing."""
     if len(sums) < len(fields(PreferenceSums)):
         return {}
     return PreferenceSums(*sums).measures(num_pairs)
@@ -137,11 +136,11 @@ def compute_measures(sums: Sequence[float], num_pairs: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Preference:
-    """An objective on pairs, or for kto on labelled answers.
+    """An objective on pairs, or for kto on labeled answers.
 
     ``sft_weight`` times the mean negative log-probability of the chosen answer's tokens is added to
-    each pair's loss (arXiv:2404.19733, equation 1). ``label_smoothing``: the share of pairs
-    that are taken to be the wrong way round (arXiv:2403.00409). ``desirable_weight`` and
+    each pair's loss (arXiv:2404.19733, equation 1). ``label_smoothing``: the fraction of pairs
+    whose labels are assumed to be swapped (arXiv:2403.00409). ``desirable_weight`` and
     ``undesirable_weight`` are kto's lambdas.
     """
 
@@ -156,7 +155,7 @@ class Preference:
     num_sums = len(fields(PreferenceSums))
 
     def sums(self, losses_N: torch.Tensor, batch: Batch, add_up: AddUp = _is_whole) -> torch.Tensor:
-        """Return the values of ``PreferenceSums`` of a micro-batch."""
+        """Return the values of ``PreferenceSums`` for a micro-batch."""
         pairs = batch.pairs
         if pairs is None:  # an empty micro-batch
             return F.pad(losses_N.sum().unsqueeze(0), (0, self.num_sums - 1))
@@ -172,11 +171,11 @@ class Preference:
     def _pair_losses(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
         """Return each pair's loss.
 
-        With c and r for chosen and rejected, p the answers' log-probabilities, s those less the
-        reference's, and n the answers' tokens:
+        With c and r for chosen and rejected, p the answers' log-probabilities, s = p minus the
+        reference's log-probabilities, and n the answers' numbers of tokens:
 
         dpo (arXiv:2305.18290, equation 7): -log sigmoid(beta (s_c - s_r))
-        ipo (arXiv:2310.12036, equation 17, of means over tokens as its authors advise):
+        ipo (arXiv:2310.12036, equation 17, with means over tokens as its authors advise):
             (s_c / n_c - s_r / n_r - 1 / (2 beta))^2
         simpo (arXiv:2405.14734, equation 6):
             -log sigmoid(beta (p_c / n_c - p_r / n_r) - gamma)
@@ -202,17 +201,17 @@ class Preference:
         return losses_P - sft * means_P2[:, 0] if sft else losses_P
 
     def _smoothed_losses(self, margin_P: torch.Tensor) -> torch.Tensor:
-        """Return -log sigmoid of the margins, unbiased where some labels are wrong."""
+        """Return -log sigmoid of the margins, kept unbiased if some labels are wrong."""
         losses_P, share = -F.logsigmoid(margin_P), self.label_smoothing
         if not share:
             return losses_P
         return ((1 - share) * losses_P + share * F.logsigmoid(-margin_P)) / (1 - 2 * share)
 
     def _kto_losses(self, moved_P: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
-        """Return each labelled answer's loss (arXiv:2402.01306, equation 8).
+        """Return each labeled answer's loss (arXiv:2402.01306, equation 8).
 
-        lambda (1 - sigmoid(beta (s - KL))) of desirable ones, lambda (1 - sigmoid(beta (KL - s)))
-        of the others; KL is the step's, over mismatched answers (``PreferencePairs.kl``).
+        lambda (1 - sigmoid(beta (s - KL))) for desirable ones, lambda (1 - sigmoid(beta (KL - s)))
+        for the others; KL is the step's, over mismatched answers (``PreferencePairs.kl``).
         """
         above_P = self.beta * (moved_P - pairs.kl)
         return torch.where(
@@ -227,13 +226,13 @@ class Preference:
         return self.beta * log_probs_P2 / pairs.counts_P2.clamp(min=1)
 
     def _measured_sums(self, log_probs_P2: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
-        """Return all sums but the loss."""
+        """Return all sums except the loss."""
         rewards_P2 = self._rewards(log_probs_P2, pairs)
         if self.name == "kto":
             is_chosen_P = pairs.desirable_P
             above_P = rewards_P2[:, 0] - self.beta * pairs.kl
             is_right_P = torch.where(is_chosen_P, above_P > 0, above_P < 0)
-            # Of each answer, what it adds on its side.
+            # Each answer counts only in the column of its own side.
             side_P2 = torch.stack([is_chosen_P, ~is_chosen_P], 1).float()
             answers = (t[:, :1] * side_P2 for t in (rewards_P2, log_probs_P2))
             rewards_P2, own_P2 = answers
@@ -256,19 +255,19 @@ class Preference:
 def log_probabilities(losses_N: torch.Tensor, pairs: PreferencePairs) -> torch.Tensor:
     """Return the summed log-probabilities of the answers of P pairs, [P, 2].
 
-    ``losses_N``: the tokens' cross-entropies, document after document. Where ranks share rows, of
-    the tokens that this rank has.
+    ``losses_N``: the tokens' cross-entropies, document after document; if ranks share rows, only
+    those of this rank's tokens.
     """
     own_P2 = pairs.counts_P2 if pairs.own_counts_P2 is None else pairs.own_counts_P2
     counts = own_P2.flatten()
-    # In fp64: it adds one by one, and fp32 would be off by 1e-6 of a sum of 8,000 tokens. Without a
-    # check of the lengths, for which the host would wait.
+    # In fp64: values are added one by one, and in fp32 a sum over 8,000 tokens would be off by 1e-6
+    # of itself. ``unsafe`` skips the check of lengths, for which the host would have to wait.
     sums = torch.segment_reduce(losses_N.double(), "sum", lengths=counts, unsafe=True)
     return -sums.float().view(-1, 2)
 
 
 def make_objective(tune: TuneConfig) -> Objective:
-    """Return what a run learns."""
+    """Return the objective of a run."""
     if tune.objective == "sft":
         return TokenSum()
     return Preference(tune.objective, **tune.numbers)

@@ -1,9 +1,9 @@
 """Attention within documents: block-diagonal attention of packed rows, without a mask.
 
-transformers separates the documents of a row by a T x T mask, under which all products are computed
-and most are dropped. Here attention runs document by document: a row of D equal documents costs
-1/D. Layers with another mask (a mask that was passed, on a CPU also a sliding window) keep
-transformers' own attention, and so does generation, where no documents are known.
+transformers separates the documents of a row by a T x T mask: all scores are computed and most are
+discarded. Here attention runs document by document: a row of D equal documents costs 1/D of that.
+Layers with another mask (one passed explicitly, or on a CPU a sliding window) keep transformers'
+own attention, and so does generation, where no documents are known.
 
 Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
 """
@@ -28,18 +28,18 @@ from hpc_tune.model.tiled_attention import tiled_attention
 from hpc_tune.model.transformers_compat import keep_capped_scores
 
 ATTENTION_NAME = "hpc_tune_documents"
-# Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
-# masks the others for its own implementations alone, and would leave that to any other.
+# Sparse attention (DeepSeek V3.2): an indexer in each layer chooses the keys of each token.
+# transformers masks the other keys only for its own attention implementations.
 _INDEXER = re.compile(r"(^|\.)indexer$")
 
 
 def find_indexers(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of layers that choose the keys of each token."""
+    """Return the modules that choose the keys of each token."""
     return [module for path, module in model.named_modules() if _INDEXER.search(path)]
 
 
 def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
-    """Return the documents of rows by their lengths, in order; one for all if each row is one."""
+    """Return the documents of rows, in order; a single entry if each row is one document."""
     if all(len(row_lengths) == 1 for row_lengths in lengths):
         return [(slice(0, len(lengths)), 0, lengths[0][0])]
     return [
@@ -50,7 +50,7 @@ def make_documents(lengths: Sequence[Sequence[int]]) -> list[Document]:
 
 
 def use_document_attention(model: Any) -> bool:
-    """Let a transformers model attend within documents, if its attention can be replaced."""
+    """Make a model attend document by document; return whether its attention can be replaced."""
     keep_capped_scores(model)
     _make_masks_with_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
@@ -62,9 +62,9 @@ def use_document_attention(model: Any) -> bool:
 
 
 def force_document_attention(model: Any) -> bool | None:
-    """Let a model's attention be called here, as rows need that ranks share.
+    """Route a model's attention through this module, as is needed when ranks share rows.
 
-    Return whether it is computed by the family's own function; None if it cannot be replaced.
+    Return whether the family's own function must compute it; None if it cannot be replaced.
     """
     before = model.config._attn_implementation
     if before == ATTENTION_NAME:
@@ -87,10 +87,10 @@ def _set_attention(model: Any) -> None:
 
 
 def _find_documents_on_host() -> None:
-    """Let transformers take documents from the host where it has them.
+    """Make transformers take documents from the host if it knows them.
 
-    It reads from the positions whether a row has several, and waits for the device to answer. Of
-    rows that ranks share attention makes the masks.
+    transformers reads from the positions whether a row has several documents, and so waits for the
+    device. If ranks share rows, it is told of none, because attention makes the masks itself.
     """
     from transformers import masking_utils
 
@@ -112,9 +112,9 @@ def _find_documents_on_host() -> None:
 
 
 def _make_masks_with_positions(model: Any) -> None:
-    """Let a family that makes its masks without positions (gpt-oss) make them with those.
+    """Pass positions to the mask functions of families that leave them out (gpt-oss).
 
-    From them transformers sees where documents begin. Only where it has no cache and no mask yet.
+    transformers finds from them where documents begin, if it is given no cache and no mask.
     """
     code = sys.modules[type(model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
@@ -152,22 +152,22 @@ def _make_document_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _mask_of_whole_rows(options: dict[str, Any]) -> torch.Tensor | None:
-    """Return the mark of a window, or None: of shared rows attention makes its masks itself.
+    """Return the mark of a window, or None: over shared rows, attention makes its masks itself.
 
     Raises:
-        ConfigError: if a layer asks for another mask, which would be of this rank's tokens alone.
+        ConfigError: if a layer needs another mask, which would cover only this rank's tokens.
     """
     window = options.get("local_size")
     is_own = options.get("use_vmap") or options.get("attention_mask") is not None
     if is_own or (window is not None and not _is_sliding(options)):
-        raise ConfigError("a layer masks tokens neither causally alone nor by a sliding window")
+        raise ConfigError("a layer has a mask that is neither plainly causal nor a sliding window")
     if window is None:
         return None
     return varlen_attention.encode_window(window, batch_context.batch.whole_rows.starts_N.device)
 
 
 def _is_sliding(options: dict[str, Any]) -> bool:
-    """Whether a mask is that of a causal sliding window, and not of chunks or of both sides."""
+    """Whether a mask is a causal sliding window, neither chunked nor bidirectional."""
     window = getattr(options.get("config"), "sliding_window", None)
     return options["local_size"] == window and "allow_is_bidirectional_skip" not in options
 
@@ -195,7 +195,7 @@ def _attend(
 
 @dataclass(frozen=True)
 class _SharedCall:
-    """A layer's call of attention over rows that ranks share; each tells a rank's part of it."""
+    """A layer's call of attention over rows that ranks share; its methods compute a rank's part."""
 
     module: Any
     window: int | None
@@ -232,7 +232,7 @@ class _SharedCall:
         key_BKTD: torch.Tensor,
         value_BKTD: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the attention of a rank's queries to the keys of whole rows, all heads, BSHD."""
+        """Return the attention of a rank's queries over the keys of whole rows, all heads, BSHD."""
         batch, window, inputs = batch_context.batch, self.window, (query_BHSD, key_BKTD, value_BKTD)
         share, own = batch.share, batch.own_documents[rank]
         scale = query_BHSD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -243,7 +243,7 @@ class _SharedCall:
                 out_BSHD = varlen_attention.attend_parts(query, key, value, own, scale, window)
                 return _unpad_heads(out_BSHD, value_BKTD)
         elif batch.documents and window is None and not (self.dropout or share.uses_eager):
-            query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # of all rows as one
+            query = query_BHSD.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # all rows as one
             key, value = own.take_keys(key_BKTD), own.take_keys(value_BKTD)
             out = tiled_attention(query, key, value, own.spans, scale, own.earlier)
             return out.view(query_BHSD.shape[0], -1, *out.shape[2:])
@@ -258,7 +258,7 @@ class _SharedCall:
     def _eagerly(
         self, own: Any, options: dict[str, Any], inputs: Sequence[torch.Tensor], mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return the attention of the family's own function; ``own`` is the module or a part."""
+        """Call the family's own attention function; ``own`` is the module or its cut to a rank."""
         family = sys.modules[type(self.module).__module__].eager_attention_forward
         hidden = inputs[0].new_full((), torch.finfo(inputs[0].dtype).min)
         added = torch.where(mask, hidden.new_zeros(()), hidden)
@@ -299,7 +299,7 @@ def _attend_rows(
     if attention_mask is not None or not batch_context.batch.documents:
         how = {"dropout": dropout, "scaling": scaling, **options}
         return _attend_by_mask(module, *inputs, attention_mask, **how)
-    if dropout:  # which the tiles do not draw
+    if dropout:  # tiled attention has no dropout
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
         for document in batch_context.batch.documents:
@@ -317,19 +317,19 @@ def _attend_rows(
 
 
 def _pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return heads padded with zeros to the largest of them.
+    """Pad the last dimension of each tensor with zeros to the largest one.
 
-    In DeepSeek's latent attention values have fewer numbers than queries and keys: scores stay as
-    they are, and what follows a result's own numbers is zero.
+    In DeepSeek's latent attention, value heads are narrower than query and key heads. Padding
+    leaves scores unchanged and adds only zeros at the end of the result.
     """
     most = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]
 
 
 def _unpad_heads(out_BTHD: torch.Tensor, value_BKTD: torch.Tensor) -> torch.Tensor:
-    """Return a result of padded heads with as many numbers of each as its values have."""
+    """Cut the result of padded heads back to the width of the value heads."""
     values = value_BKTD.shape[-1]
-    # The gradient of a slice is a copy, also where it takes all.
+    # The gradient of a slice is a copy, even of a slice that takes everything.
     return out_BTHD if out_BTHD.shape[-1] == values else out_BTHD[..., :values]
 
 

@@ -1,9 +1,9 @@
-"""A frozen base whose blocks have their weights in packed bytes: 4 bits, or float8.
+"""A frozen base model whose blocks store their weights as packed bytes: 4-bit, or float8.
 
     nn.Linear on meta -> a packed layer on meta -> (sharded, allocated) -> packed while it is read
-    a stack of experts -> a stack of their bytes, and a module that makes values of them
+    a stack of experts -> a stack of their bytes, and a module that unpacks them
 
-Each kind of layer or stack has ``num_values``, ``compute_dtype``, ``unpack(packed)``, which makes
+Each kind of layer or stack has ``num_values``, ``compute_dtype``, ``unpack(packed)``, which returns
 the values, and ``fill``, which reads and packs what a rank holds.
 """
 
@@ -31,14 +31,14 @@ from hpc_tune.model.layers import find_blocks, find_unquantised_layers
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Reserve, reserve_nothing
 from hpc_tune.model.weights import TensorIndex
 
-# -- The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantisation, by bitsandbytes.
+# -- The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantization, by bitsandbytes.
 #
-#     nn.Linear on meta -> FourBitLinear on meta -> sharded, allocated -> quantised as it is read
-#     a stack of experts -> a stack of their bytes, and a FourBitStack that makes values of them
+#     nn.Linear on meta -> FourBitLinear on meta -> sharded, allocated -> quantized as it is read
+#     a stack of experts -> a stack of their bytes, and a FourBitStack that unpacks them
 #
-# A weight of n values is n / 2 bytes of packed codes, which may be sharded, and the scales of its
-# blocks of 64 values, about n / 63 bytes, which every rank holds whole. Each expert of a stack is
-# quantised by itself, and its scales follow its codes: whoever holds an expert needs no other.
+# A weight of n values takes n / 2 bytes of packed codes, which may be sharded, and the scales of
+# its blocks of 64 values, about n / 63 bytes, which every rank holds whole. Each expert of a stack
+# is quantized by itself and its scales follow its codes, so a rank needs only its own experts.
 
 
 BLOCK = 64  # values that share a scale
@@ -50,14 +50,14 @@ _MAX_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
 class FourBitLinear(nn.Linear):
     """A frozen linear layer whose ``weight`` holds two 4-bit codes per byte, of shape (n / 2, 1).
 
-    All of its scales are bytes: the fp32 ones are kept as their bits, so that casting a model to
-    another dtype leaves them whole. bitsandbytes' own layer hides its scales from the module, where
-    the meta device and the count of bytes cannot see them, and on CPUs with AVX512 it evaluates in
-    bf16 whatever its dtype is.
+    All of its scales are stored as bytes, fp32 ones bit for bit, so that casting a model to another
+    dtype leaves them intact. bitsandbytes' own layer hides its scales outside the module's state,
+    unseen by the meta device and by byte counts, and on CPUs with AVX512 it evaluates in bf16
+    whatever its dtype is.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        """Take the shape, the bias and the device of ``linear``; ``dtype`` is computed in."""
+        """Take the shape, the bias and the device of ``linear``; compute in ``dtype``."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = dtype
@@ -78,11 +78,11 @@ class FourBitLinear(nn.Linear):
 
     @property
     def num_values(self) -> int:
-        """Values of the weight."""
+        """The number of values in the weight."""
         return self.out_features * self.in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T + bias; the backward pass reaches x alone."""
+        """Return x @ weight.T + bias; only x gets a gradient."""
         from bitsandbytes import matmul_4bit
 
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
@@ -92,7 +92,7 @@ class FourBitLinear(nn.Linear):
             out = out if bias is None else out + bias
         else:
             shape = (self.out_features, self.in_features)
-            # Transposed, as releases before 0.50 want it.
+            # Transposed, as bitsandbytes before 0.50 expects it.
             packed = self.weight.t()
             out = matmul_4bit(given, packed, quant_state=self._quant_state(shape), bias=bias)
         return out.to(x.dtype)
@@ -100,9 +100,8 @@ class FourBitLinear(nn.Linear):
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the values of the whole weight.
 
-        As rows of a block each: a kernel of bitsandbytes (AVX512) takes a row's first scale from as
-        many as all rows before it have whole blocks, and wrong ones where a block goes on in the
-        next row.
+        They are unpacked as rows of one block each: bitsandbytes' AVX512 kernel finds a row's first
+        scale by counting whole blocks per row, and takes wrong ones where a block spans two rows.
         """
         from bitsandbytes.functional import dequantize_4bit
 
@@ -119,7 +118,7 @@ class FourBitLinear(nn.Linear):
         stored: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read, quantise and pack the weight ``stored``.
+        """Read, quantize and pack the weight ``stored``.
 
         ``local`` are this rank's packed bytes, from ``offset`` on. Every rank reads all values,
         since the scales depend on all of them.
@@ -159,7 +158,7 @@ class FourBitLinear(nn.Linear):
 
 
 class _FourBitMatmul(torch.autograd.Function):
-    """x @ weight.T of a packed weight, whose values are made in both passes and not kept."""
+    """x @ weight.T with a packed weight, which is unpacked again in each pass and not kept."""
 
     @staticmethod
     def forward(
@@ -176,14 +175,14 @@ class _FourBitMatmul(torch.autograd.Function):
 
 
 class FourBitStack(nn.Module):
-    """What the bytes of a stack of experts mean; they stay the experts' own parameter.
+    """The format of a packed stack of experts; the bytes stay the experts' own parameter.
 
-    A row of them, E x 1 x ``row_bytes``: two codes per byte, up to a whole block; a byte for the
-    scale of each block; then as fp32 the scales of 256 of these each, and their mean.
+    The bytes are E x 1 x ``row_bytes``. A row holds two codes per byte, padded to a whole block;
+    one byte per block for its scale; then in fp32 a scale for each 256 of these, and their mean.
     """
 
     def __init__(self, stack: torch.Tensor, dtype: torch.dtype) -> None:
-        """Take the shape and device of ``stack``; ``dtype`` is computed in."""
+        """Take the shape and device of ``stack``; compute in ``dtype``."""
         super().__init__()
         self.shape, self.compute_dtype = stack.shape, dtype
         self.num_scales = -(-stack[0].numel() // BLOCK)
@@ -194,21 +193,21 @@ class FourBitStack(nn.Module):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an expert, whole multiples of 16."""
+        """Bytes of an expert, rounded up to a multiple of 16."""
         return -(-sum(self.parts) // 16) * 16
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
-        """Shape of the bytes."""
+        """Shape of the packed bytes."""
         return self.shape[0], 1, self.row_bytes
 
     @property
     def num_values(self) -> int:
-        """Values of the stack."""
+        """The number of values in the stack."""
         return self.shape.numel()
 
     def unpack(self, packed_E1N: torch.Tensor) -> torch.Tensor:
-        """Return the values of a stack, or of the experts of it that ``packed`` has."""
+        """Return the values of the experts in ``packed_E1N``: the whole stack or some of it."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
@@ -244,7 +243,7 @@ class FourBitStack(nn.Module):
         stored: str,
         reserve: Reserve = reserve_nothing,
     ) -> None:
-        """Read, quantise and pack the stack ``stored``.
+        """Read, quantize and pack the stack ``stored``.
 
         ``local`` are the packed bytes of this rank's experts, from ``offset`` on.
 
@@ -264,13 +263,13 @@ class FourBitStack(nn.Module):
             for values in (codes, more, mean):
                 row[at : at + len(values)].copy_(values)
                 at += len(values)
-        # The same for all scales that there are.
+        # The table is the same for any scales.
         _, _, _, code = _quantise_scales(torch.ones(1, device=local.device))
         self.get_buffer("scales_code").copy_(code)
 
 
 def _view_as_fp32(bytes_EN: torch.Tensor) -> torch.Tensor:
-    return bytes_EN.clone().view(torch.float32)  # where floats may begin
+    return bytes_EN.clone().view(torch.float32)  # the copy is aligned for fp32
 
 
 def require_bitsandbytes() -> None:
@@ -291,7 +290,7 @@ def require_bitsandbytes() -> None:
 
 @dataclass(frozen=True)
 class _StoredMatrix:
-    """A stored matrix, or one of a stored stack: ``place`` is (its number,) there."""
+    """A stored matrix, or one of a stored stack, in which ``place`` is (its index,)."""
 
     index: TensorIndex | ShapeIndex
     stored: str
@@ -302,14 +301,14 @@ class _StoredMatrix:
     def quantise_pieces(
         self, dtype: torch.dtype, device: torch.device, reserve: Reserve
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Read ``PIECE_BYTES`` of values at a time; yield the first byte, codes and scales of each.
+        """Read ``PIECE_BYTES`` of values at a time; yield each piece's first byte, codes, scales.
 
         Raises:
             DataError: if values are NaN or inf, or their file is damaged.
         """
         from bitsandbytes.functional import quantize_4bit
 
-        # A piece ends where a block of values ends.
+        # Pieces end at the ends of blocks.
         unit = BLOCK // math.gcd(BLOCK, self.width)
         step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
         for first in range(0, self.rows, step):
@@ -322,7 +321,7 @@ class _StoredMatrix:
 
 
 def _quantise_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Quantise scales; return the bytes of codes, of their scales, of a mean and of the table."""
+    """Quantize scales; return the bytes of their codes, scales, mean and code table."""
     from bitsandbytes.functional import quantize_blockwise
 
     mean = scales.mean()
@@ -342,11 +341,11 @@ PackedLayer = PackedLinear | PackedStack
 def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
     """Pack the frozen weights of the decoder blocks, on the meta device.
 
-    After peft, which goes by the shapes of whole weights. Of the linear layers all but
-    ``find_unquantised_layers``, of the stacks of experts those that ``grouped_experts`` computes.
+    Call it after peft, which looks at the shapes of whole weights. It packs all linear layers but
+    ``find_unquantised_layers``, and the stacks of experts that ``grouped_experts`` computes.
 
     Raises:
-        ConfigError: if bitsandbytes is needed, and not installed or cannot be imported.
+        ConfigError: if bitsandbytes is needed, but is not installed or cannot be imported.
     """
     in_4_bits = tune.method == "qlora"
     if in_4_bits:
@@ -358,8 +357,8 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
             if type(child) is nn.Linear and not child.weight.requires_grad and child not in others:
                 kind = FourBitLinear if in_4_bits else Float8Linear
                 setattr(owner, name, kind(child, dtype))
-    # Some families read a layer's weight themselves, unless the config says, as transformers does
-    # of what it has quantised, that it is no matrix (Jamba).
+    # Some families (Jamba) read a layer's weight directly, unless the config says, as for models
+    # that transformers has quantized, that the weight is not a plain matrix.
     model.config._is_quantized = True
     for experts in filter(has_grouped_form, blocks.modules()):
         for name in stack_names(experts):
@@ -372,7 +371,7 @@ def pack_base(model: Any, tune: TuneConfig, dtype: torch.dtype) -> None:
 
 
 def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
-    """Yield what the packed weights of a model mean, by the weight's name."""
+    """Yield the name of each packed weight of a model, with the layer that unpacks it."""
     for path, layer in module.named_modules():
         if isinstance(layer, PackedLinear):
             yield f"{path}.weight", layer
@@ -381,7 +380,7 @@ def find_packed_weights(module: nn.Module) -> Iterator[tuple[str, PackedLayer]]:
 
 
 def unpack_linears(module: nn.Module) -> nn.Module:
-    """Put linear layers of the same values in the place of packed ones; return the module."""
+    """Replace packed linear layers by plain ones of the same values; return the module."""
     packed = [(path, m) for path, m in module.named_modules() if isinstance(m, PackedLinear)]
     for path, layer in packed:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -392,11 +391,11 @@ def unpack_linears(module: nn.Module) -> nn.Module:
 
 
 def unpacked_stack_bytes(module: nn.Module) -> int:
-    """Return the bytes of frozen experts that are not packed: of undecorated ones."""
+    """Return the bytes of frozen experts that are not packed, because they are not decorated."""
     own = (p for _, part in find_expert_modules(module) for p in part.parameters(recurse=False))
     return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
 
 
 def scale_bytes(layer: PackedLayer) -> int:
-    """Return the bytes of a layer's scales that are not among its packed ones."""
+    """Return the bytes of a layer's scales that are stored outside its packed bytes."""
     return sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)

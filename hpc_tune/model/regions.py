@@ -1,8 +1,8 @@
-"""Tensors written by region: each rank streams what it holds into a safetensors file of its own.
+"""Tensors written by region: each rank streams what it holds into its own safetensors file.
 
     write_regions: streams a rank's own regions into one safetensors file, hashing meanwhile
 
-See ``weights.py`` for what the header says of regions, and for reading them.
+See ``weights.py`` for what the header says about regions, and for reading them.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from hpc_tune.errors import CheckpointError, find_remedy
 from hpc_tune.model.tensor_sources import PIECE_BYTES, Box
 from hpc_tune.model.weights import DTYPE_NAMES, FULL_SHAPES_KEY, NAMES_KEY, OFFSETS_KEY
 
-SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
+SYNC_BYTES = 256 << 20  # so that progress follows a file system that is slower than memory
 _LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
 _OFFSET = ctypes.c_int64
 _SYNC_BEGIN, _SYNC_BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
@@ -53,9 +53,9 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of one tensor to write; ``values`` is called when it is written.
+    """A box of one tensor to write; ``values`` is called at the time of writing.
 
-    ``stored_name`` is its name in the file, where a file holds several boxes of one tensor.
+    ``stored_name``: the box's name in the file, if the file holds several boxes of one tensor.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Region:
         shape: tuple[int, ...],
         values: Callable[[], torch.Tensor],
     ) -> "Region":
-        """Return all of a tensor."""
+        """Return a region that is a whole tensor."""
         return cls(name, dtype, Box.whole(shape), shape, values)
 
     @property
@@ -98,9 +98,9 @@ def write_regions(
 ) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
-    ``read`` gives the values of a region in flat pieces, each copied to host memory if it is not
-    there, and hashed while it is written; ``when_written`` is called after each. A piece is done
-    with when the next one is asked for, or that there is none.
+    ``read`` yields the values of a region in flat pieces. Each is copied to host memory if it is
+    not there, and hashed while it is written; then ``when_written`` is called. A piece is no longer
+    used once ``read`` is asked for the next one.
 
     Raises:
         CheckpointError: if the file cannot be written; it may be left behind half-written.
@@ -126,7 +126,7 @@ def write_regions(
 
 
 class _Hash:
-    """A SHA-256 that is computed in a thread of its own: hashlib lets other threads run."""
+    """A SHA-256 that is computed in its own thread: hashlib releases the GIL."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -144,7 +144,7 @@ class _Hash:
         self._blocks.put(block)
 
     def finish(self) -> None:
-        """Return when the block is hashed, and no longer held."""
+        """Wait until the block is hashed and its reference dropped."""
         self._hashed.acquire()
 
     def hexdigest(self) -> str:
@@ -158,19 +158,19 @@ class _Hash:
 
 
 def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
-    """Have the kernel begin to sync ``syncing:position``, and wait for ``synced:syncing``.
+    """Start writing back ``syncing:position`` to disk, and wait for ``synced:syncing``.
 
-    So never more than two stretches of a large file wait in the page cache for its final sync.
+    So at most two ranges of a large file are left in the page cache for the final sync.
     """
     for start, end, flags in (
         (syncing, position, _SYNC_BEGIN),
         (synced, syncing, _SYNC_BEGIN_AND_WAIT),
     ):
-        if start == end:  # the kernel would take it for "to the end of the file"
+        if start == end:  # the kernel would take a length of 0 as "to the end of the file"
             continue
         if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):
             number = ctypes.get_errno()
-            if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # of a pipe
+            if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # such as for a pipe
                 raise OSError(number, os.strerror(number))
 
 

@@ -261,7 +261,7 @@ def test_a_model_with_an_odd_number_of_heads_can_share_rows():
     [
         ("bloom", {}, "masks of its own"),
         ("opt", {}, "masks of its own"),
-        ("llama4_text", {}, "masks tokens neither causally alone nor by a sliding window"),
+        ("llama4_text", {}, "neither plainly causal nor a sliding window"),
         ("mamba", {}, "mixed outside of attention"),
         ("lfm2", LFM2, "mixed outside of attention"),
         ("qwen3_next", {}, "mixed outside of attention"),
