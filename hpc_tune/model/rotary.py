@@ -1,13 +1,13 @@
 """Rotary positions: scaled as ``model.rope_scaling`` says, and the same for all texts of a run.
 
-scale_config_json   the setting in the content of a config.json: what a run reads, exports write
-fix_positions       frequencies that transformers would compute for each text, fixed for good
-without_lengths     a setting with which transformers computes the fixed ones itself: for exports
+scale_config_json   puts the setting into the content of a config.json, for runs and for exports
+fix_positions       fixes frequencies that transformers would recompute for each text
+without_lengths     a setting with which transformers itself computes the fixed ones: for exports
 
-transformers computes some for the longest text of a micro-batch (longrope: two sets of frequencies;
-dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the others of
-its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, of pairs those of the
-longest text that is learned, as in a server that is started for texts of that length.
+transformers computes some frequencies for the longest text of a micro-batch (longrope: two sets;
+dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the other
+texts. Here the frequencies are those of ``data.seq_len`` tokens, or for pairs of the longest text
+that is learned, as on a server that is started for texts of that length.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from hpc_tune.config.rope import KINDS, ORIGINAL, SCALING_KEYS, format_rope_scal
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.config_json import common_value
 
-_FULL_ATTENTION = "full_attention"  # the layers that are scaled where each kind has its own
-_BY_POSITIONS = ("linear", "dynamic")  # of which max_position_embeddings is the length before
+_FULL_ATTENTION = "full_attention"  # the layers to scale if each kind has its own parameters
+_BY_POSITIONS = ("linear", "dynamic")  # their max_position_embeddings is the unscaled length
 _POSITIONS = "max_position_embeddings"
-_ATTENTION_SCALE = "llama_4_scaling_beta"  # of queries, by a position's share of ORIGINAL
+_ATTENTION_SCALE = "llama_4_scaling_beta"  # scales queries by position relative to ORIGINAL
 _UNSCALED = "default"  # to transformers: frequencies that never change
 
 
 def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]) -> Any:
-    """Return transformers' ``config`` of a config.json's ``content`` with its positions scaled.
+    """Return ``config``, which transformers made from ``content``, with its positions scaled.
 
     Raises:
-        ConfigError: if the family takes no such scaling.
+        ConfigError: if the model family does not support this scaling.
     """
     said, kind = format_rope_scaling(scaling), config.get_text_config().model_type
     before = _parameters(config)
@@ -39,20 +39,20 @@ def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, 
         raise ConfigError(f"{said}: a {kind} model has no rotary positions to scale")
     if (own := before.get("rope_type", _UNSCALED)) not in (_UNSCALED, *KINDS):
         raise ConfigError(
-            f"{said}: rotary positions of a {kind} model are {own} ones, which no scaling keeps; "
+            f"{said}: a {kind} model has {own} rotary positions, which any scaling would replace; "
             "leave model.rope_scaling out"
         )
     try:
         scaled = type(config).from_dict(scale_config_json(config, content, scaling))
     except Exception as error:  # whatever the family's own checks raise
         raise ConfigError(
-            f"{said}: transformers takes no such scaling for a {kind} model: {first_line(error)}"
+            f"{said}: transformers rejects this scaling for a {kind} model: {first_line(error)}"
         ) from None
     found, wanted = _parameters(scaled), _with_scaling(before, scaling)
     if other := [f"{k}={found.get(k)}" for k, v in wanted.items() if found.get(k) != v]:
         raise ConfigError(
-            f"{said}: transformers makes {', '.join(other)} of it for a {kind} model; take a kind "
-            "that its own configuration names"
+            f"{said}: transformers turns it into {', '.join(other)} for a {kind} model; use a kind "
+            "of scaling that the model's own configuration names"
         )
     return scaled
 
@@ -60,10 +60,10 @@ def scale_config(config: Any, content: Mapping[str, Any], scaling: Mapping[str, 
 def scale_config_json(
     config: Any, content: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the ``content`` of a config.json, as ``config`` reads it, with positions scaled.
+    """Return the ``content`` of the config.json that ``config`` was read from, positions scaled.
 
-    The form stays: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
-    ``scaling`` may be one of ``without_lengths``.
+    The form is kept: ``rope_parameters``, or ``rope_scaling`` as transformers before 5 read it.
+    ``scaling`` may come from ``without_lengths``.
     """
     text = config.get_text_config()
     inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -86,7 +86,7 @@ def scale_config_json(
 
 
 def _with_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with another scaling, and what of the ``old`` ones is none."""
+    """Return rotary parameters with ``scaling``, and those of ``old`` that belong to no scaling."""
     kept = {key: value for key, value in old.items() if key not in SCALING_KEYS}
     if _ATTENTION_SCALE in old and ORIGINAL in old:
         kept[ORIGINAL] = old[ORIGINAL]
@@ -94,10 +94,10 @@ def _with_scaling(old: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[st
 
 
 def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return max_position_embeddings of a scaled model, None where it stays what it is.
+    """Return max_position_embeddings of a scaled model, or None if it does not change.
 
-    The factor of Llama 3's scaling is no ratio of lengths: both 8 and 32 (Llama 3.1 and 3.2) make
-    131072 positions of 8192.
+    The factor of Llama 3's scaling is not a ratio of lengths: both 8 and 32 (Llama 3.1 and 3.2)
+    turn 8192 positions into 131072.
     """
     if _POSITIONS in scaling or not {ORIGINAL, "factor"} <= scaling.keys():
         return scaling.get(_POSITIONS)
@@ -111,10 +111,11 @@ def _scaled_positions(text: Any, old: Mapping[str, Any], scaling: Mapping[str, A
 
 
 def without_lengths(config: Any, scaling: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return ``scaling`` with the frequencies for ``num_tokens`` tokens in texts of any length.
+    """Return a scaling that gives texts of any length the frequencies for ``num_tokens`` tokens.
 
-    They are those of ``fix_positions``, where transformers would take others for shorter texts.
-    ``config``: transformers', without the scaling. May have max_position_embeddings as well.
+    These are the frequencies of ``fix_positions``; with the original ``scaling``, transformers
+    would use others for shorter texts. ``config`` is transformers' config without the scaling. The
+    result may also have max_position_embeddings.
     """
     text, kind = config.get_text_config(), scaling["rope_type"]
     if kind == "longrope" and num_tokens > scaling[ORIGINAL]:
@@ -134,16 +135,16 @@ def without_lengths(config: Any, scaling: Mapping[str, Any], num_tokens: int) ->
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """Return the rotary parameters of the layers that see the whole text; empty without any."""
+    """Return the rotary parameters of the full-attention layers; empty if there are none."""
     found: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return found.get(_FULL_ATTENTION, found)
 
 
 def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
-    """Refuse a family whose own code does not look at the scaling.
+    """Refuse a family whose own code ignores the scaling.
 
     Raises:
-        ConfigError: if no part of ``model`` computes such positions.
+        ConfigError: if no part of ``model`` computes positions of this kind.
     """
     kinds = [getattr(part, "rope_type", None) for part in model.modules()]
     named = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}
@@ -151,12 +152,12 @@ def require_scaled(model: nn.Module, scaling: Mapping[str, Any]) -> None:
         kind = getattr(model, "config", None)
         raise ConfigError(
             f"{format_rope_scaling(scaling)}: transformers' {getattr(kind, 'model_type', '')} "
-            "model computes its positions without looking at it"
+            "model ignores this setting when it computes positions"
         )
 
 
 def position_limit(config: Any, scaling: Mapping[str, Any] | None) -> int | None:
-    """Return the longest text, in tokens, that a language model's positions are made for."""
+    """Return the longest text, in tokens, that a language model's positions are meant for."""
     positions: int | None = getattr(config, _POSITIONS, None)
     if positions and scaling and scaling["rope_type"] in _BY_POSITIONS:
         return int(positions * scaling["factor"])
@@ -172,7 +173,7 @@ def has_length_scaling(config: Any) -> bool:
 
 
 def llama3_divisors(config: Any) -> torch.Tensor:
-    """Return by what Llama 3's scaling divides each rotary frequency of a transformers config."""
+    """Return the divisor of each rotary frequency under a transformers config's Llama 3 scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -181,7 +182,7 @@ def llama3_divisors(config: Any) -> torch.Tensor:
 
 
 def fix_positions(module: nn.Module, seq_len: int) -> None:
-    """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
+    """Fix every rotary embedding's frequencies to those for ``seq_len`` tokens."""
     layers: Any = module.modules()
     for rotary in layers:
         kinds = getattr(rotary, "rope_type", None)

@@ -1,21 +1,21 @@
-"""Rows that several ranks share: each has a part of the tokens.
+"""Rows that several ranks share (context parallelism): each rank has a part of the tokens.
 
-Where C ranks divide the heads, they exchange these (DeepSpeed-Ulysses, arXiv:2309.14509):
+If C divides the number of heads, ranks exchange heads (DeepSpeed-Ulysses, arXiv:2309.14509):
 
     a row of T tokens -> share_batch -> S = T / C tokens on each of C ranks, in order
     attention: the own tokens of all heads -> all-to-all -> all tokens of H / C heads
-               -> the attention that rows have anyway, within the same documents
+               -> the usual attention of whole rows, within the same documents
                -> all-to-all -> the own tokens of all heads
 
-Where they do not, keys are gathered (Llama 3, arXiv:2407.21783, section 3.3.2):
+Otherwise, keys are gathered (Llama 3, arXiv:2407.21783, section 3.3.2):
 
     a row of T tokens -> 2 C slices -> rank r has the r-th from the start and the r-th from the end,
-                                       so that all ranks attend to as many keys
-    attention: keys and values of the own tokens -> all-gather -> those of all tokens
+                                       so that all ranks attend to equally many keys
+    attention: keys and values of the own tokens -> all-gather -> keys and values of all tokens
                -> the own queries, all heads, within the same documents
 
-All else in a model is computed token by token. Only data move, so each result is what it is on one
-rank: masks, windows, caps and sinks are those of the whole row.
+Everything else in a model is computed token by token. Only data move, so results are the same as
+on one rank: masks, windows, caps and sinks are those of the whole row.
 
 Shapes: B rows, T tokens of a row, S of them on this rank, C ranks, H heads, K heads of keys and
 values, D values per head, P pairs, N tokens with loss.
@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hpc_tune.batch import IGNORED_LABEL, Batch, read_document_lengths
 from hpc_tune.model.varlen_attention import DocumentPart
 
-# Called with the number of a rank, queries, keys and values; returns BTHD.
+# Called with a rank's index, queries, keys and values; returns BTHD.
 RankAttention = Callable[..., torch.Tensor]
 
 
@@ -42,8 +42,8 @@ RankAttention = Callable[..., torch.Tensor]
 class RowPart:
     """Which tokens of each row the ``rank``-th of ``size`` ranks has.
 
-    A slice, or with ``head_tail`` two: one as far from the start as the other is from the end. Then
-    attention gathers keys, else it exchanges heads.
+    One slice, or two with ``head_tail``: one as far from the start as the other is from the end.
+    With ``head_tail`` attention gathers keys, otherwise it exchanges heads.
     """
 
     rank: int = 0
@@ -56,7 +56,7 @@ class RowPart:
         return 2 * self.size if self.head_tail else self.size
 
     def slices(self, num_tokens: int) -> list[slice]:
-        """Return the own tokens of a row of ``num_tokens``, rising."""
+        """Return the slices of this rank's tokens in a row of ``num_tokens``, ascending."""
         width = num_tokens // self.num_slices
         numbers = [self.rank]
         if self.head_tail:
@@ -64,7 +64,7 @@ class RowPart:
         return [slice(number * width, (number + 1) * width) for number in numbers]
 
     def cut(self, x_BT: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the own part of what is known of all tokens of rows."""
+        """Return this rank's part of a tensor that has all tokens of the rows along ``dim``."""
         own = [x_BT.narrow(dim, s.start, s.stop - s.start) for s in self.slices(x_BT.shape[dim])]
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
@@ -72,9 +72,9 @@ class RowPart:
 class SharedRows(Protocol):
     """How the ranks that share rows work together.
 
-    ``part``: what this one has of them. ``uses_eager``: attention is the family's own function,
-    with a mask. ``takes_parts``: a GPU's kernel takes parts of documents. ``ranks``: those whose
-    attention is computed here.
+    ``part``: this rank's part of the rows. ``uses_eager``: attention is the family's own function,
+    with a mask. ``takes_parts``: the GPU kernel accepts parts of documents. ``ranks``: the ranks
+    whose attention is computed here.
     """
 
     part: RowPart
@@ -85,8 +85,8 @@ class SharedRows(Protocol):
     def attend(self, attention: RankAttention, *inputs_BHSD: torch.Tensor) -> torch.Tensor:
         """Return the attention of the own tokens, BSHD.
 
-        ``attention(rank, query, key, value)`` returns that of a rank, BTHD: of all tokens for its
-        share of the heads, or where keys are gathered of its own queries for all heads.
+        ``attention(rank, query, key, value)`` returns a rank's attention, BTHD: of all tokens for
+        its share of the heads, or, if keys are gathered, of its own queries for all heads.
         """
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,10 +95,10 @@ class SharedRows(Protocol):
 
 @dataclass(frozen=True)
 class RowCollectives:
-    """The messages of ranks that share rows; ``out`` is filled with what comes.
+    """The collectives of ranks that share rows; ``out`` receives the result.
 
     ``all_to_all(out, x)`` sends equal parts of ``x``, ``all_reduce(x)`` is in place,
-    ``all_gather(out, x)`` and ``reduce_scatter(out, x)`` have the ranks' parts in order.
+    ``all_gather(out, x)`` and ``reduce_scatter(out, x)`` order parts by rank.
     """
 
     all_to_all: Callable[[torch.Tensor, torch.Tensor], None]
@@ -108,7 +108,7 @@ class RowCollectives:
 
 
 class RankShare:
-    """One rank's share of the rows, with messages to those that have the others."""
+    """One rank's share of the rows, which communicates with the ranks that hold the rest."""
 
     def __init__(
         self, part: RowPart, collectives: RowCollectives, takes_parts: bool = True
@@ -148,7 +148,7 @@ class RankShare:
         return back.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _by_rank(self, x_BHSD: torch.Tensor) -> torch.Tensor:
-        """Return heads by the rank that gets them, [C, B S, H / C, D]."""
+        """Return heads grouped by the rank that receives them, [C, B S, H / C, D]."""
         by_rank = x_BHSD.unflatten(1, (self.part.size, -1)).permute(1, 0, 3, 2, 4)
         return by_rank.flatten(1, 2)
 
@@ -165,13 +165,13 @@ class RankShare:
 
 
 def join_head_tail(parts_CBSF: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of whole rows in order, [B, T, F], from those that the ranks have."""
+    """Return the tokens of whole rows in order, [B, T, F], from the parts of all ranks."""
     head, tail = parts_CBSF.chunk(2, 2)
     return torch.cat([head, tail.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows of C parts to their ranks; the gradients go back the same way."""
+    """Sends each of C parts to its rank; the gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, x_CNF: torch.Tensor, all_to_all: Callable[..., None]) -> torch.Tensor:
@@ -188,7 +188,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks, R = C B; the gradients are summed where they came from."""
+    """Gathers the rows of all ranks, R = C B; gradients are summed on the rank of each row."""
 
     @staticmethod
     def forward(
@@ -219,9 +219,9 @@ class _SumOfShares(torch.autograd.Function):
 
 
 def repeat_keys(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Return queries, keys and values with heads that ``size`` ranks, which divide H, share evenly.
+    """Return queries, keys and values whose heads ``size`` ranks share evenly; ``size`` divides H.
 
-    Few heads of keys and values are repeated, side by side; autograd adds up their gradients.
+    If there are too few key and value heads, each is repeated; autograd adds up their gradients.
     """
     query_BHSD, *keys_BKSD = inputs_BHSD
     copies = count_key_heads(keys_BKSD[0].shape[1], size) // keys_BKSD[0].shape[1]
@@ -231,15 +231,15 @@ def repeat_keys(inputs_BHSD: Sequence[torch.Tensor], size: int) -> list[torch.Te
 
 
 def count_key_heads(groups: int, size: int) -> int:
-    """Return how many heads of keys ``groups`` become for ``size`` ranks."""
+    """Return how many key heads ``groups`` of them become when repeated for ``size`` ranks."""
     return math.lcm(groups, size)
 
 
 class HeadsOfModule:
-    """An attention module as it is for a part of its heads: what has a value per head is cut."""
+    """A view of an attention module for a part of its heads: per-head parameters are cut."""
 
     def __init__(self, module: Any, rank: int, size: int, heads: int, groups: int) -> None:
-        """``heads`` and ``groups`` of queries and keys are those of this rank of ``size``."""
+        """Take how many query ``heads`` and key ``groups`` this rank of ``size`` has."""
         self._module, self._rank, self._size, self._heads = module, rank, size, heads
         self.num_key_value_groups = heads // groups
 
@@ -247,7 +247,7 @@ class HeadsOfModule:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
-        """Return this part of a parameter with a value for each head; anything else as it is."""
+        """Return this rank's part of a parameter with one value per head; else ``value``."""
         whole = (self._size * self._heads,)
         if not isinstance(value, torch.nn.Parameter) or value.shape != whole:
             return value
@@ -258,11 +258,11 @@ class HeadsOfModule:
 
 
 def share_batch(batch: Batch, part: RowPart) -> Batch:
-    """Return the tokens that a rank has of each row of ``batch``.
+    """Return a batch with a rank's tokens of each row of ``batch``.
 
-    Rows are padded to a multiple of the slices. Labels and positions are cut as they are: the label
-    of a slice's last token is the first token of the next. ``document_lengths`` and ``padding``
-    remain those of the whole rows, and so are pairs, but for ``PreferencePairs.own_counts_P2``.
+    Rows are padded to a multiple of the number of slices. Labels and positions are cut as they are:
+    the label of a slice's last token is the first token of the next slice. ``document_lengths``,
+    ``padding`` and pairs still describe whole rows, except ``PreferencePairs.own_counts_P2``.
     """
     more = -batch.tokens_BT.shape[1] % part.num_slices
     lengths = batch.document_lengths or read_document_lengths(batch.positions_BT)
@@ -293,7 +293,7 @@ def share_batch(batch: Batch, part: RowPart) -> Batch:
 
 
 def own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
-    """Return how many tokens, padding included, and tokens with loss such a part has."""
+    """Return how many tokens, padding included, and how many tokens with loss a part has."""
     if part.size == 1:
         return batch.tokens_BT.numel(), batch.num_loss_tokens
     num_rows, num_tokens = batch.tokens_BT.shape
@@ -304,7 +304,7 @@ def own_tokens(batch: Batch, part: RowPart) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _OwnLabels:
-    """How many of a batch's tokens with loss a rank has, also of each answer, and their weights."""
+    """How many of a batch's tokens with loss a rank has, also per answer, and their weights."""
 
     num: int
     counts_P2: torch.Tensor | None
@@ -313,7 +313,7 @@ class _OwnLabels:
 
 def _find_own_labels(batch: Batch, slices: Sequence[slice], part: RowPart) -> _OwnLabels:
     pairs, weights_N = batch.pairs, batch.weights_N
-    if isinstance(batch.labels_BT, FakeTensor):  # in a trace no label has a value: an even share
+    if isinstance(batch.labels_BT, FakeTensor):  # a trace has no values: assume an even share
         num = len(range(part.rank, batch.num_loss_tokens, part.size))
         counts_P2 = None if pairs is None else pairs.counts_P2 // part.size
         return _OwnLabels(num, counts_P2, None if weights_N is None else weights_N[:num])
@@ -334,7 +334,7 @@ def _find_own_labels(batch: Batch, slices: Sequence[slice], part: RowPart) -> _O
 def cut_documents(lengths: Sequence[Sequence[int]], part: RowPart) -> list[DocumentPart]:
     """Return the parts of documents that a rank has, in the order of its tokens.
 
-    ``lengths`` are those of each row's documents, in all as many tokens as slices divide.
+    ``lengths``: the lengths of each row's documents; the number of slices must divide their sum.
     """
     found = []
     for row, row_lengths in enumerate(lengths):

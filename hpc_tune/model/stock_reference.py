@@ -1,8 +1,8 @@
-"""The reference for an architecture: transformers' own losses and gradients of a small model of it.
+"""The reference for an architecture: transformers' own losses and gradients for a small model.
 
-write_small_model     the architecture of a config, made small, with random values, as a directory
-compute_stock_losses  the loss of each document in transformers' model, and their sum's gradient
-compute_reference     both, with values for which rounding chooses no expert
+write_small_model     writes a small, random model of a config's architecture into a directory
+compute_stock_losses  each document's loss in transformers' model, and the gradient of their sum
+compute_reference     both, with values for which no choice of experts depends on rounding
 """
 
 import importlib.metadata
@@ -27,22 +27,22 @@ from hpc_tune.packages import fast_imports
 # -- A model's configuration made small: the same architecture in a few million values.
 #
 #     shrink_config(config)        few layers, narrow layers, a small vocabulary; all else as it was
-#     shrink_whole_config(config)  so with the language model of one that has other parts, too
+#     shrink_whole_config(config)  the same for a model that has other parts than a language model
 #
-# What is kept decides how the model computes: the number of heads and their groups, kinds of
-# layers, activations, scales, biases, rotary positions. Feature widths are divided by one number,
-# so that what has to fit together (heads x values per head = width) still does. Where the smallest
-# of these models is too large yet, the heads are divided too, and with them every width but that of
-# a head.
+# Everything that decides how the model computes is kept: the number of heads and their groups,
+# kinds of layers, activations, scales, biases, rotary positions. Feature widths are divided by one
+# number, so that dependent sizes still match (heads x values per head = width). If even the
+# smallest of these models is too large, the number of heads is divided too, and with it every width
+# but that of a head.
 
 
 VOCABULARY = 512
-WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
+WINDOW = 16  # tokens that a layer sees or processes at once: fewer than a trial's documents have
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
-FEWER = (1, 4)  # times the heads: all of them, if that can be
-OTHER_FACTORS = (8, 1)  # of parts for other things than text, of which no value is looked at
-_MULTIPLE = 8  # of inner features: products of experts want rows of 16 bytes
-MIN_HEAD = 8  # values per head: rotary positions of a part of them want an even number
+FEWER = (1, 4)  # divisors of the number of heads: keep all of them if possible
+OTHER_FACTORS = (8, 1)  # divisors for parts that do not process text; their values are never used
+_MULTIPLE = 8  # of inner features: the experts' matmuls need rows of 16 bytes
+MIN_HEAD = 8  # values per head: partial rotary positions need an even number
 _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
     r"|.*_ffn_dim|.*ffn_hidden_size|n_inner|d_ff|.*head_dim|.*_head_size|kv_channels|.*_lora_rank"
@@ -54,7 +54,7 @@ _WIDTHS = re.compile(
 _HEADS = re.compile(r"^(num_(.*_)?heads|(.*_)?n_heads?|n_head_kv|linear_num_.*_heads)$")
 _HEAD_SIZES = re.compile(r".*(head_dim|head_size|headdim|_d_head|d_kv|kv_channels)$|^rotary_dim$")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
-OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts for other things than text
+OTHER_LAYERS = (*LAYERS, "encoder_layers")  # of parts that do not process text
 _WINDOWS = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("window_size", "chunk_size", "mamba_chunk_size"), WINDOW),
@@ -65,20 +65,20 @@ _LAYER_KINDS = (
     *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
     *("mlp_layer_types", "mlp_layers_types"),
 )
-# How many of the first layers have no experts.
+# The fields that say how many of the first layers have no experts.
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
-_MIN_EXPERTS = 8  # or twice as many as a token chooses
+_MIN_EXPERTS = 8  # or more: twice as many as a token chooses
 
 
 def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int = 1) -> Any:
     """Return ``config`` with few layers, widths divided by ``factor`` and a small vocabulary.
 
-    ``all_layers`` keeps their number, for architectures whose layers refer to each other.
-    ``fewer``: by what the number of heads is divided, and all widths but a head's besides.
+    ``all_layers`` keeps the number of layers, for architectures whose layers refer to each other.
+    ``fewer`` divides the number of heads, and also all widths but that of a head.
 
     Raises:
-        Exception: whatever the configuration's own class raises for what does not fit together.
+        Exception: whatever the configuration's own class raises for inconsistent values.
     """
     fields: dict[str, Any] = config.to_dict()
     old_layers = _first_number(fields, LAYERS)
@@ -98,7 +98,7 @@ def shrink_config(config: Any, factor: int, all_layers: bool = False, fewer: int
                 for layer, own in value.items()
                 if not layers or int(layer) < layers
             }
-        elif name in config.sub_configs and isinstance(value, dict):  # DBRX's of attention
+        elif name in config.sub_configs and isinstance(value, dict):  # such as DBRX's attention
             part = getattr(config, name)
             fields[name] = {n: _shrink_field(n, v, part, factor, fewer) for n, v in value.items()}
         else:
@@ -120,7 +120,7 @@ def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -
             return min(value, VOCABULARY)
         if _EXPERTS.match(name):
             return min(value, _enough_experts(config))
-        if name == "zero_expert_num":  # LongCat's, of no computation
+        if name == "zero_expert_num":  # LongCat's experts that compute nothing
             return min(value, _MIN_EXPERTS)
     if name.endswith(("token_id", "token_ids")):
         return _small_token(name, value)
@@ -130,9 +130,9 @@ def _shrink_field(name: str, value: Any, config: Any, factor: int, fewer: int) -
 def shrink_whole_config(
     config: Any, factor: int, all_layers: bool = False, fewer: int = 1, of_others: int = 1
 ) -> Any:
-    """Return ``config`` with its language model ``shrink_config``; other parts get one layer each.
+    """Return ``config`` with ``shrink_config`` of its language model, and one layer in other parts.
 
-    The widths of those are divided by ``of_others``.
+    The widths of the other parts are divided by ``of_others``.
 
     Raises:
         Exception: as ``shrink_config`` does.
@@ -148,22 +148,22 @@ def shrink_whole_config(
             fields[name] = small.to_dict()
         elif part is not None:
             fields[name] = _one_layer(part.to_dict(), of_others)
-            for width, value in part.to_dict().items():  # what it gives to the language model
+            for width, value in part.to_dict().items():  # its outputs to the language model
                 if "out" in width and value == text.hidden_size:
                     fields[name][width] = small.hidden_size
     for name, value in fields.items():
         if name == "vocab_size" and isinstance(value, int):
             fields[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            fields[name] = VOCABULARY - 1  # none that a document of a trial has
+            fields[name] = VOCABULARY - 1  # a token that a trial's documents do not have
     return type(config).from_dict(fields)
 
 
 def _divide_width(name: str, value: Any, factor: int, fewer: int) -> Any:
-    """Return a width, or the width of each layer, divided; other values as they are.
+    """Divide a width, a list of widths per layer, or a number of heads; keep all other values.
 
-    So is a width that is smaller than what it would be divided by, and a number of heads of which
-    no two would be left.
+    A width below its divisor is kept too, and so is a number of heads that does not divide evenly
+    or would leave fewer than two.
     """
     if isinstance(value, list):
         return [_divide_width(name, width, factor, fewer) for width in value]
@@ -195,13 +195,13 @@ def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
 
 
 def list_shrink_factors(config: Any) -> list[int]:
-    """Return the numbers to divide a configuration's widths by, the largest that may work first."""
+    """Return the possible divisors for a configuration's widths, the largest first."""
     fields: dict[str, Any] = config.to_dict()
     heads = common_value(config, "num_attention_heads")
     hidden = getattr(config, "hidden_size", None)
     sizes = {name: n for name, n in fields.items() if name.endswith("head_dim") and n}
     sizes = {name: n for name, n in sizes.items() if isinstance(n, int)}
-    if sizes:  # of linear attention, or without rotary positions, it is none of "head_dim"
+    if sizes:  # linear attention, or heads without rotary positions, may name it differently
         size = sizes.get("head_dim") or min(sizes.values())
     elif isinstance(heads, int) and isinstance(hidden, int) and heads:
         size = hidden // heads
@@ -211,7 +211,7 @@ def list_shrink_factors(config: Any) -> list[int]:
 
 
 def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
-    """Return how many of the first layers have one of each kind, two at least."""
+    """Return how many of the first layers include one of each kind, at least two."""
     dense = [fields.get(name) for name in _DENSE_FIRST]
     enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
     for name in _LAYER_KINDS:
@@ -226,17 +226,17 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
 
 
 def _enough_experts(config: Any) -> int:
-    """Return how many experts leave a token a choice, in as many groups as there are."""
+    """Return how many experts leave tokens a choice, as a multiple of the number of groups."""
     groups = max(getattr(config, "n_group", None) or 1, 1)
     experts = max(_MIN_EXPERTS, 2 * num_chosen_experts(config), 2 * groups)
     return experts + -experts % groups
 
 
 def _shorten_factors(small: Any) -> None:
-    """Leave as many factors and sections of rotary frequencies as narrower heads have."""
+    """Cut rotary factors and sections to the number of frequencies that narrower heads have."""
     fields = getattr(small, "rope_parameters", None) or {}
     if "mrope_section" in small.ignore_keys_at_rope_validation and fields:
-        fields.setdefault("mrope_section", [1, 1, 1])  # the model's code has one for its own heads
+        fields.setdefault("mrope_section", [1, 1, 1])  # the model's default is for unshrunk heads
     for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
         share = part.get("partial_rotary_factor") or 1.0
         uneven = "short_factor" in part or "mrope_section" in part
@@ -250,9 +250,9 @@ def _shorten_factors(small: Any) -> None:
 
 
 def _shorten_sections(sections: list[int], half: int) -> list[int]:
-    """Return sections of ``half`` frequencies of a head: of time, height and width, or time last.
+    """Return sections that sum to ``half``: for time, height and width, or with time last.
 
-    Height and width stay equal where they were.
+    Height and width stay equal if they were.
     """
     shares = [half * section // sum(sections) for section in sections]
     if sections[0] == sections[1]:
@@ -276,30 +276,30 @@ def _small_token(name: str, value: Any) -> Any:
 
 
 MAX_VALUES = 64_000_000
-_STANDARD_DEVIATION = 0.03  # noise on all first values, so that none is zero or one
-_MAX_DRAWS = 5  # of values, at most; the last are taken as they are
+_STANDARD_DEVIATION = 0.03  # of the noise on all initial values, so that none is zero or one
+_MAX_DRAWS = 5  # draws of values, at most; the last ones are used even if tied
 _ADAPTER_PACKAGES = ("peft", "bitsandbytes")
-_TIE_SHARE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
+_TIE_SHARE = 2e-6  # of the largest score: rounding moves these models' fp32 scores by half of that
 
 
 class NotCheckable(Exception):
-    """No small model of this architecture can be made; the reason is its text."""
+    """No small model of this architecture can be made or trained; the text is the reason."""
 
 
 class TopKChoices(TorchDispatchMode):
-    """Notes how near two scores were of which torch.topk took one and left the other.
+    """Records the smallest gap between a score that torch.topk chose and one that it left out.
 
-    ``nearest``: by how much of the largest score they differed, at least.
+    ``nearest``: this gap, relative to the largest score.
     """
 
     def __init__(self) -> None:
-        """Note the choices within this context."""
+        """Record the choices made within this context."""
         super().__init__()
         self.nearest = float("inf")
 
     @property
     def is_tied(self) -> bool:
-        """Whether rounding may have decided a choice: another order of a sum makes another."""
+        """Whether rounding may have decided a choice: summing in another order could change it."""
         return self.nearest < _TIE_SHARE
 
     def __torch_dispatch__(
@@ -309,7 +309,7 @@ class TopKChoices(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute as without this, and look at the scores."""
+        """Run ``func`` unchanged, and record the gap if it is a choice by torch.topk."""
         if func is torch.ops.aten.topk.default and self._is_choice(*args[:3]):
             scores, count = args[0].detach(), args[1]
             best = scores.topk(count + 1, dim=-1).values
@@ -326,7 +326,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        NoTrial: if transformers can make none, or none of less than ``MAX_VALUES`` values.
+        NotCheckable: if transformers can make none, or none of at most ``MAX_VALUES`` values.
     """
     with fast_imports():
         from transformers.utils.logging import disable_progress_bar
@@ -363,7 +363,7 @@ def write_small_model(config: Any, directory: Path, seed: int = 0) -> None:
 
 
 def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what a checkpoint has values of: parameters, and the biases of routers' choices."""
+    """Yield the tensors that checkpoints hold: parameters, and routers' correction biases."""
     yield from (p for p in model.parameters() if p.is_floating_point())
     for module in model.modules():
         yield from (b for n, b in module.named_buffers(recurse=False) if n in CORRECTION_BIASES)
@@ -372,12 +372,12 @@ def _find_saved_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def compute_stock_losses(
     directory: Path, documents: Sequence[torch.Tensor]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the loss sum of each document of T tokens, by itself, and their summed gradient.
+    """Return the loss sum of each document of T tokens, run by itself, and their summed gradient.
 
-    The model is what ``from_pretrained`` makes of the directory, the loss what it returns.
+    The model is loaded by ``from_pretrained``, and computes the loss itself.
 
     Raises:
-        NoTrial: if that fails.
+        NotCheckable: if that fails.
     """
     try:
         model = (
@@ -405,11 +405,11 @@ def compute_reference(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Write a small model into ``directory`` and return ``compute_stock_losses`` of it.
 
-    Where two experts have one score but for rounding, another order of a sum chooses the other,
-    and the loss is another though nothing is wrong: such a model is drawn anew.
+    If two experts' scores differ only by rounding, summing in another order chooses the other one
+    and changes the loss, though nothing is wrong: then new values are drawn.
 
     Raises:
-        NoTrial: as both do.
+        NotCheckable: as both do.
     """
     for seed in range(_MAX_DRAWS):
         write_small_model(config, directory, seed)
@@ -421,7 +421,7 @@ def compute_reference(
 
 
 def _save_model(model: Any, directory: Path) -> None:
-    """Do what ``save_pretrained`` does, without the packages that it would import into a rank."""
+    """Do what ``save_pretrained`` does, without importing the packages that it would import."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -435,14 +435,14 @@ def _save_model(model: Any, directory: Path) -> None:
 
 
 def _document_loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss of a document, as transformers itself has it."""
+    """Return the summed loss of a document, as transformers itself computes it."""
     tokens_BT = tokens_T.unsqueeze(0)
     mean: torch.Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
     return mean * (len(tokens_T) - 1)
 
 
 def software_versions() -> str:
-    """Return the versions that a trial's outcome depends on."""
+    """Return the package versions that a trial's outcome depends on."""
     with fast_imports():
         import transformers
 

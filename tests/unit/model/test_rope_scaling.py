@@ -144,7 +144,7 @@ def test_sections_are_kept_in_the_form_of_older_transformers(tmp_path):
 def test_frequencies_of_a_whole_head_of_which_a_part_turns_are_refused(tmp_path, scaling):
     """Gemma 4's: a scaling would make as many frequencies as turn, and heads are wider."""
     AutoConfig.for_model("gemma4_text", **FAMILY).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="are proportional ones, which no scaling keeps"):
+    with pytest.raises(ConfigError, match="has proportional rotary positions, which any scaling"):
         read_config(tmp_path, scaling)
     assert advise_rope_scaling(tmp_path, None, 1 << 20) is None
 
@@ -203,7 +203,7 @@ def test_layers_with_a_window_keep_their_positions(tmp_path):
     [
         ("gpt2", {}, YARN, "a gpt2 model has no rotary positions to scale"),
         ("phi3", {}, YARN, "Missing required keys"),
-        ("phi3", {}, LINEAR, "transformers takes no such scaling for a phi3 model"),
+        ("phi3", {}, LINEAR, "transformers rejects this scaling for a phi3 model"),
         ("gptj", {"rotary_dim": 8}, YARN, "gptj model"),
     ],
 )
