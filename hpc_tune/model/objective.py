@@ -31,8 +31,7 @@ def _is_whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Objective(Protocol):
-    """Turns the token losses of a micro-batch into sums that a step adds up; the first is the loss.
-    """
+    """Turns a micro-batch's token losses into sums that a step adds up; the first is the loss."""
 
     @property
     def num_sums(self) -> int:

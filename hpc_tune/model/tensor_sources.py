@@ -1,12 +1,12 @@
-"""Where the values of a tensor lie in files, and how a region of it is read.
+"""Where the values of a tensor are stored in files, and how a region of it is read.
 
-    Plain   as the tensor is: in one safetensors file, or in boxes of it in several
-    Scaled  in float8, with scales
-    Packed  in MXFP4, with scales: a stack of experts
-    Joined  as several tensors that lie in one of these ways: the experts of a layer one by one
+    PlainTensor   as it is: whole in one safetensors file, or as boxes in several
+    ScaledTensor  in float8, with scales
+    Mxfp4Stack    in MXFP4, with scales: a stack of experts
+    JoinedTensor  as several tensors, each stored in one of these ways: a layer's experts one by one
 
-A rank reads what it keeps of a tensor, a few MiB at a time: no tensor is ever put together that is
-not kept.
+A rank reads only the part of a tensor that it keeps, a few MiB at a time: no whole tensor is ever
+assembled unless it is kept.
 
 Shapes, mostly: E experts, I inner features (2I where gate and up are joined), H hidden features.
 """
@@ -24,32 +24,32 @@ from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import DataError, HpcTuneError, find_remedy
 
-PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
-Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
+PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is not faster
+Reserve = Callable[[int], None]  # called with the bytes of host memory about to be allocated
 
 
 def reserve_nothing(num_bytes: int) -> None:
-    """Let ``num_bytes`` be allocated: no memory limit is watched here."""
+    """Accept an allocation of ``num_bytes`` without watching a memory limit."""
 
 
-# -- A box of a tensor: the values that a file or a rank has of it.
+# -- A box of a tensor: the part of it that a file or a rank holds.
 
 
 @dataclass(frozen=True)
 class Box:
-    """``shape`` values of a tensor from ``offset`` on, along each dim."""
+    """The region of a tensor that starts at ``offset`` and has ``shape``."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
-        """Return all of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
     def num_values(self) -> int:
-        """The values in it."""
+        """The number of values in it."""
         return math.prod(self.shape)
 
     @property
@@ -58,27 +58,27 @@ class Box:
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def is_within(self, full_shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of that shape has it; what a file says may be of any type."""
+        """Return whether a tensor of that shape contains it; values from files may be anything."""
         return len(self.offset) == len(self.shape) == len(full_shape) and all(
             type(o) is int and type(f) is int and o >= 0 and o + n <= f
             for o, n, f in zip(self.offset, self.shape, full_shape, strict=True)
         )
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the box of the values that both have; None without any."""
+        """Return the intersection of both boxes, or None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(b - a for a, b in zip(start, map(min, self.end, other.end), strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def slices(self, origin: tuple[int, ...] = ()) -> tuple[slice, ...]:
-        """Return the index of its values in a part that begins at ``origin``, or in the whole."""
+        """Return the box's index in a part that begins at ``origin``, or in the whole tensor."""
         at = origin or (0,) * len(self.offset)
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.offset, self.end, at, strict=True))
 
 
 @dataclass(frozen=True)
 class TensorSource(ABC):
-    """A tensor that can be read; ``file`` is where messages say that it is."""
+    """A tensor that can be read; ``file`` is the location that messages name."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def fill(self, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve) -> None:
-        """Copy the region of ``local``'s shape from ``offset`` on into it, in its dtype.
+        """Read the region at ``offset`` with ``local``'s shape into ``local``, in its dtype.
 
         The region must be within the tensor.
 
@@ -102,11 +102,11 @@ class TensorSource(ABC):
         return values
 
 
-# -- Tensors that lie in files as they are.
+# -- Tensors that are stored in files as they are.
 
 
 class TensorFiles:
-    """Safetensors files to read from; what is wrong with one is raised as an ``error``."""
+    """Safetensors files to read from; problems with a file are raised as ``error``."""
 
     def __init__(self, error: type[HpcTuneError]) -> None:
         """Open nothing yet."""
@@ -114,18 +114,18 @@ class TensorFiles:
         self._open: tuple[Path, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another rank gets, which opens files of its own."""
+        """Leave out the open file when pickled: another rank opens files of its own."""
         return self.__dict__ | {"_open": None}
 
     def open(self, file: Path) -> Any:
-        """Return ``file`` opened, until another one is: tensors that follow each other share it."""
+        """Open ``file``, or return it if it is the one last opened: successive tensors share it."""
         if self._open is None or self._open[0] != file:
             self.close()
             self._open = file, safe_open(file, "pt")
         return self._open[1]
 
     def close(self) -> None:
-        """Have the next opening see if a file has been changed since."""
+        """Close the file, so that the next ``open`` sees changes made to it since."""
         self._open = None
 
 
@@ -140,7 +140,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class PlainTensor(TensorSource):
-    """A tensor of which files have boxes; of most one file has all of it."""
+    """A tensor stored as boxes in files; most tensors are whole in one file."""
 
     pieces: tuple[StoredBox, ...]
     files: TensorFiles = field(repr=False)
@@ -151,7 +151,7 @@ class PlainTensor(TensorSource):
         if len({piece.box.offset for piece in pieces}) < len(pieces):
             raise self.files.error(
                 f"{pieces[0].file.parent}: {self.name} has several regions at the same place, so "
-                "values of others are missing: it was saved wrongly, and cannot be used; go on "
+                "values of others are missing: it was saved wrongly, and cannot be used; resume "
                 "from another checkpoint (checkpoint.resume=PATH)"
             )
         wanted = Box(offset, tuple(local.shape))
@@ -165,7 +165,7 @@ class PlainTensor(TensorSource):
     def map_pages(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that *is* the file's pages, shared by all processes of the node.
 
-        None where the file holds another dtype or only pieces. It must not be written to.
+        Return None if the file has another dtype or only pieces. Do not write to the tensor.
         """
         piece, *others = self.pieces
         if others or piece.box.shape != self.shape or self.dtype != dtype:
@@ -180,7 +180,7 @@ class PlainTensor(TensorSource):
     def _copy_overlap(
         self, piece: StoredBox, local: torch.Tensor, wanted: Box, reserve: Reserve
     ) -> int:
-        """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
+        """Copy a piece's overlap with ``wanted`` into ``local``; return the number of values."""
         if (found := piece.box.overlap(wanted)) is None:
             return 0
         try:
@@ -191,7 +191,7 @@ class PlainTensor(TensorSource):
                 return 1
             for rows in _cut_into_rows(found):
                 part = local[rows.slices(wanted.offset)]
-                reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
+                reserve(2 * part.nbytes)  # pages of ``local`` first touched here, and the file's
                 part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
             raise self._read_error(piece, error) from None
@@ -203,7 +203,7 @@ class PlainTensor(TensorSource):
 
 
 def why_not_opened(file: Path) -> str | None:
-    """Return why a file that is there cannot be opened: safetensors calls each such one missing."""
+    """Return why an existing file cannot be opened: safetensors would say that it is missing."""
     try:
         with file.open("rb"):
             return None
@@ -214,27 +214,27 @@ def why_not_opened(file: Path) -> str | None:
 
 
 def _cut_into_rows(box: Box) -> Iterator[Box]:
-    """Yield as many rows of a box at once as ``PIECE_BYTES`` of fp32 values hold, at least one."""
+    """Cut a box into pieces of as many rows as fit ``PIECE_BYTES`` in fp32, at least one."""
     (first, *offset), (num, *shape) = box.offset, box.shape
     rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
     for row in range(0, num, rows):
         yield Box((first + row, *offset), (min(rows, num - row), *shape))
 
 
-# -- Weights that are stored in float8 with scales, dequantised as they are read.
+# -- Weights that are stored in float8 with scales, dequantized as they are read.
 #
 #     value[r, c] = stored[r, c] * scale[r // rows of a block, c // columns of a block]
 #
-# One scale for a tensor, one for each row, or one for each block (DeepSeek-V3's form,
-# arXiv:2412.19437, section 3.3).
+# There is one scale per tensor, per row, or per block (DeepSeek-V3's form, arXiv:2412.19437,
+# section 3.3).
 
 
-_ROWS_AT_ONCE = 128  # as many are multiplied at once, in fp32
+_ROWS_AT_ONCE = 128  # rows multiplied by their scales at once, in fp32
 
 
 @dataclass(frozen=True)
 class ScaledTensor(TensorSource):
-    """A float8 matrix and its scales, fp32, each of which is for ``rows`` x ``columns`` of it."""
+    """A float8 matrix and its fp32 scales, one for each block of ``rows`` x ``columns``."""
 
     stored: TensorSource
     scales: torch.Tensor
@@ -251,10 +251,10 @@ class ScaledTensor(TensorSource):
             part.copy_(part.float() * self.scales[rows[first : first + _ROWS_AT_ONCE]][:, columns])
 
 
-# -- Stacks of experts in MXFP4, dequantised as they are read: gpt_oss's published files.
+# -- Stacks of experts in MXFP4, dequantized as they are read: gpt_oss's published files.
 #
-#     NAME_blocks uint8 [E, O, G, 16]   two values of 4 bits in a byte, the low ones first
-#     NAME_scales uint8 [E, O, G]       one power of two for each 32 values, with 127 added
+#     NAME_blocks uint8 [E, O, G, 16]   two 4-bit values per byte, the low bits first
+#     NAME_scales uint8 [E, O, G]       an exponent of two for each 32 values, with 127 added
 #     NAME        bf16  [E, 32 G, O]    what transformers makes of them
 #
 # E experts, O outputs, G groups of 32 inputs. The format: OCP Microscaling Formats (MX) 1.0,
@@ -286,7 +286,7 @@ class Mxfp4Stack(TensorSource):
             into.copy_(self._dequantise(part))
 
     def _dequantise(self, part: Box) -> torch.Tensor:
-        """Return rows of one expert in fp32."""
+        """Return a box of one expert in fp32."""
         (expert, column, row), (_, columns, rows) = part.offset, part.shape
         first, last = column // BLOCK_VALUES, -(-(column + columns) // BLOCK_VALUES)
         offset, shape = (expert, row, first), (1, rows, last - first)
@@ -299,7 +299,7 @@ class Mxfp4Stack(TensorSource):
 
 
 def _cut_into_experts(wanted: Box) -> Iterator[Box]:
-    """Cut a region of a stack into rows of one expert that take ``PIECE_BYTES`` while read."""
+    """Cut a region of a stack into rows of one expert that take ``PIECE_BYTES`` to read."""
     (expert, column, row), (num_experts, columns, num_rows) = wanted.offset, wanted.shape
     rows = max(1, PIECE_BYTES // (12 * (columns + 2 * BLOCK_VALUES)))
     for e in range(expert, expert + num_experts):
@@ -307,18 +307,18 @@ def _cut_into_experts(wanted: Box) -> Iterator[Box]:
             yield Box((e, column, first), (1, columns, min(rows, row + num_rows - first)))
 
 
-# -- Tensors of a model that its files hold in several.
+# -- Tensors of a model that are stored in files as several tensors.
 #
-# transformers' table of conversions (``transformers.conversion_mapping``) says which; what it does
-# to tensors is followed here on shapes and places alone.
+# transformers' table of conversions (``transformers.conversion_mapping``) says which. Its
+# operations are applied here only to shapes and offsets, not to values.
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor in a joined one: where it lies there and which axis is which.
+    """A stored tensor within a joined one: its box there, and how their axes correspond.
 
-    ``axes`` has, for each dimension of the joined tensor, that of the stored one; None where the
-    stored one is a single layer of a stack.
+    ``axes`` maps each dimension of the joined tensor to one of the stored tensor, or to None for
+    the dimension along which the stored tensor is one layer of a stack.
     """
 
     stored: TensorSource
@@ -327,11 +327,11 @@ class StoredPart:
 
     @classmethod
     def whole(cls, stored: TensorSource) -> "StoredPart":
-        """Return all of a stored tensor, as it is."""
+        """Return a part that is a whole stored tensor, unchanged."""
         return cls(stored, Box.whole(stored.shape), tuple(range(len(stored.shape))))
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a region of the joined tensor within this part with the axes of the stored one."""
+        """View a region of the joined tensor, within this part, with the stored tensor's axes."""
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
                 local = local.select(dim, 0)
@@ -339,7 +339,7 @@ class StoredPart:
         return local.permute([kept.index(axis) for axis in range(len(kept))])
 
     def offset_of(self, box: Box) -> tuple[int, ...]:
-        """Return where a box of the joined tensor within this part begins in the stored one."""
+        """Return the offset in the stored tensor of a box of the joined one within this part."""
         starts = zip(self.axes, box.offset, self.box.offset, strict=True)
         by_axis = {axis: start - first for axis, start, first in starts if axis is not None}
         return tuple(by_axis[axis] for axis in range(len(by_axis)))
@@ -347,13 +347,13 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class JoinedTensor(TensorSource):
-    """A tensor of the model, made of stored ones."""
+    """A tensor of the model that is assembled from stored ones."""
 
     parts: tuple[StoredPart, ...]
 
     @classmethod
     def from_parts(cls, shape: tuple[int, ...], parts: Iterable[StoredPart]) -> "JoinedTensor":
-        """Join parts; the tensor has the first one's name, dtype and file."""
+        """Join parts; the result has the name, dtype and file of the first part."""
         first, *others = parts
         stored = first.stored
         return cls(stored.name, shape, stored.dtype, stored.file, (first, *others))
@@ -368,7 +368,7 @@ class JoinedTensor(TensorSource):
 
 
 def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return transformers' renamings of a model's tensors, and what else it does to some."""
+    """Return transformers' renamings of a model's tensors, and its other conversions of them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -378,9 +378,10 @@ def _find_conversions(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def find_renamed_tensors(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
-    """Return the stored name of each tensor that transformers has another name for than its file.
+    """Return the stored name of each tensor, by its name in transformers, if the two differ.
 
-    Those that it would also cut, join or turn are left out: see ``find_joined_tensors``.
+    Tensors that transformers also splits, joins or transposes are left out: see
+    ``find_joined_tensors``.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -394,9 +395,9 @@ def find_renamed_tensors(model: Any, stored_names: Iterable[str]) -> dict[str, s
 
 
 def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the names that a whole ``model`` has which transformers' table renames.
+    """Return which ``names``, already those of the whole ``model``, transformers' table renames.
 
-    peft takes the names of an adapter through it, too, and passes over these.
+    peft applies the table to an adapter's names too, and then ignores these.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -407,12 +408,12 @@ def find_names_renamed_again(model: Any, names: Iterable[str]) -> list[str]:
 def find_joined_tensors(
     model: Any, stored: Iterable[TensorSource]
 ) -> tuple[dict[str, JoinedTensor], dict[str, str]]:
-    """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
+    """Return each tensor that is joined from stored ones, by its name in the whole ``model``.
 
-    And those that transformers makes in a way that is not followed here, with what it does.
+    Also return tensors that transformers makes by operations not supported here, and name these.
 
     Raises:
-        DataError: if the experts of a layer are not all there, or differ in shape.
+        DataError: if some experts of a layer are missing, or differ in shape.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -421,7 +422,7 @@ def find_joined_tensors(
     sources: dict[str, dict[str, list[TensorSource]]] = defaultdict(lambda: defaultdict(list))
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for one in sorted(stored, key=_natural_sort_key):
-        if one.name in own:  # in its final form, as files may have it too
+        if one.name in own:  # stored in its final form, as some files do
             continue
         name, pattern = rename_source_key(one.name, renamings, converters)
         if pattern is not None:
@@ -441,14 +442,14 @@ def find_joined_tensors(
 
 
 def _natural_sort_key(stored: TensorSource) -> list[tuple[int, str]]:
-    """Return what tensors are sorted by so that expert 10 comes after expert 9."""
+    """Return a sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in stored.name.split(".")]
 
 
 def _apply_conversion(
     converter: Any, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...] | None
 ) -> JoinedTensor | None:
-    """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
+    """Apply a conversion to stored tensors; return None if the result is not a single tensor."""
     groups = [
         [
             JoinedTensor.from_parts(stored.shape, [StoredPart.whole(stored)])
@@ -466,7 +467,7 @@ _Groups = list[list[JoinedTensor]]
 
 
 def _apply_merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
-    """MergeModulelist: the tensors of each group are stacked."""
+    """MergeModulelist: stack the tensors of each group."""
     return [[_stack_tensors(group, operation.dim)] for group in groups]
 
 
@@ -503,9 +504,9 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
     for one in tensors:
         if _drop_at(one.shape, dim) != _drop_at(first.shape, dim):
             raise DataError(
-                f"{one.name} has the shape {list(one.parts[0].stored.shape)}, and {first.name}, "
-                f"which it is stacked with, {list(first.parts[0].stored.shape)}; a file is damaged "
-                "or of another model"
+                f"{one.name} has the shape {list(one.parts[0].stored.shape)}, but {first.name}, "
+                f"which it is stacked with, has {list(first.parts[0].stored.shape)}; a file is "
+                "damaged or belongs to another model"
             )
         for part in one.parts:
             offset = list(part.box.offset)
@@ -516,7 +517,7 @@ def _concatenate_tensors(tensors: list[JoinedTensor], dim: int) -> JoinedTensor:
 
 
 def _apply_transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
-    """Transpose: two axes change places; with ``check_dims`` only if the shape is not right yet."""
+    """Transpose: swap two axes; with ``check_dims`` only if the shape is not yet ``wanted``."""
 
     def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
         out = list(values)
@@ -546,12 +547,12 @@ _OPERATIONS: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
 def _require_all_experts(
     name: str, by_source: Mapping[str, list[TensorSource]], wanted: tuple[int, ...]
 ) -> None:
-    """Refuse a stack without some of its experts, which would be shifted into other places."""
+    """Refuse a stack with missing experts: the others would be shifted into their places."""
     counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}
     if len(wanted) != 3 or set(counts.values()) <= {wanted[0]}:
         return
     fewest = min(counts, key=lambda pattern: counts[pattern])
     raise DataError(
-        f"{name} has {wanted[0]} experts by config.json, and the files hold {counts[fewest]} of "
-        f"{fewest.replace('.*.', '.N.')}; a file is missing or of another model"
+        f"{name} has {wanted[0]} experts by config.json, but the files hold {counts[fewest]} of "
+        f"{fewest.replace('.*.', '.N.')}; a file is missing or belongs to another model"
     )

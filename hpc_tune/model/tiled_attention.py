@@ -1,21 +1,21 @@
-"""Causal attention of documents on a CPU, in tiles of matrix products with a softmax in between.
+"""Causal attention of documents on a CPU: tiled matrix multiplications with a softmax in between.
 
-    documents -> padded to whole tiles, those of one length together
+    documents -> padded to whole tiles, grouped by length
     tile of queries x all keys up to it -> scores -> softmax -> x values
 
 torch's fused kernel for CPUs multiplies blocks that are too small for the matrix units: in bf16
 it takes 2 to 3 times as long (benchmarks/NOTES.md). The backward pass recomputes the
 probabilities, as in FlashAttention (arXiv:2205.14135); no T x T scores are kept.
 
-In 16 bits a score is rounded where it is written, which is too coarse for large ones. So each
-row's largest score is subtracted before that, within the product: what matters to the softmax is
-then near zero, and as exact as scores in fp32.
+In 16 bits a score is rounded when it is written, which is too coarse for large scores. So each
+row's largest score is subtracted before that, within the matmul: the scores that matter to the
+softmax are then near zero, and as exact as scores in fp32.
 
-All tiles use the same buffers. New ones for each would be mapped and faulted in anew wherever
-freed memory returns to the kernel, which takes as long as the products.
+All tiles use the same buffers. New buffers for each tile would be mapped and faulted in again
+wherever freed memory returns to the kernel, which takes as long as the matmuls.
 
 Shapes: B rows of T tokens; H heads in K groups of G, which share keys and values; D values per
-head, which may be others for V; M documents of L tokens, padded.
+head, possibly another number for V; M documents of L tokens, padded.
 """
 
 import math
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 TILE, LONG_TILE = 64, 128  # queries at once
-LONG_TOKENS = 1024  # tokens from which on the longer tile is faster
-MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
+LONG_TOKENS = 1024  # above this length, the longer tile is faster
+MAX_SCORES = 1 << 21  # per matmul: more would not stay in cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define(
@@ -48,12 +48,12 @@ def tiled_attention(
 ) -> torch.Tensor:
     """Return the attention of each document as BTHD rows.
 
-    ``spans`` are the documents: rows, and their tokens in each of these; together they are all
-    tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute keeps the result by the name of
-    its operator.
+    ``spans`` are the documents: a range of rows, and a range of tokens in each of them; together
+    they cover all tokens. ``scale`` is 1 / sqrt(D) if None. Selective recompute recognizes the
+    result by the operator's name and keeps it.
 
-    ``earlier``: of documents of which queries are the last part, how many keys each has before. The
-    queries are one row then, the keys another: those of each document, one after the other.
+    ``earlier``: if queries are only the last part of each document, how many keys precede it. The
+    queries are then one row and the keys another, with the documents' keys one after the other.
     """
     flat = [number for span in spans for number in span]
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
@@ -86,11 +86,11 @@ class _TiledAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DocumentGroup:
-    """M documents of L tokens; without ``tokens`` they are the rows as they are.
+    """M documents of L tokens; without ``tokens``, each row is one document.
 
-    ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
-    that are none of a document: copies of its last token, which no token of it sees. Each has
-    ``earlier`` keys before its tokens; ``keys`` are the places of both.
+    ``tokens`` are their places in the flattened rows. ``is_padding`` marks the places in the group
+    (M L) that are padding: copies of a document's last token, which its tokens do not see. Each
+    document has ``earlier`` keys before its queries; ``keys`` are the places of all of its keys.
     """
 
     num_documents: int
@@ -102,15 +102,15 @@ class _DocumentGroup:
 
     @property
     def num_keys(self) -> int:
-        """Keys of a document, padded."""
+        """How many keys a document has, padding included."""
         return self.earlier + self.length
 
     def as_documents(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return the documents of what is known of queries as (M K, L G, D)."""
+        """Rearrange a tensor with a value per query into documents: (M K, L G, D)."""
         return self._gather(tensor_BHTD, self.tokens, self.length, num_groups)
 
     def as_keys(self, tensor_BKTD: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return the documents of keys or values as (M K, earlier + L, D)."""
+        """Rearrange keys or values into documents: (M K, earlier + L, D)."""
         return self._gather(tensor_BKTD, self.keys, self.num_keys, num_groups)
 
     def _gather(
@@ -122,11 +122,11 @@ class _DocumentGroup:
         return x.reshape(shape).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def as_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return what ``as_documents`` returns as (M L, H, D)."""
+        """Rearrange the layout of ``as_documents`` into (M L, H, D)."""
         return self._scatter(tensor, self.length, num_groups)
 
     def as_key_tokens(self, tensor: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return what ``as_keys`` returns as (M (earlier + L), K, D)."""
+        """Rearrange the layout of ``as_keys`` into (M (earlier + L), K, D)."""
         return self._scatter(tensor, self.num_keys, num_groups)
 
     def _scatter(self, tensor: torch.Tensor, length: int, num_groups: int) -> torch.Tensor:
@@ -136,9 +136,9 @@ class _DocumentGroup:
 
 @dataclass(frozen=True)
 class _Tiling:
-    """The groups, and where each token of the rows is in all of them, one after another.
+    """The groups, and the place of each token of the rows in the concatenated groups.
 
-    ``key_places`` are those of keys.
+    ``key_places`` are the places of keys.
     """
 
     groups: Sequence[_DocumentGroup]
@@ -149,14 +149,14 @@ class _Tiling:
     def write_rows(
         self, parts: Sequence[torch.Tensor], num_groups: int, out_BTHD: torch.Tensor
     ) -> None:
-        """Write what was computed of each group as BTHD rows."""
+        """Write each group's result to BTHD rows."""
         tokens = [g.as_tokens(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
         _write_places(tokens, self.token_places, out_BTHD)
 
     def write_keys(
         self, parts: Sequence[torch.Tensor], num_groups: int, out_BTKD: torch.Tensor
     ) -> None:
-        """Write what was computed of each group's keys as BTKD rows."""
+        """Write each group's result for its keys to BTKD rows."""
         groups = zip(self.groups, parts, strict=True)
         tokens = [group.as_key_tokens(part, num_groups) for group, part in groups]
         _write_places(tokens, self.key_places, out_BTKD)
@@ -212,14 +212,14 @@ def _make_tiling(
 def _pad_places(
     starts: torch.Tensor, lengths: torch.Tensor, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of documents, ``padded`` of each, and which of these are padding."""
+    """Return ``padded`` places for each document, and which of them are padding."""
     counting = torch.arange(padded)
     places = starts + torch.minimum(counting, lengths - 1)
     return places.flatten(), (counting >= lengths).flatten()
 
 
 def _find_places(groups: Sequence[tuple[Any, Any]], num_tokens: int) -> torch.Tensor:
-    """Return where in the groups, one after another, each token is; padding is none."""
+    """Return the place of each token in the concatenated groups, skipping padding."""
     tokens, is_padding = (torch.cat(parts) for parts in zip(*groups, strict=True))
     places = torch.empty(num_tokens, dtype=torch.int64)
     places[tokens[~is_padding]] = torch.nonzero(~is_padding).flatten()
@@ -235,11 +235,11 @@ def _tiled_forward(
     scale: float,
     earlier: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention as BTHD rows, and what was subtracted from each query's scores (BTH1).
+    """Return the attention as BTHD rows, and the value subtracted from each query's scores (BTH1).
 
-    In 32 bits nothing is: the last size is 0.
+    In 32 bits nothing is subtracted, and the last dimension is 0.
 
-    Results are allocated first: what is freed after them leaves no holes in the heap.
+    Results are allocated first, so that memory freed later leaves no holes in the heap.
     """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
@@ -292,11 +292,11 @@ def _tiled_backward(
         shift = query.new_empty(*query.shape[:2], 0)
         if shifts_BTH1.numel():
             shift = group.as_documents(shifts_BTH1.transpose(1, 2), num_groups)
-        if group.is_padding is not None:  # copies of a token: no gradient is theirs
+        if group.is_padding is not None:  # copies of a token, which must get no gradient
             padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
             grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
         grad_query = torch.empty_like(query)
-        # Sums over the tiles, which are rounded once.
+        # Sums over the tiles, rounded only once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
         grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
         for start, stop, part in _cut_tiles(group, tiling.tile, num_heads // num_groups):
@@ -321,7 +321,7 @@ def _tiled_backward(
 def _cut_tiles(
     group: _DocumentGroup, tile: int, heads_per_group: int
 ) -> list[tuple[int, int, slice]]:
-    """Return the first and last key of each tile's tokens, and its rows: G heads of each token."""
+    """Return each tile's first and end key of its own tokens, and its rows: G heads per token."""
     length, before, heads = group.length, group.earlier, heads_per_group
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
     return [(before + a, before + b, slice(a * heads, b * heads)) for a, b in ends]
@@ -330,9 +330,9 @@ def _cut_tiles(
 def _make_buffers(
     query_BHTD: torch.Tensor, tiling: _Tiling, num_groups: int, sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return a buffer for each of ``sizes``, which are multiples of the scores of the largest tile.
+    """Return a buffer for each of ``sizes``, in multiples of the largest tile's number of scores.
 
-    Each is a block of its own: small ones stay in the heap.
+    Each is allocated separately: small ones stay in the heap.
     """
     heads = query_BHTD.shape[1]
     tiles = (g.num_documents * min(tiling.tile, g.length) * g.num_keys for g in tiling.groups)
@@ -345,7 +345,7 @@ def _view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _bmm(one: torch.Tensor, other: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Return one other, written to the buffer."""
+    """Return one @ other, written to the buffer."""
     out = _view(buffer, one.shape[0], one.shape[1], other.shape[2])
     return torch.bmm(one, other, out=out)
 
@@ -358,10 +358,10 @@ def _write_largest(
     out: torch.Tensor,
     buffers: Sequence[torch.Tensor],
 ) -> None:
-    """Write each query's largest score, roughly."""
+    """Write each query's largest score, approximately."""
     scores = _bmm(query, keys.transpose(1, 2), buffers[0])
     _mask_later(scores, start)
-    # In fp32 a maximum takes half as long.
+    # A maximum takes half as long in fp32.
     wide = _view(buffers[1].view(torch.float32), *scores.shape)
     out.copy_(wide.copy_(scores).amax(-1, keepdim=True).mul_(scale))
 
@@ -376,7 +376,7 @@ def _probabilities(
 ) -> torch.Tensor:
     """Return the softmax of the scores of a tile whose first token is ``start``.
 
-    It lies in the second of the buffers; the first is used.
+    The result is in the second buffer; the first one is overwritten.
     """
     shape = *query.shape[:2], keys.shape[1]
     scores, probabilities = _view(buffers[0], *shape), _view(buffers[1], *shape)
@@ -393,12 +393,12 @@ def _probabilities(
 def _matmul(
     one: torch.Tensor, other: torch.Tensor, out: torch.Tensor, alpha: float, beta: float = 0.0
 ) -> None:
-    """Write beta out + alpha one other to ``out``, rounded once."""
+    """Write beta * out + alpha * one @ other to ``out``, rounded once."""
     torch.baddbmm(out, one, other, beta=beta, alpha=alpha, out=out)
 
 
 def _mask_later(scores: torch.Tensor, start: int) -> None:
-    """Make the scores of keys that come after a query minus infinity, in place."""
+    """Set the scores of keys that come after a query to minus infinity, in place."""
     num_keys = scores.shape[2] - start
     scores[..., start:] += _later_mask(num_keys, scores.shape[1] // num_keys, scores.dtype)
 

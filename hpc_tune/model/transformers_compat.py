@@ -1,14 +1,14 @@
-"""What transformers lacks, or does otherwise, in some of the versions that hpc_tune runs on.
+"""Differences between the versions of transformers that hpc_tune runs on.
 
-    from 5.23   an operator for the gradient of products grouped by expert (``grouped_matmul.py``)
-    from 5.21   families that cap attention's scores (Gemma 2, VaultGemma) take no SDPA, which
-                leaves the cap out; before, they do
-                Bloom's masks know where documents begin; before, a trial finds that they do not
+    from 5.23   an operator for the gradient of matmuls grouped by expert (``grouped_matmul.py``)
+    from 5.21   families that cap attention scores (Gemma 2, VaultGemma) do not use SDPA, which
+                ignores the cap; before, they do
+                Bloom's masks respect where documents begin; before, they do not, as a trial finds
     from 5.20   experts with a norm after them (``grouped_experts.py``)
-    from 5.18   LongCat stores one number of its blocks; before, two (``plan/resolve.py``)
+    from 5.18   LongCat's config has one number of blocks; before, two (``plan/resolve.py``)
                 Doge's masks are causal; before, a trial refuses it
 
-torch's are in ``hpc_tune/torch_versions.py``.
+For torch, see ``hpc_tune/torch_versions.py``.
 """
 
 import functools
@@ -27,8 +27,8 @@ _CAPS_OR_SDPA = (5, 21)
 
 
 def keep_capped_scores(model: Any) -> None:
-    """Let a model whose attention's scores are capped not compute them by SDPA, without the cap."""
-    from transformers import __version__ as version  # it is imported: the model is its own
+    """Keep a model that caps attention scores from using SDPA, which ignores the cap."""
+    from transformers import __version__ as version  # imported already: the model comes from it
 
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if (
@@ -39,18 +39,18 @@ def keep_capped_scores(model: Any) -> None:
         model.set_attn_implementation("eager")
 
 
-# -- Functions of transformers' code that other packages do, on GPUs alone.
+# -- Functions of transformers' code that other packages replace, for GPUs only.
 #
-# Where causal_conv1d, mamba_ssm or flash-linear-attention can be imported, transformers calls them
-# wherever tensors are. They are for GPUs: on a CPU each call fails, and so would every trial of a
-# small model, which is on a CPU, and every plan.
+# If causal_conv1d, mamba_ssm or flash-linear-attention can be imported, transformers calls them on
+# any device. They are for GPUs: on a CPU each call fails, and so would every plan and every trial
+# of a small model, which run on a CPU.
 
 
 def use_plain_functions_on_cpu(model: nn.Module) -> None:
-    """Let a model's code call such packages for tensors on a GPU, else transformers' own functions.
+    """Make a model's code call such packages only on a GPU, else transformers' own functions.
 
-    Both compute the same. Changes the module of the code, for all models of the family; does
-    nothing a second time.
+    Both compute the same. This patches the family's Python module, for all of its models; a second
+    call does nothing.
     """
     from transformers.integrations import hub_kernels
 
@@ -68,7 +68,7 @@ def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        # Documents that share a row are kept apart by packages alone; transformers refuses them.
+        # Only the packages can separate documents that share a row; transformers refuses them.
         keeps_apart = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
         if keeps_apart or _is_on_gpu((*args, *kwargs.values())):
             return function(*args, **kwargs)
@@ -78,6 +78,6 @@ def _choose_by_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_on_gpu(values: Iterable[Any]) -> bool:
-    """Whether the first tensor is on a GPU, and not only said to be, as in a trace."""
+    """Whether the first tensor is really on a GPU, not a fake tensor of a trace."""
     first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     return first is not None and first.is_cuda and not isinstance(first, FakeTensor)

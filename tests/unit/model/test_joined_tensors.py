@@ -56,7 +56,7 @@ EXPERT = "model.layers.1.mlp.experts.2"
 WRONG = {
     "one": (
         drop(f"{EXPERT}.up_proj.weight"),
-        r"experts by config.json, and the files hold \d+ of .*experts\.N\.up_proj",
+        r"experts by config.json, but the files hold \d+ of .*experts\.N\.up_proj",
     ),
     "rows": (
         cut(f"{EXPERT}.up_proj.weight", 0),
