@@ -22,11 +22,11 @@ from hpc_tune.files import read_json_object, why_pointer
 from hpc_tune.log import log
 from hpc_tune.model.language import refuse_code, require_directory
 
-# -- Whether transformers reads a tokenizer as tokenizer.json says it, and what is taken if not.
+# -- Whether transformers tokenizes as tokenizer.json says, and what is used instead if not.
 #
-# Some classes of transformers 5 take vocabulary and merges from tokenizer.json and drop its
-# normalizer and pre-tokenizer for their own: a model then gets other tokens than it was trained
-# with. ``PreTrainedTokenizerFast`` reads the whole file. Both are tried on ``PROBES``, on pieces of
+# Some classes of transformers 5 take only the vocabulary and merges from tokenizer.json and use
+# their own normalizer and pre-tokenizer: a model then gets other tokens than it was trained with.
+# ``PreTrainedTokenizerFast`` reads the whole file. Both are compared on ``PROBES``, on pieces of
 # the vocabulary and on special tokens in text; where they differ, the file is right.
 
 
@@ -50,9 +50,9 @@ _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
-    """Return ``tokenizer`` if it makes the tokens of its tokenizer.json, else one that does.
+    """Return ``tokenizer`` if it tokenizes as its tokenizer.json says, else one that does.
 
-    What differs is logged. Without tokenizer.json there is nothing to compare with.
+    Differences are logged. Without tokenizer.json there is nothing to compare with.
     """
     file = directory / TOKENIZER_FILE
     if not file.is_file():
@@ -64,8 +64,8 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     if not has_own_class(tokenizer):
         if made is not None:
             log.info(
-                "%s: tokenizer_config.json changes tokens of tokenizer.json, and is read as "
-                "transformers reads it: %s",
+                "%s: tokenizer_config.json changes tokens of tokenizer.json, and is followed as in "
+                "transformers: %s",
                 directory,
                 made,
             )
@@ -75,8 +75,8 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
     if found is None:
         return tokenizer
     log.info(
-        "%s: text becomes the tokens of its tokenizer.json. The class %s, which transformers takes "
-        "for it, would make others: %s. Exports name %s, which reads the whole file",
+        "%s: text is tokenized as its tokenizer.json says. The class %s, which transformers would "
+        "use, makes other tokens: %s. Exports name %s, which reads the whole file",
         directory,
         type(tokenizer).__name__,
         found,
@@ -87,14 +87,14 @@ def match_tokenizer_file(tokenizer: Any, directory: Path) -> Any:
 
 
 def has_own_class(tokenizer: Any) -> bool:
-    """Return whether a tokenizer is of a class of its own, not of the one that reads the file."""
+    """Return whether a tokenizer has a class of its own, not the one that reads the whole file."""
     from transformers import PreTrainedTokenizerFast
 
     return type(tokenizer) is not PreTrainedTokenizerFast
 
 
 def read_whole_file(directory: Path) -> Any:
-    """Return the tokenizer of a directory as its tokenizer.json and tokenizer_config.json say."""
+    """Return a directory's tokenizer exactly as tokenizer.json and tokenizer_config.json say."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(
@@ -103,10 +103,10 @@ def read_whole_file(directory: Path) -> Any:
 
 
 def name_whole_file_class(tokenizer: Any, out: Path) -> None:
-    """Let those who load the tokenizer files in ``out`` by transformers get the same tokens.
+    """Make transformers tokenize by the files in ``out`` just as ``tokenizer`` does.
 
-    ``tokenizer`` makes those that were trained with. tokenizer_config.json is written anew only
-    where the class that is taken by it makes others.
+    ``tokenizer`` is the one that the run trained with. tokenizer_config.json is rewritten only if
+    the class that transformers takes by it makes other tokens.
     """
     file = out / TOKENIZER_CONFIG
     texts = _make_probes(tokenizer.backend_tokenizer)
@@ -120,16 +120,16 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
     if found := _compare_loaded(out, tokenizer, texts):
         log.warning(
             "transformers' AutoTokenizer reads the exported tokenizer differently from how the run "
-            "read it, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
+            "read it, whatever tokenizer_class says: %s. Load it with %s.from_pretrained",
             found,
             WHOLE_FILE_CLASS,
         )
 
 
 def may_have_own_class(directory: Path) -> bool:
-    """Return whether transformers may take a class of its own for a tokenizer.json.
+    """Return whether transformers may use a class of its own for a tokenizer.json.
 
-    It takes that which tokenizer_config.json names, or one by the type of model of config.json.
+    It uses the class that tokenizer_config.json names, or one for the model type in config.json.
     """
     file = directory / TOKENIZER_CONFIG
     if not file.is_file() or not (directory / TOKENIZER_FILE).is_file():
@@ -140,7 +140,7 @@ def may_have_own_class(directory: Path) -> bool:
 
 
 def _compare_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
-    """Return where what AutoTokenizer makes of a directory differs from ``tokenizer``."""
+    """Return how AutoTokenizer's tokenizer of a directory differs from ``tokenizer``, or None."""
     from transformers import AutoTokenizer
 
     try:
@@ -148,13 +148,13 @@ def _compare_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | 
             directory, local_files_only=True, trust_remote_code=False
         )
         return _compare_texts(loaded, tokenizer, texts)
-    except Exception as error:  # whatever a class raises that cannot be made of the file
+    except Exception as error:  # whatever a class raises that cannot be built from the file
         return first_line(error)
 
 
 @dataclass(frozen=True)
 class _EncodedTexts:
-    """Texts with the tokens that a backend makes of them; ``ends``: what it puts around a text."""
+    """Texts and a backend's tokens for them; ``ends``: the tokens that it puts around a text."""
 
     texts: list[str]
     ids: list[list[int]]
@@ -163,7 +163,7 @@ class _EncodedTexts:
 
     @classmethod
     def encode_file(cls, file: Path) -> "_EncodedTexts":
-        """Encode what shows how a tokenizer.json cuts text."""
+        """Encode texts that show how a tokenizer.json splits text."""
         from tokenizers import Tokenizer
 
         raw = Tokenizer.from_file(str(file))
@@ -171,9 +171,10 @@ class _EncodedTexts:
 
     @classmethod
     def encode_texts(cls, backend: Any, texts: list[str]) -> "_EncodedTexts":
-        """Encode texts by a backend, whose truncation and padding are switched off.
+        """Encode texts with a backend, switching off its truncation and padding.
 
-        One by one: a batch would start threads, whose number is settled later, and for good.
+        They are encoded one by one: a batch would start threads, and their number, which cannot be
+        changed afterwards, is only decided later.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -187,7 +188,7 @@ class _EncodedTexts:
         return cls(texts, ids, _find_added_ends(backend), names)
 
     def difference(self, backend: Any) -> str | None:
-        """Return where another backend makes other tokens than this one; None where it does not."""
+        """Return where another backend's tokens differ from these, or None if they do not."""
         other = _EncodedTexts.encode_texts(backend, self.texts)
         for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
             if a != b:
@@ -203,7 +204,7 @@ def _find_added_ends(backend: Any) -> list[int]:
 
 
 def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
-    """Return where a tokenizer of transformers differs from the one that reads the whole file."""
+    """Return where a tokenizer differs from the one that reads the whole file, or None."""
     one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
     if (first := _find_added_ends(one)) != (second := _find_added_ends(two)):
         names = [
@@ -214,7 +215,7 @@ def _compare_texts(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
 
 
 def _make_probes(raw: Any) -> list[str]:
-    """Return texts that show how a tokenizer cuts, some of its own vocabulary among them."""
+    """Return texts that show how a tokenizer splits text, some made from its own vocabulary."""
     size, added = raw.get_vocab_size(), raw.get_added_tokens_decoder()
     pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _NUM_PIECES))]
     rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
@@ -224,7 +225,7 @@ def _make_probes(raw: Any) -> list[str]:
 
 
 def _keep_roles(whole: Any, tokenizer: Any) -> None:
-    """Keep the special tokens that a class knows by itself, where the file has them."""
+    """Copy the special tokens that a class sets by itself, if they are in the file's vocabulary."""
     vocabulary = whole.get_vocab()
     for role in _TOKEN_ROLES:
         text = getattr(tokenizer, role)  # None where the class has no such token
@@ -232,16 +233,17 @@ def _keep_roles(whole: Any, tokenizer: Any) -> None:
             setattr(whole, role, str(text))
 
 
-# -- Whether a tokenizer has the special tokens of a chat template that is taken by its name.
+# -- Whether a tokenizer has the special tokens of a named chat template.
 
 
 def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path) -> None:
-    """Check the tokens of a template by name; a path is not looked at.
+    """Check the special tokens of a named template; a template given by its path is not checked.
 
-    Without the other special tokens a model can learn the form, without the last it cannot end.
+    A model can learn the format without its other special tokens, but not how to stop without the
+    end token.
 
     Raises:
-        DataError: if what ends an answer is no single token.
+        DataError: if the text that ends an answer is not a single token.
     """
     if is_template_path(chat_template):
         return
@@ -254,14 +256,14 @@ def require_template_tokens(chat_template: str, tokenizer: Any, directory: Path)
         raise DataError(
             f"data.chat_template={chat_template} ends answers with {end}, and {lacks} the "
             f"tokenizer of {directory}: the model would not learn to stop. Set "
-            f"data.chat_template to {others}a file of your own that ends answers with a token of "
-            "it; or take a model whose tokenizer has it"
+            f"data.chat_template to {others}a file of your own that ends answers with one of the "
+            "tokenizer's tokens; or take a model whose tokenizer has that end token"
         )
     if missing := [text for text in template.controls if not _is_token(text, tokenizer)]:
         log.warning(
-            "data.chat_template=%s: %s %s of the tokenizer of %s; they are cut into pieces as "
-            "other text is: rows get longer, the model has to learn them anew, and cannot "
-            "tell them from the same text typed by people",
+            "data.chat_template=%s: %s %s of the tokenizer of %s; they are cut into pieces like "
+            "ordinary text: rows get longer, the model has to learn them from scratch, and cannot "
+            "tell them from the same text typed by users",
             chat_template,
             ", ".join(missing),
             "is no token" if len(missing) == 1 else "are no tokens",
@@ -281,14 +283,14 @@ def _has_end(template: NamedTemplate, tokenizer: Any) -> bool:
 
 
 def _is_token(text: str, tokenizer: Any) -> bool:
-    """Return whether a text is one token wherever it stands, as added tokens are."""
+    """Return whether a text is one token wherever it occurs, as added tokens are."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     return text in {token.content for token in added}
 
 
-# -- Whether a chat template can be read: told once, before any row is rendered.
+# -- Whether a chat template can be compiled: reported once, before any row is rendered.
 #
-# transformers compiles a template when the first row is rendered, and again for each row that
+# transformers compiles a template only when the first row is rendered, and again for each row that
 # fails.
 
 
@@ -303,10 +305,10 @@ class _GenerationTag(Extension):
 
 
 def refuse_syntax_errors(template: Any, where: str) -> None:
-    """Refuse a template, or one of several by name, that Jinja cannot compile.
+    """Refuse a template, or a dict of named templates, that Jinja cannot compile.
 
     Raises:
-        DataError: with the place ``where`` it is, and the line.
+        DataError: naming the template's location ``where``, and the line.
     """
     several = template if isinstance(template, dict) else {"": template}
     environment = ImmutableSandboxedEnvironment(
@@ -332,15 +334,16 @@ def refuse_syntax_errors(template: Any, where: str) -> None:
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` if one is given.
 
-    That is a file, or a name of config/data.py.
+    ``chat_template`` is a file, or a name that config/data.py defines.
 
     Raises:
-        DataError: if it, its directory or the template is missing, it has no fast form, or the
-            template cannot be read, or ends answers with no token of it. ConfigError: if the
-            directory's name is no text.
+        DataError: if the tokenizer, its directory or the template is missing, the tokenizer has no
+            fast form or lacks the token that ends the template's answers, or the template cannot be
+            read.
+        ConfigError: if the directory's name is not valid UTF-8.
     """
     require_directory(directory)
-    require_utf8(str(directory))  # the tokenizers library takes no other
+    require_utf8(str(directory))  # the tokenizers library needs it
     for file in sorted(directory.iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt") and (pointer := why_pointer(file)):
             raise DataError(pointer)
@@ -362,7 +365,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     if chat_template is None:
         if not tokenizer.chat_template and (found := read_processor_template(directory)):
             tokenizer.chat_template = found[1]
-            log.info("%s: the chat template is that of %s", directory, found[0])
+            log.info("%s: the chat template is taken from %s", directory, found[0])
     else:
         tokenizer.chat_template = _read_template(chat_template)
         require_template_tokens(chat_template, tokenizer, directory)
@@ -370,7 +373,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 
 
 def _read_template(chat_template: str) -> str:
-    """Return the text of data.chat_template, a path or a known name; DataError if unreadable."""
+    """Read the text of data.chat_template, a path or a known name; DataError if unreadable."""
     file = template_file(chat_template)
     if pointer := why_pointer(file):
         raise DataError(pointer)
@@ -384,15 +387,15 @@ def _read_template(chat_template: str) -> str:
 
 
 def _load_without_class(directory: Path, error: Exception) -> Any:
-    """Return the tokenizer that tokenizer.json is, where transformers' class fails by ``error``."""
+    """Load tokenizer.json by itself after transformers' class failed with ``error``."""
     try:
         if not (directory / TOKENIZER_FILE).is_file():
             raise error
         tokenizer = read_whole_file(directory)
-    except Exception:  # of the same kinds
+    except Exception:  # whatever they raise, as above
         files = sorted(file.name for file in directory.glob("*token*"))
         raise DataError(
-            f"{directory}: no usable tokenizer (found {', '.join(files) or 'no file of one'}: "
+            f"{directory}: no usable tokenizer (found {', '.join(files) or 'no tokenizer files'}: "
             f"{first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
             "into it, or fetch it whole: hf download NAME --local-dir DIR"
         ) from None
@@ -406,9 +409,9 @@ def _load_without_class(directory: Path, error: Exception) -> Any:
 
 
 def _set_end_token(tokenizer: Any, directory: Path) -> None:
-    """Take the end token of the model's configuration where the tokenizer names none.
+    """Take the end token from the model's configuration if the tokenizer names none.
 
-    An empty name, as early conversions of LLaMA have it, would be read as the unknown token.
+    An empty name, as in early conversions of LLaMA, would be read as the unknown token.
     """
     for role in ("bos_token", "eos_token"):
         if not getattr(tokenizer, role):
@@ -429,7 +432,7 @@ def _set_end_token(tokenizer: Any, directory: Path) -> None:
             tokenizer.eos_token = token
             log.info(
                 "%s: its tokenizer names no end token (eos_token); texts and answers end with %s, "
-                "the end of %s",
+                "the end token in %s",
                 directory,
                 token,
                 file,
@@ -438,9 +441,9 @@ def _set_end_token(tokenizer: Any, directory: Path) -> None:
 
 
 def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
-    """Return the tokens at which transformers stops to generate with the model of a directory.
+    """Return the token ids at which transformers stops generating with a directory's model.
 
-    They are those of generation_config.json, or else of config.json, and the tokenizer's end token,
+    They come from generation_config.json, or else from config.json, plus the tokenizer's end token,
     at which servers stop as well.
     """
     for file in ("generation_config.json", "config.json"):
@@ -451,9 +454,9 @@ def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
 
 
 def read_processor_template(directory: Path) -> tuple[str, Any] | None:
-    """Return the file and the chat template of a model's processor; several are a dict by name.
+    """Return the file and chat template of a model's processor; several templates are a dict.
 
-    Models with images have it there, and none in the tokenizer's files.
+    Models that process images have it there, and none in the tokenizer's files.
     """
     for file in ("chat_template.json", "processor_config.json"):
         template = read_json_object(directory / file).get("chat_template")
@@ -465,7 +468,7 @@ def read_processor_template(directory: Path) -> tuple[str, Any] | None:
 
 
 def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
-    """Refuse what transformers makes of tokenizer_config.json alone: a few special tokens."""
+    """Refuse a tokenizer made from tokenizer_config.json alone: it has only special tokens."""
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise DataError(
             f"{directory}: its tokenizer has {len(tokenizer)} special tokens and no others; "
@@ -475,8 +478,8 @@ def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
 
 
 def embedding_rows(directory: Path) -> int | None:
-    """Return how many embeddings a model has by its config.json; None if that does not say."""
-    config = read_json_object(directory / "config.json")  # damaged: an error where it is built
+    """Return how many embeddings a model has according to its config.json; None if not stated."""
+    config = read_json_object(directory / "config.json")  # if damaged, building the model fails
     text = config.get("text_config") or config
     rows = text.get("vocab_size") if isinstance(text, dict) else None
     return rows if isinstance(rows, int) else None
@@ -485,8 +488,8 @@ def embedding_rows(directory: Path) -> int | None:
 def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for.
 
-    Those for images and sound, which text rarely has, are no reason: Gemma 3's small ones have one.
-    Prepared data that has one is refused where it is opened.
+    Tokens for images and sound, which are rare in text, are accepted: Gemma 3's small models have
+    one. Prepared data that contains such a token is refused when it is opened.
     """
     rows = embedding_rows(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")

@@ -5,7 +5,7 @@
                 ignores the cap; before, they do
                 Bloom's masks respect where documents begin; before, they do not, as a trial finds
     from 5.20   experts with a norm after them (``grouped_experts.py``)
-    from 5.18   LongCat's config has one number of blocks; before, two (``plan/resolve.py``)
+    from 5.18   LongCat's config stores one number of blocks; before, two (``plan/resolve.py``)
                 Doge's masks are causal; before, a trial refuses it
 
 For torch, see ``hpc_tune/torch_versions.py``.

@@ -2,11 +2,11 @@
 
     lengths of documents, on the host -> DocumentStarts, once per micro-batch, without a wait
     a layer -> varlen_attn over the tokens of all rows, end to end
-    a sliding window -> encode_window, which reaches the layer in place of its mask
+    a sliding window -> encode_window, passed to the layer in place of a mask
 
-The kernel (FlashAttention inside torch) is told where documents begin, and computes what a T x T
-mask would keep. Nothing is asked of the device, so the host never waits for it. A wrong kernel
-would train a wrong model without an error: it is compared once with masked attention.
+The kernel (FlashAttention inside torch) is told where documents begin, and computes only what a
+T x T mask would keep. The host reads nothing from the device, so it never waits. A wrong kernel
+would silently train a wrong model, so it is compared once with masked attention.
 
 Shapes: B rows, T tokens, S = B x T, H heads, K heads of keys and values, D values per head, N
 documents.
@@ -28,11 +28,12 @@ from hpc_tune.packages import is_installed
 from hpc_tune.world.device import NEWER_ATTENTION, find_architecture
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_VALUES, HEAD_MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
-# Of a norm. Rounding results to the dtype makes 0.2 eps, rounding the probabilities before them up
-# to one more; a single start that is one token off makes 16 in bf16, where an eps is largest.
+MAX_VALUES, HEAD_MULTIPLE = 256, 8  # values per head: torch pads others only for its own attention
+# Tolerance relative to the norm. Rounding results to the dtype gives an error of 0.2 eps, rounding
+# the probabilities up to 1 eps more; a start that is off by one token gives 16 eps in bf16, whose
+# eps is the largest.
 MAX_EPS = 4
-# Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
+# Documents of one token, of one block of the kernel (128), shorter, longer, and a whole row.
 CHECKED_LENGTHS = ((1, 62, 128, 9), (143, 57), (200,))
 
 
@@ -40,9 +41,9 @@ CHECKED_LENGTHS = ((1, 62, 128, 9), (143, 57), (200,))
 class DocumentStarts:
     """Where the documents of a micro-batch begin in its rows, laid end to end.
 
-    ``starts_N`` are int32 on the device, with the end of the last document as one more. A row
-    begins with a document of its own. ``longest`` counts the tokens of the longest document.
-    ``windows``: the kernel takes sliding windows too.
+    ``starts_N`` are int32 on the device, followed by the end of the last document. Each row begins
+    with a new document. ``longest`` is the length of the longest document. ``windows``: the kernel
+    supports sliding windows too.
     """
 
     starts_N: torch.Tensor
@@ -53,27 +54,27 @@ class DocumentStarts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row has several documents."""
+        """Whether any row has several documents."""
         return self.starts_N.shape[0] - 1 > self.num_rows
 
     def documents_BT(self) -> torch.Tensor:
-        """Return the number of each token's document."""
+        """Return the index of each token's document."""
         ends_N, num_places = self.starts_N[1:], self.num_rows * self.num_tokens
         places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
         return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
     def lengths_BT(self) -> torch.Tensor:
-        """Return of each token how many its document has."""
+        """Return for each token the length of its document."""
         return self.starts_N.diff()[self.documents_BT()]
 
     def mask_B1TT(self, window: int | None = None) -> torch.Tensor:
-        """Return a mask that is true where a token may look: at ``window`` tokens, or at all."""
+        """Return a mask, true where a token may attend: to ``window`` tokens, or to all."""
         documents_BT = self.documents_BT()
         same_BTT = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)).tril()
         return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
     def mask_B1ST(self, places_S: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        """Return the rows of ``mask_B1TT`` of the tokens at these places."""
+        """Return the rows of ``mask_B1TT`` for the tokens at these places."""
         documents_BT = self.documents_BT()
         apart_ST = places_S.unsqueeze(1) - torch.arange(self.num_tokens, device=places_S.device)
         seen_ST = (apart_ST >= 0) & (apart_ST < (window or self.num_tokens))
@@ -84,7 +85,7 @@ class DocumentStarts:
 def make_starts(
     lengths: Sequence[Sequence[int]], device: torch.device, windows: bool = True
 ) -> DocumentStarts:
-    """Return where documents begin, by the lengths of each row's, all rows being equally long."""
+    """Return where documents begin, from each row's document lengths; rows are equally long."""
     [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
     flat = [length for row_lengths in lengths for length in row_lengths]
     starts_N = _to_starts(flat, device)
@@ -98,16 +99,17 @@ def _to_starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return starts_N
 
 
-# Row, start of the document, first query and end: a query sees the tokens from start to itself.
+# Row, start of document, first query, end: each query attends to tokens from the start to itself.
 DocumentPart = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class DocumentParts:
-    """Parts of the documents of rows: their queries, and the keys that these see.
+    """Parts of the documents of rows: their queries, and the keys that the queries attend to.
 
-    ``parts`` are in the order of the queries. For a kernel, int32 on the device: where those of
-    each part begin among all queries, and among all keys, end to end; with the end as one more.
+    ``parts`` are in the order of the queries. For a kernel, ``starts_N`` and ``key_starts_N`` say
+    where each part begins among all queries and among all keys, laid end to end; they are int32 on
+    the device, followed by the end.
     """
 
     parts: Sequence[DocumentPart]
@@ -116,14 +118,14 @@ class DocumentParts:
 
     @classmethod
     def on_device(cls, parts: Sequence[DocumentPart], device: torch.device) -> "DocumentParts":
-        """Return them for a kernel on a device, without a wait."""
+        """Return the parts for a kernel on ``device``, without waiting for it."""
         queries = [stop - first for _, _, first, stop in parts]
         keys = [stop - start for _, start, _, stop in parts]
         return cls(parts, _to_starts(queries, device), _to_starts(keys, device))
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
-        """The most queries, and the most keys, of a part."""
+        """The largest number of queries, and of keys, in a part."""
         queries = (stop - first for _, _, first, stop in self.parts)
         return max(queries), max(stop - start for _, start, _, stop in self.parts)
 
@@ -134,13 +136,13 @@ class DocumentParts:
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """First and end row and token of each part among the queries, which are one row."""
+        """First row, end row, start and stop of each part's queries; all queries form one row."""
         ends = list(accumulate(stop - first for _, _, first, stop in self.parts))
         return [(0, 1, start, end) for start, end in pairwise([0, *ends])]
 
     @functools.cached_property
     def key_ranges(self) -> list[tuple[int, int, int]]:
-        """Row, first and end of the keys that parts see, those of neighbours as one range."""
+        """Row, start and end of the keys that parts attend to, adjacent ranges joined."""
         ranges: list[tuple[int, int, int]] = []
         for row, start, _, stop in self.parts:
             if ranges and ranges[-1][::2] == (row, start):
@@ -149,13 +151,13 @@ class DocumentParts:
         return ranges
 
     def take_keys(self, x_BKTD: torch.Tensor) -> torch.Tensor:
-        """Return the keys that each part sees, one part after the other, as one row: 1KND."""
+        """Return the keys that each part attends to, part after part, as one row: 1KND."""
         taken_NKD: torch.Tensor = _TakeRanges.apply(x_BKTD.transpose(1, 2), self.key_ranges)
         return taken_NKD.transpose(0, 1).unsqueeze(0)
 
 
 class _TakeRanges(torch.autograd.Function):
-    """Ranges of the tokens of rows, end to end; autograd would make whole rows for each of them."""
+    """Takes ranges of tokens of rows, end to end; autograd would make whole-row gradients of each."""
 
     @staticmethod
     def forward(ctx: Any, x_BTKD: torch.Tensor, ranges: Sequence[tuple[int, int, int]]) -> Any:
@@ -172,21 +174,21 @@ class _TakeRanges(torch.autograd.Function):
 
 
 def encode_window(window: int, device: torch.device) -> torch.Tensor:
-    """Return what a layer is given for the mask of a sliding window: a shape that says its size.
+    """Return a mark to pass to a layer in place of a sliding window's mask: its shape is the size.
 
-    Of one value in memory: no mask that somebody else makes looks like it.
+    It has one value in memory, so it cannot be mistaken for a mask made elsewhere.
     """
     return torch.ones((), dtype=torch.bool, device=device).expand(1, 1, 1, window)
 
 
 def decode_window(mask: torch.Tensor) -> int | None:
-    """Return the size of the window that ``mask`` is the mark of; None if it is a mask."""
+    """Return the window size that ``mask`` encodes, or None if it is an ordinary mask."""
     is_mark = mask.dim() == 4 and mask.shape[:3] == (1, 1, 1) and mask.stride(3) == 0
     return mask.shape[3] if is_mark else None
 
 
 def cast_to_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it in the dtype of autocast, which torch applies to its own attention."""
+    """Cast a tensor to autocast's dtype, as torch does for its own attention."""
     device_type = tensor.device.type
     if not torch.is_autocast_enabled(device_type):
         return tensor
@@ -196,7 +198,7 @@ def cast_to_autocast(tensor: torch.Tensor) -> torch.Tensor:
 def is_supported(
     query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, dropout: float
 ) -> bool:
-    """Whether the kernel takes these: a layer may differ from what its model's config says."""
+    """Whether the kernel supports these inputs: a layer may differ from its model's config."""
     values = query_BHTD.shape[-1]
     return (
         not dropout
@@ -219,7 +221,7 @@ def attend(
 ) -> torch.Tensor:
     """Return causal attention within documents, as BTHD.
 
-    Of ``window`` tokens, the query's own among them.
+    ``window`` counts the query's own token too.
     """
     query_SHD, key_SKD, value_SKD = map(_flatten_rows, (query_BHTD, key_BKTD, value_BKTD))
     documents = starts.starts_N, starts.starts_N, starts.longest, starts.longest
@@ -238,9 +240,9 @@ def attend_parts(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the attention of the queries that a rank has to the keys of whole rows, as BSHD.
+    """Return the attention of a rank's queries over the keys of whole rows, as BSHD.
 
-    The kernel takes the last query of a part to be at its last key.
+    The kernel aligns the last query of a part with its last key.
     """
     taken = query_BHSD.transpose(1, 2).flatten(0, 1), *map(own.take_keys, (key_BKTD, value_BKTD))
     query_SHD, (key_NKD, value_NKD) = taken[0], map(_flatten_rows, taken[1:])
@@ -261,15 +263,15 @@ def varlen_kernel_fault(
     window: int | None = None,
     of_parts: bool = False,
 ) -> str:
-    """Return why the kernel must not be used for such heads on this device, also as a warning.
+    """Return, and log, why the kernel must not be used for such heads here; "" if it may be used.
 
-    With a sliding window of ``window`` tokens, or without one; ``of_parts``: for the last tokens of
-    documents alone.
+    ``window``: the size of a sliding window, if there is one; ``of_parts``: queries are only the
+    last tokens of documents.
     """
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_with_mask(device, dtype, values, groups, window, of_parts)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or its interface changed
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
         wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
@@ -294,11 +296,11 @@ def compare_with_mask(
     window: int | None = None,
     of_parts: bool = False,
 ) -> dict[str, float]:
-    """Return how far the kernel is from masked attention in fp64, as shares of the norms.
+    """Return the kernel's error relative to masked attention in fp64, as shares of the norms.
 
-    ``groups`` heads of queries share one of keys, and each token looks at ``window`` tokens or at
-    all. Compared on random rows of packed documents: the result and the gradients of queries, keys
-    and values. ``of_parts``: the queries are the second half of each row.
+    ``groups`` query heads share one key head, and each token attends to ``window`` tokens or to
+    all. The result and the gradients of queries, keys and values are compared on random rows of
+    packed documents. ``of_parts``: the queries are the second half of each row.
     """
     starts, generator = make_starts(CHECKED_LENGTHS, device), torch.Generator().manual_seed(0)
     rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
@@ -341,7 +343,7 @@ def compare_with_mask(
 
 
 def _flatten_rows(tensor_BHTD: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of all rows, as SHD; a view where the memory is laid out like that."""
+    """Return the tokens of all rows, as SHD; a view if the memory layout allows it."""
     tensor_SHD = tensor_BHTD.transpose(1, 2).flatten(0, 1)
     return tensor_SHD if tensor_SHD.stride(-1) == 1 else tensor_SHD.contiguous()
 
@@ -350,19 +352,19 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# -- FlashAttention 3 and 4 in the place of torch's own kernel, where they are installed.
+# -- FlashAttention 3 and 4 in place of torch's own kernel, if they are installed.
 #
-# torch has FlashAttention 2, and calls a newer one where it is told to
+# torch contains FlashAttention 2, and calls a newer one if told to
 # (``torch.nn.attention.activate_flash_attention_impl``, torch 2.11). On an H100 version 3 takes
-# about half of the time (arXiv:2407.08608). It is tried beside masked attention before it is used,
-# as torch's own is, and taken back if it differs.
+# about half of the time (arXiv:2407.08608). Like torch's own kernel, it is compared with masked
+# attention before use, and deactivated if it differs.
 
 
 FLASH_NAMES = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
 
 
 def list_installed(device: torch.device) -> list[str]:
-    """Return which of them are there for a GPU, the best first."""
+    """Return which of them are installed and suit a GPU, the best first."""
     from torch.nn import attention
 
     architecture = find_architecture(device)
@@ -375,10 +377,10 @@ def list_installed(device: torch.device) -> list[str]:
 def use_flash_attention(
     device: torch.device, dtype: torch.dtype, values: int, groups: int, window: int | None = None
 ) -> str:
-    """Let torch call the best that is installed and right; return its name, "" for torch's own.
+    """Make torch use the best installed version that is right; return its name, "" if none is.
 
-    For heads of ``values``, of which ``groups`` share one of keys; ``window``: tokens of a sliding
-    window that is tried too, None for none. It holds for the whole process.
+    ``values``: values per head; ``groups``: query heads per key head; ``window``: a sliding window
+    in tokens that is tried too, if given. The choice holds for the whole process.
     """
     from torch.nn import attention
 
@@ -392,12 +394,12 @@ def use_flash_attention(
                 for tried in {None, window}
                 for gap in compare_with_mask(device, dtype, values, groups, tried).values()
             ]
-        except Exception as error:  # noqa: BLE001 - a package that was built for another torch
+        except Exception as error:  # noqa: BLE001 - such as a package built for another torch
             why = f"it fails here ({first_line(error)})"
         else:
             if all(gap <= most for gap in gaps):
                 return FLASH_NAMES[name]
             why = f"it differs from masked attention by {max(gaps):.1e} of the norm"
         flash.restore_flash_attention_impl(_raise_warn=False)
-        log.warning("%s is installed and not used: %s", FLASH_NAMES[name], why)
+        log.warning("%s is installed but not used: %s", FLASH_NAMES[name], why)
     return ""
