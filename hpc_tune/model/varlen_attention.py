@@ -157,7 +157,7 @@ class DocumentParts:
 
 
 class _TakeRanges(torch.autograd.Function):
-    """Takes ranges of tokens of rows, end to end; autograd would make whole-row gradients of each."""
+    """Takes ranges of tokens of rows, end to end; autograd would make whole rows for each range."""
 
     @staticmethod
     def forward(ctx: Any, x_BTKD: torch.Tensor, ranges: Sequence[tuple[int, int, int]]) -> Any:

@@ -1,10 +1,10 @@
-"""The tensors of a directory, by name: what headers of its files say, read once.
+"""An index of a directory's tensors by name, made by reading its files' headers once.
 
-    index_model_directory   a Hugging Face directory: tensors in one piece each
-    index_checkpoint        a checkpoint: in pieces that carry their offset in the file's header
-    TensorIndex: name -> Source, of ``tensor_sources.py``, which reads any region of it
+    index_model_directory   a Hugging Face directory: each tensor in one piece
+    index_checkpoint        a checkpoint: tensors in pieces, whose offsets are in the file's header
+    TensorIndex: name -> TensorSource of ``tensor_sources.py``, which reads any region of the tensor
 
-Both are the safetensors format (an 8-byte header length, a JSON header, raw bytes), so nothing here
+Both use the safetensors format (an 8-byte header length, a JSON header, raw bytes), so nothing here
 unpickles.
 """
 
@@ -47,7 +47,7 @@ from hpc_tune.model.tensor_sources import (
 # -- NaN and inf among the values of a tensor.
 
 
-_MAX_PARTS = 64  # of the rows, looked at one after the other
+_MAX_PARTS = 64  # parts of the rows that are searched one after the other
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class NonFiniteValue:
 
 
 def find_non_finite(tensor: torch.Tensor) -> NonFiniteValue | None:
-    """Return the first NaN or inf of a tensor of any shape, dtype and device; None without one.
+    """Return the first NaN or inf of a tensor of any shape, dtype and device, or None.
 
-    The smallest and the largest value show whether there is one, in one pass that allocates
-    nothing: 10 GB/s on a core. torch's ``isfinite`` takes ten times as long.
+    The minimum and maximum show whether there is one, in a single pass that allocates nothing: 10
+    GB/s on a core. torch's ``isfinite`` takes ten times as long.
     """
     if not tensor.numel() or not tensor.is_floating_point() or _is_finite(tensor):
         return None
@@ -79,10 +79,10 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in tensor.aminmax())
 
 
-# -- Names of an adapter's tensors, as peft has them: LAYER followed by one of these.
+# -- Names of an adapter's tensors, as in peft: LAYER followed by one of these.
 #
-# In files ADAPTER_PREFIX is before them, and in a model the adapter's name, "default", is inside.
-# Modules that are trained in full beside an adapter have the prefix alone.
+# In files, ADAPTER_PREFIX precedes them; in a model, they contain the adapter's name, "default".
+# Modules that are trained in full alongside an adapter have only the prefix.
 
 
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
@@ -90,7 +90,7 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 def adapted_layer(name: str) -> str:
-    """Return the layer that a tensor of an adapter, or a module of one, is for; "" of others."""
+    """Return the layer that an adapter's tensor or module belongs to; "" for any other name."""
     layer, found, _ = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
     return layer if found else ""
 
@@ -113,7 +113,7 @@ SHARDS_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
-NAMES_KEY = "hpc_tune_names"  # of pieces that share a file with another piece of their tensor
+NAMES_KEY = "hpc_tune_names"  # tensor names of pieces that share a file with another of its pieces
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -130,16 +130,17 @@ DTYPE_NAMES = {
     torch.float8_e8m0fnu: "F8_E8M0",  # powers of two: scales
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# What JSON of another kind than ours raises where it is used.
+# Raised when JSON has another structure than ours.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """The tensors of some files, by name, and what is ``joined`` of these.
+    """The tensors of some files by name, and those ``joined`` from several of them.
 
-    ``unread``: other weights beside the files. ``unfollowed``: tensors of the model that would be
-    made of these in a way that is not known here, and which. What is wrong is raised as ``error``.
+    ``unread``: other weights in the directory, which are ignored. ``unfollowed``: tensors of the
+    model that transformers would make by operations not supported here, and the names of these.
+    Problems are raised as ``error``.
     """
 
     sources: Mapping[str, TensorSource]
@@ -155,17 +156,17 @@ class TensorIndex:
 
     @functools.cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each tensor: where it is quantised in the files, the one it stands for."""
+        """The dtype of each tensor; for tensors quantized in the files, the dequantized dtype."""
         return {name: source.dtype for name, source in self.sources.items()}
 
     @property
     def stored(self) -> list[str]:
-        """Names of the tensors in the files, without those that are joined of them."""
+        """Names of the tensors as stored in the files, without the joined ones."""
         return [name for name in self.sources if name not in self.joined]
 
     @functools.cached_property
     def joined(self) -> Mapping[str, JoinedTensor]:
-        """The tensors that are made of several stored ones."""
+        """The tensors that are assembled from several stored ones."""
         return {name: one for name, one in self.sources.items() if isinstance(one, JoinedTensor)}
 
     @property
@@ -174,12 +175,12 @@ class TensorIndex:
         return any(isinstance(one, ScaledTensor | Mxfp4Stack) for one in self.sources.values())
 
     def with_names(self, rename: Callable[[str], str]) -> "TensorIndex":
-        """Return an index of the same tensors by other names."""
+        """Return an index of the same tensors under other names."""
         named = {rename(name): source for name, source in self.sources.items()}
         return replace(self, sources={name: replace(one, name=name) for name, one in named.items()})
 
     def bytes_of(self, name: str) -> int:
-        """Return the size of a whole tensor."""
+        """Return the size of a whole tensor in bytes."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
     def read(self, name: str) -> torch.Tensor:
@@ -205,18 +206,18 @@ class TensorIndex:
         if not Box(offset, tuple(local.shape)).is_within(source.shape):
             raise self.error(
                 f"{source.file}: {name} has shape {list(source.shape)}, which has no region of "
-                f"shape {list(local.shape)} at {list(offset)}; the weights are of another model"
+                f"shape {list(local.shape)} at {list(offset)}; the weights belong to another model"
             )
         source.fill(local, offset, reserve)
 
     def require_finite(self, local: torch.Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Raise a HpcTuneError for NaN or inf in ``local``, read from ``offset`` of ``name`` on."""
+        """Raise a HpcTuneError for NaN or inf in ``local``, read from ``name`` at ``offset``."""
         if (found := find_non_finite(local)) is None:
             return
         at = [a + b for a, b in zip(found.at, offset, strict=True)]
         raise self.error(
             f"{self.sources[name].file}: {name} has {found.value:g} at {at}, expected finite "
-            "numbers alone: the loss would be nan from the first step. The weights are damaged, or "
+            "numbers only: the loss would be nan from the first step. The weights are damaged, or "
             "were converted wrongly; copy or convert them again"
         )
 
@@ -225,20 +226,20 @@ class TensorIndex:
         for name in names:
             if name not in self.sources:
                 raise self.error(
-                    f"{self.files[0].parent}: it has no {name}; it is of another model"
+                    f"{self.files[0].parent}: it has no {name}; it belongs to another model"
                 )
 
     def map_pages(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor that *is* the file's pages; see ``Plain.map_pages``."""
+        """Return a tensor that *is* the file's pages; see ``PlainTensor.map_pages``."""
         source = self.sources[name]
         return source.map_pages(dtype) if isinstance(source, PlainTensor) else None
 
 
 def index_files(files: Sequence[Path], error: type[HpcTuneError] = DataError) -> TensorIndex:
-    """Index safetensors files, of which the headers are read.
+    """Index safetensors files, reading only their headers.
 
     Raises:
-        HpcTuneError: of the type ``error``, if a file is missing, truncated or not safetensors.
+        HpcTuneError: of type ``error``, if a file is missing, truncated or not safetensors.
     """
     return TensorIndex(_read_headers(files, error), files, error)
 
@@ -252,7 +253,7 @@ def _read_headers(files: Sequence[Path], error: type[HpcTuneError]) -> dict[str,
         try:
             for piece, name, full, dtype in _read_header(opened, file):
                 if shapes.setdefault(name, full) != full:
-                    raise ValueError(f"{name} has the shape {full}, and another in another file")
+                    raise ValueError(f"{name} has the shape {full}, but another one in other files")
                 pieces.setdefault(name, []).append(piece)
                 dtypes[name] = dtype
         except FileNotFoundError:
@@ -302,11 +303,11 @@ def index_model_directory(directory: Path) -> TensorIndex:
     """Index the safetensors files of a Hugging Face model directory.
 
     Raises:
-        DataError: if there are none, one is missing or damaged, or they are quantised in another
-            way than float8 or MXFP4.
+        DataError: if there are none, one is missing or damaged, or they are quantized in another
+            format than float8 or MXFP4.
     """
     files, unread = _find_weight_files(directory)
-    # Of a tensor that is in several files transformers takes the last, too.
+    # If several files hold a tensor, the last one counts, as in transformers.
     stored = {
         name: replace(one, file=one.pieces[-1].file, pieces=one.pieces[-1:])
         for name, one in _read_headers(files, DataError).items()
@@ -317,15 +318,15 @@ def index_model_directory(directory: Path) -> TensorIndex:
 
 
 def _find_weight_files(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the files of a directory's weights, and what other weights there are, in words.
+    """Return the files of a directory's weights, and a description of other weights in it.
 
-    Of a model.safetensors and shards transformers takes the first.
+    If there are both a model.safetensors and shards, transformers takes the former.
     """
     index_file = directory / SHARDS_FILE
     single = directory / "model.safetensors"
     names = _read_shard_names(index_file) if index_file.exists() else []
     if single.exists() and single.name not in names:
-        unread = f"{SHARDS_FILE} and its {len(names)} files, for model.safetensors is there too"
+        unread = f"{SHARDS_FILE} and its {len(names)} files, as model.safetensors takes precedence"
         return [single], (unread,) if names else ()
     if names:
         return [directory / name for name in names], ()
@@ -365,28 +366,27 @@ def index_checkpoint(directory: Path) -> TensorIndex:
     return index_files(files, CheckpointError)
 
 
-# -- Quantised weights: in float8 with scales, and in MXFP4, as gpt_oss is published.
+# -- Quantized weights: in float8 with scales, and in MXFP4, as gpt_oss is published.
 #
 #     NAME, NAME_scale_inv or NAME_scale    float8 and the scales: one tensor, bf16
 #     NAME_blocks, NAME_scales              MXFP4: one stack, bf16
 #
-# Checkpoints that are quantised in another way are refused, naming the method.
+# Checkpoints that are quantized in another way are refused; the message names the method.
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # in config.json or a part of it
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the weight's name; both are multiplied with
-_INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the weight's name; values are multiplied by both
+_INPUT_SCALE_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # for serving
 _BLOCKS, _SCALES = "_blocks", "_scales"  # after the name of a stack in MXFP4
 Sources = Mapping[str, TensorSource]
 
 
 def with_scales(sources: Sources, directory: Path) -> Sources:
-    """Return sources with each float8 tensor and its scale as one, and no scales beside.
+    """Return sources with each float8 tensor and its scale merged into one source.
 
     Raises:
-        DataError: if a float8 tensor has no scale, or one of a shape that does not fit, or is a
-        stack.
+        DataError: if a float8 tensor has no scale, a scale of the wrong shape, or is not a matrix.
     """
     block = _read_quantization(directory).get("weight_block_size")
     scaled = {
@@ -401,12 +401,12 @@ def with_scales(sources: Sources, directory: Path) -> Sources:
 
 
 def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: Any) -> ScaledTensor:
-    """Return a float8 tensor with the scale that is beside it."""
+    """Return a float8 tensor combined with the scale that is stored beside it."""
     name = tensor.name
     if len(tensor.shape) > 2:
         raise DataError(
             f"{directory}: {name}: a stack of matrices in float8, {list(tensor.shape)}: they are "
-            "read only where files hold each matrix by itself. Take the model in bf16"
+            "read only if files hold each matrix by itself. Take the model in bf16"
         )
     if len(tensor.shape) < 2:
         raise DataError(
@@ -440,7 +440,7 @@ def _add_scale(tensor: TensorSource, sources: Sources, directory: Path, block: A
 
 
 def with_packed_stacks(sources: Sources, directory: Path) -> Sources:
-    """Return sources with each stack in MXFP4 in the place of its blocks and its scales.
+    """Return sources with one source per MXFP4 stack in place of its blocks and scales.
 
     Raises:
         DataError: if scales are missing or do not fit their blocks.
@@ -469,10 +469,10 @@ def _has_mxfp4_blocks(tensor: TensorSource) -> bool:
 
 
 def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
-    """Refuse what is quantised in another way than float8 with scales, or MXFP4.
+    """Refuse weights that are quantized in another format than float8 with scales, or MXFP4.
 
     Raises:
-        DataError: naming the method.
+        DataError: if there are any; it names the method.
     """
     settings = _read_quantization(directory)
     method = str(settings.get("quant_method") or "an unknown method")
@@ -492,14 +492,14 @@ def _refuse_unknown_quantisation(sources: Sources, directory: Path) -> None:
     if settings and not is_read:
         raise DataError(
             f"{directory}/config.json says that weights are quantised ({method}), but none has a "
-            "quantised form that is known here. If they are whole, as a tool that merges or "
-            "dequantises may leave them, remove quantization_config from it; if not, take the "
+            "quantised format that is known here. If they are not quantised, as after a tool that "
+            "merges or dequantises, remove quantization_config from the file; otherwise take the "
             "checkpoint that this one was made from"
         )
 
 
 def _read_quantization(directory: Path) -> dict[str, Any]:
-    """Return quantization_config of a directory's config.json, or of a part; empty without one."""
+    """Return quantization_config of config.json or of a part of it; empty if there is none."""
     config = try_read_config_json(directory)
     found = [part.get(key) for part in config_parts(config) for key in QUANTIZATION_KEYS]
     return next((settings for settings in found if isinstance(settings, dict)), {})
@@ -511,12 +511,12 @@ def _read_quantization(directory: Path) -> dict[str, Any]:
 
 
 _IGNORED_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-_MAX_TENSORS = 1024  # a second on a parallel file system
-_VALUES = 64  # of each: versions that were trained further differ in nearly all of them
+_MAX_TENSORS = 1024  # takes a second on a parallel file system
+_VALUES = 64  # per tensor: versions that were trained further differ in nearly all of them
 
 
 def hash_model(directory: Path, index: TensorIndex | ShapeIndex) -> str:
-    """Return a hash over names and shapes of a model's tensors and its config.json."""
+    """Return a hash over the names and shapes of a model's tensors and over its config.json."""
     shapes = sorted((name, list(index.shapes[name])) for name in index.stored)
     config = read_config_json(directory)
     kept = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
@@ -524,12 +524,12 @@ def hash_model(directory: Path, index: TensorIndex | ShapeIndex) -> str:
 
 
 def fingerprint_weights(index: TensorIndex) -> str:
-    """Return a hash over some values of each of a model's tensors, of 1,024 where it has more.
+    """Return a hash over some values of each of a model's tensors, or of 1,024 if it has more.
 
-    It does not depend on the files that they lie in, and is the same for a copy in bf16.
+    It does not depend on how tensors are spread over files, and is the same for a copy in bf16.
 
     Raises:
-        DataError: if they cannot be read.
+        DataError: if the values cannot be read.
     """
     chosen = sorted(index.stored, key=_draw_key)[:_MAX_TENSORS]
     by_file = sorted(chosen, key=lambda name: str(index.sources[name].file))
@@ -541,12 +541,12 @@ def fingerprint_weights(index: TensorIndex) -> str:
 
 
 def _draw_key(name: str) -> str:
-    """Return what tensors are drawn by, so that all kinds of layers are among them."""
+    """Return a pseudorandom sort key for drawing tensors, so that all kinds of layers are drawn."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _hash_middle(index: TensorIndex, name: str) -> str:
-    """Return a hash over values in the middle of a tensor, as bf16."""
+    """Return a hash over the values in the middle of a tensor, as bf16."""
     shape = index.shapes[name]
     if not all(shape):
         return "empty"
