@@ -285,7 +285,7 @@ class StartupWatchdog:
         self._watcher.close()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: a signal also ends a compiler, which makes compiling fail."""
+        """Return the cause of an error: a signal also ends a compiler, so that compiling fails."""
         reason = None if self._watcher.is_closed else self._stop_reason()
         return error if reason is None else self._make_error(reason)
 

@@ -90,7 +90,7 @@ class Governor:
 
     @property
     def handles_device_oom(self) -> bool:
-        """Whether the governor handles a step that runs out of device memory: on, and with a device."""
+        """Whether the governor is on and has a device, so that it handles out-of-memory steps."""
         return self._monitor.mode == "on" and self._monitor.device is not None
 
     def observe(self, sample: MemorySample | None) -> None:
