@@ -303,4 +303,4 @@ def check_passes(
         )
     if repeated := {name: times for name, times in passes.items() if times > 1}:
         each = ", ".join(f"{name} {times:.2f} times" for name, times in repeated.items())
-        yield f"data.sources: the run passes over {each}; repeated documents are memorised"
+        yield f"data.sources: the run passes over {each}; repeated documents are memorized"
