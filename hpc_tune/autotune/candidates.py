@@ -121,9 +121,8 @@ def share_rows(
 ) -> tuple[list[Layout], list[Layout]]:
     """Return variants of the layouts in which ranks share rows, for each possible number of ranks.
 
-    The first list has layouts in which some ranks would otherwise have no row, the second all
-    others. ``model`` is the transformers config; ``near``: how many ranks have links that are fast
-    enough for sharing.
+    The first list has layouts in which some ranks would otherwise have no row, the second the rest.
+    ``model`` is the transformers config; ``near``: how many ranks are close enough to share rows.
     """
     idle: list[Layout] = []
     others: list[Layout] = []

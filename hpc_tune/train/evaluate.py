@@ -224,9 +224,8 @@ class Evaluation:
         return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
     def log_change(self) -> None:
-        """Log how the held-out loss changed over the run.
-
-        Name the steps if nothing is held out any more: the newest loss is then of an earlier step.
+        """Log how the held-out loss changed over the run, with the steps if nothing is held out any
+        more, since the newest loss is then of an earlier step.
         """
         first, last = self.evals.first, self.evals.last
         if first is not None and last is not None and first != last:

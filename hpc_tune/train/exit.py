@@ -138,8 +138,7 @@ def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path |
 def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
     """Remove the files that a refused start made in the run directory, and report what remains.
 
-    Only rank 0 does this. It knows what was there before; on other hosts the path may be another
-    folder.
+    Only rank 0 does this: it knows what was there before, and other hosts may see another folder.
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return

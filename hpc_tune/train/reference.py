@@ -286,8 +286,7 @@ def clamped_mean(moved: float, number: float) -> float:
 def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
     """Return the mean difference of mismatched answers to the reference, at least 0. Collective.
 
-    The mean is over all mismatched answers of a step, so it does not depend on the number of ranks
-    or on micro-batches.
+    It covers all mismatched answers of a step, so it does not depend on ranks or micro-batches.
     """
     return clamped_mean(*comm.sum([*sum_kl_terms(engine, mismatched)]))
 

@@ -186,6 +186,6 @@ def _require_no_checkpoints(store: Store) -> None:
 def _require_manifest(path: Path) -> None:
     if not (path / MANIFEST).is_file():
         raise ConfigError(
-            f"checkpoint.resume={path} is no checkpoint (it has no {MANIFEST}); give auto, none, "
+            f"checkpoint.resume={path} is no checkpoint (no {MANIFEST} in it); give auto, none, "
             "or a folder such as RUN/checkpoints/step-00000100"
         )

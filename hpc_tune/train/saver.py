@@ -226,8 +226,7 @@ class Saver:
         """Complete the current save if all ranks have done their part.
 
         Raises:
-            CheckpointError: on every rank, if any rank failed to write and checkpoint.required is
-                set.
+            CheckpointError: on every rank, if any rank failed and checkpoint.required is set.
         """
         with self._count_blocked_time():
             self._record_finished_save(num_done)

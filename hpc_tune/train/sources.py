@@ -32,8 +32,7 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A source as given in the settings. ``data``: the data section for this source alone;
-    ``part``: the part of the source that is used.
+    """A source as given in the settings; ``data``: the data section for this source alone.
 
     ``name`` is empty if sources have no names. ``setting``: how messages name the source.
     """

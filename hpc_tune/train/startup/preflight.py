@@ -3,8 +3,7 @@
     an arithmetic upper bound far below the limit -> it fits
     else the plan command, in a separate process -> refused if it does not fit, unless --force
 
-The plan traces the model: it needs its own interpreter, some seconds, and under 1 GB on the first
-node.
+The plan traces the model in its own interpreter: some seconds, and under 1 GB on the first node.
 """
 
 import subprocess
