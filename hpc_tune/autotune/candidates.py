@@ -1,6 +1,6 @@
-"""parallel.layout=auto: every legal layout, the ranks in it, and its predicted step.
+"""parallel.layout=auto: every legal layout, its ranks, and its predicted step time.
 
-legal_layouts -> predict_candidates: in the fastest order of ranks each, the fastest layout first
+legal_layouts -> predict_candidates: each in its fastest order of ranks; the fastest layout first
 """
 
 import functools
@@ -24,10 +24,10 @@ _FEW_RANKS, _MARGIN, _CLEAR_GAIN = 5, 0.03, 0.8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, the ranks that take its positions in order, and how long a step of it takes.
+    """A layout, the ranks that take its positions in order, and its predicted step time.
 
-    ``memory`` of the rank that needs most, in words. ``fits`` is None where it was not asked: what
-    is slower than one that fits is not planned. ``links``: what was measured of them, in words.
+    ``memory``: of the rank that needs most, in words. ``fits`` is None if unknown: candidates that
+    are slower than one that fits are not planned. ``links``: the measured links, in words.
     """
 
     layout: Layout
@@ -44,9 +44,9 @@ class Candidate:
         return (describe_axes(asdict(self.layout), always=()) or "one rank") + gathers
 
     def ranking_s(self, num_ranks: int) -> float:
-        """Return the seconds of a step and a little more for each axis, and for ranks that idle.
+        """Return the seconds of a step, plus a small penalty for each axis and for idle ranks.
 
-        Predictions are not exact: of layouts that are about as fast the simple one is better.
+        Predictions are not exact: of layouts that are about equally fast, the simpler is better.
         """
         names = ("shard", "tensor", "pipeline", "expert", "context")
         axes = sum(getattr(self.layout, axis) > 1 for axis in names)
@@ -62,9 +62,9 @@ def predict_candidates(
     compute: Compute,
     network: Network,
 ) -> list[Candidate]:
-    """Return the layouts in their fastest order of ranks, the fastest first.
+    """Return the layouts, each in its fastest order of ranks, sorted by predicted speed.
 
-    A layout whose weights, gradients and optimizer state are more than a rank has is left out.
+    Layouts whose weights, gradients and optimizer state exceed the memory of a rank are left out.
     """
     choices = []
     orders_of = functools.cache(functools.partial(rank_orders, network))
@@ -80,7 +80,7 @@ def predict_candidates(
                 for ranks in orders_of(layout.size)
                 if (time := step_time(work, layout, ranks, settings, rows, compute, network))
             ),
-            # Of orders that are as fast the one whose neighbours have the fastest links.
+            # Of equally fast orders, prefer the one whose slowest link of neighbors is fastest.
             key=lambda c: (c.time.seconds, -_slowest_neighbours(c.ranks, network)),
         )
         choices.append(best)
@@ -96,9 +96,9 @@ def legal_layouts(
 ) -> list[Layout]:
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
-    Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
-    ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``;
-    ``num_experts`` can be spread over ranks.
+    Axes that are set are kept. With more than eight ranks, only all of them and powers of two are
+    tried. ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``;
+    ``num_experts``: how many experts can be distributed over ranks.
     """
     layouts = []
     for size in range(1, num_ranks + 1):
@@ -119,10 +119,10 @@ def legal_layouts(
 def share_rows(
     layouts: Iterable[Layout], model: Any, global_rows: int, near: int
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts with rows that ranks share, for each number of ranks that can do so.
+    """Return variants of the layouts in which ranks share rows, for each possible number of ranks.
 
-    First those of which some ranks would have no row without it, then the others. ``model`` is the
-    transformers config; ``near``: as many ranks are close enough for it.
+    The first list has layouts in which some ranks would otherwise have no row, the second the rest.
+    ``model`` is the transformers config; ``near``: how many ranks are close enough to share rows.
     """
     idle: list[Layout] = []
     others: list[Layout] = []
@@ -135,11 +135,11 @@ def share_rows(
 
 
 def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return which ranks may take the positions of a layout, in order.
+    """Return the orders in which ranks may take the positions of a layout.
 
-    All of them for up to five ranks. Of more, as the launcher numbers them, and each next one by
-    the fastest link; where some are left out, those with the slowest links. The first rank holds
-    the store of the job and always works.
+    For up to five ranks, all orders. For more, the launcher's order, and the order in which each
+    rank is followed by the one with the fastest link to it; the ranks with the slowest links are
+    left out if fewer are needed. The first rank holds the store of the job and is always used.
     """
     everyone = range(len(network.nodes))
     if len(everyone) <= _FEW_RANKS:
@@ -158,7 +158,7 @@ def rank_orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def ring_order(network: Network) -> tuple[int, ...]:
-    """Return all ranks, the first one first, in an order whose ring has no needlessly slow link."""
+    """Return all ranks, rank 0 first, in an order whose ring has no needlessly slow link."""
     size = len(network.nodes)
 
     def gathers_s(ranks: Sequence[int]) -> float:

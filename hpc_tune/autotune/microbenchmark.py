@@ -1,7 +1,7 @@
-"""How fast the ranks compute a decoder block and the head, measured before the model is loaded.
+"""Measures how fast the ranks compute a decoder block and the head, before the model is loaded.
 
 models of one block and of two, random weights -> forward and backward, all ranks at once
--> seconds per token of a block and of the rest; once more on the first rank alone
+-> seconds per token of a block and of the rest; then again on the first rank alone
 """
 
 import math
@@ -38,15 +38,15 @@ from hpc_tune.world.comm import Comm
 
 FEW_BLOCKS, MORE_BLOCKS = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
-_MAX_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
+_MAX_TOKENS_ON_CPU = 1024  # for which a block of an 8B model takes ten seconds
 _VALUES, _WIDTH, _MAX_MATMULS = 1 << 22, 256, 100
 _SHORT_S = 1.0
 
 
 class BlockModels:
-    """Makes models like the configured one with few blocks and random weights."""
+    """Makes models like the configured one, but with few blocks and random weights."""
 
-    # Of the newest: its step, and the bytes of a forward and a backward pass if it is sharded.
+    # Of the newest model: its step, and the bytes that both passes gather if it is sharded.
     plan: StepPlan
     gathered_bytes = 0.0
 
@@ -59,7 +59,7 @@ class BlockModels:
         comm: Comm,
         room: int,
     ) -> None:
-        """Measure on the ranks of ``comm``, each of which has ``room`` bytes."""
+        """Measure on the ranks of ``comm``, each with ``room`` bytes of memory."""
         self.comm, self.parallel, self._seq_len = comm, parallel, seq_len
         self._shape, self.optim, self._room = shape, optim, room
 
@@ -67,7 +67,7 @@ class BlockModels:
         """Return an engine of ``num_blocks`` blocks. Collective.
 
         Raises:
-            ConfigError: if even so few do not fit.
+            ConfigError: if even so few blocks do not fit.
         """
         update = {"reshard": "block", "offload_params": "none"}
         parallel = self.parallel.model_copy(update=update)
@@ -90,11 +90,11 @@ class BlockModels:
         size, model = measure(built.module), built.config
         _require_memory(size, self._room)
         head = model.vocab_size * model.hidden_size * itemsize
-        self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
+        self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head is gathered once
         return built
 
     def batch(self, rows: int) -> Batch:
-        """Return a micro-batch to measure with, of fewer tokens on CPUs."""
+        """Return a micro-batch to measure with; on CPUs with fewer tokens."""
         length = self._seq_len
         if self.comm.device.type == "cpu":
             length = min(length, _MAX_TOKENS_ON_CPU)
@@ -105,9 +105,9 @@ class BlockModels:
 def measure_compute(
     models: BlockModels, rows: int, network: Network, order: Sequence[int], with_tensor: bool
 ) -> Compute:
-    """Measure this model's blocks on these ranks; every rank returns the same. Collective.
+    """Measure this model's blocks on these ranks; every rank returns the same result. Collective.
 
-    ``rows`` of a micro-batch; ``network``: what was measured of it; ``order``: the ranks of
+    ``rows``: of a micro-batch; ``network``: the measured links; ``order``: the ranks of
     ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``constraints.allows_tensor``.
 
     Raises:
@@ -123,7 +123,7 @@ def measure_compute(
     [alone_s] = comm.max([statistics.median(times or [0.0])])
     block_s = max(1e-12, (seconds[MORE_BLOCKS] - seconds[FEW_BLOCKS]) / (MORE_BLOCKS - FEW_BLOCKS))
     unshard_s = _copy_s(comm)
-    # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
+    # Over slow links transfers hide all other costs; on GPUs gathering overlaps with compute.
     gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
     if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
         once = partial(models.engine(MORE_BLOCKS, Layout(1, num_ranks)).run_once, batch)
@@ -152,16 +152,16 @@ def _require_memory(size: ModelSize, room: int) -> None:
     if needed > MEASURED_STATE_SHARE * room:
         raise ConfigError(
             f"parallel.layout=auto: {MORE_BLOCKS} decoder blocks of this model take "
-            f"{format_bytes(needed)}, too much of {format_bytes(room)} to measure them; set "
+            f"{format_bytes(needed)}, too much to measure them in {format_bytes(room)}; set "
             "parallel.shard, .tensor or .pipeline"
         )
 
 
 def _slowest_rank_s(work: Callable[[], object], comm: Comm) -> float:
-    """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
+    """Return the seconds of ``work`` on the slowest rank while all ranks do it at once.
 
-    Often enough that the ranks, who may share processors, have had the same of them. A GPU's first
-    call loads kernels for seconds, and tells nothing of the next.
+    The work is repeated often enough that ranks that share processors get equal shares of them. A
+    GPU's first call is discarded: it loads kernels for seconds.
     """
     comm.barrier("all ranks to begin")
     if comm.device.type == "cuda":
@@ -185,7 +185,7 @@ def _time_work(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _update_s(comm: Comm, optim: OptimConfig) -> float:
-    """Return the seconds of the optimizer per trained value."""
+    """Return the optimizer's seconds per trained value."""
     values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
     values.grad = torch.zeros_like(values)
     optimizer = make_optimizer([("values", values)], optim)
@@ -193,7 +193,7 @@ def _update_s(comm: Comm, optim: OptimConfig) -> float:
 
 
 def _copy_s(comm: Comm) -> float:
-    """Return the seconds per byte of two new buffers, one filled and copied to the other."""
+    """Return the seconds per byte to allocate two buffers, zero one and copy it to the other."""
 
     def copy() -> None:
         gathered = torch.zeros(_VALUES, device=comm.device)
@@ -203,7 +203,7 @@ def _copy_s(comm: Comm) -> float:
 
 
 def _host_copy_s(comm: Comm) -> float:
-    """Return the seconds per byte of a copy from a GPU to pinned memory, as all ranks copy."""
+    """Return the seconds per byte of a copy from a GPU to pinned memory while all ranks copy."""
     if comm.device.type != "cuda":
         return 0.0
     values = torch.zeros(_VALUES, device=comm.device)
@@ -214,10 +214,10 @@ def _host_copy_s(comm: Comm) -> float:
 def _sync_in_blocks_s(
     models: BlockModels, batch: Batch, whole_s: float, network: Network, order: Sequence[int]
 ) -> float | None:
-    """Return what a small sum of all ranks adds, in blocks that are cut over all of them.
+    """Return the seconds that a small all-reduce adds, measured in blocks sliced over all ranks.
 
-    ``whole_s``: seconds of ``MORE_BLOCKS`` blocks that are not cut. None where they cannot be cut
-    so.
+    ``whole_s``: seconds of ``MORE_BLOCKS`` unsliced blocks. None if the blocks cannot be sliced
+    over all ranks.
     """
     comm = models.comm
     cut = Layout(1, 1, comm.world.size)
@@ -231,7 +231,7 @@ def _sync_in_blocks_s(
 
 
 def _sync_s(comm: Comm, work_s: float) -> float:
-    """Return what a small sum of all ranks adds to ``work_s`` of work between two of them."""
+    """Return the seconds that a small all-reduce adds after ``work_s`` seconds of work."""
     if comm.world.size == 1:
         return 0.0
     matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)

@@ -1,9 +1,9 @@
-"""parallel.layout=auto: the fastest layout that fits, from what was measured of ranks and links.
+"""parallel.layout=auto: the fastest layout that fits, from measurements of ranks and links.
 
     measured.json (or a named cluster) -> Compute, Network -> candidates, the fastest first
-    -> planned one after the other until one fits -> Choice
+    -> planned one after the other until one fits -> LayoutChoice
 
-A run measures its own ranks and runs the ``plan`` command; on a login node a cluster is named.
+A run measures its own ranks and runs the ``plan`` command; on a login node, name a cluster instead.
 """
 
 import json
@@ -58,13 +58,13 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import regroup
 from hpc_tune.world.comm import Comm
 
-# -- What links and ranks were measured to do, or what the data sheets of a named cluster say.
+# -- Measurements of links and ranks, or values from the data sheets of a named cluster.
 #
 # a run's measurement, `doctor --json`, or the data sheets of a cluster -> Measurements, Compute
 
 
 _SYNC_S = 50e-6
-_REACHED_SHARE = 0.4  # of a data sheet's flops in training
+_REACHED_SHARE = 0.4  # of a data sheet's flops that training reaches
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Measurements:
     compute: Compute | None = None
 
     def to_json(self) -> str:
-        """Return it for ``plan --measured``."""
+        """Return the measurements as JSON for ``plan --measured``."""
         ranks = [{"node": node} for node in self.nodes]
         compute = asdict(self.compute) if self.compute else None
         return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
@@ -88,10 +88,10 @@ class Measurements:
 
     @classmethod
     def read(cls, path: Path) -> "Measurements":
-        """Read what a run measured, or what ``doctor --json`` says.
+        """Read the measurements of a run, or the output of ``doctor --json``.
 
         Raises:
-            ConfigError: if it is neither.
+            ConfigError: if the file holds neither.
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -107,12 +107,12 @@ class Measurements:
             return cls(tuple(rank["node"] for rank in tree["ranks"]), Links(**links), compute)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"--measured {path}: expected what `doctor --json` prints: {error!r}"
+                f"--measured {path}: expected the output of `doctor --json`: {error!r}"
             ) from None
 
 
 def measurements_from_data_sheet(cluster: Cluster, nodes: int, per_node: int) -> Measurements:
-    """Return what a measurement would find there, but for compute."""
+    """Return the measurements to expect from a cluster's data sheets, without compute."""
     ranks = tuple(rank // per_node for rank in range(nodes * per_node))
     pairs = []
     if per_node > 1:
@@ -126,12 +126,12 @@ def measurements_from_data_sheet(cluster: Cluster, nodes: int, per_node: int) ->
 def compute_from_data_sheet(
     cluster: Cluster, size: ModelSize, model: Any, seq_len: int, recompute: bool
 ) -> Compute:
-    """Return seconds per token of a block and of the head, at ``_REACHED_SHARE`` of the flops."""
+    """Return how fast a cluster's ranks compute, at ``_REACHED_SHARE`` of its flops."""
     head = (6 if size.is_full else 4) * model.vocab_size * model.hidden_size
     whole = flops_per_token(size, model, seq_len)
     block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
     speed = _REACHED_SHARE * cluster.flops
-    # AdamW reads and writes some 28 bytes per value; devices of a petaflop move 3 TB/s.
+    # AdamW reads and writes about 28 bytes per value; devices with a petaflop/s move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte
     return Compute(
         *(block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S),
@@ -148,10 +148,10 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """What was chosen: ``rows`` are the fastest, ``refused`` faster ones that do not fit.
+    """The result: ``rows`` are the fastest that fit, ``refused`` faster ones that do not fit.
 
-    ``simple`` is what would run without auto, ``alone`` one rank, where it has the memory.
-    ``why_shared``: why ranks share rows, in words, where nobody asked for it.
+    ``simple``: the layout that would run without auto. ``alone``: a single rank, if its memory
+    suffices. ``why_shared``: why ranks share rows although the settings do not ask for it.
     """
 
     rows: list[Candidate]
@@ -170,8 +170,8 @@ class LayoutChoice:
 def choose_for_command(
     config: RunConfig, machine: Machine, measured_file: str | None, cluster_name: str | None
 ) -> tuple[LayoutChoice, Machine, RunConfig]:
-    """Choose for the command line; return also the machine of the ranks that are used, and the
-    configuration with the layout.
+    """Choose for the command line; also return the machine as the used ranks see it, and the
+    configuration with the chosen layout.
 
     Raises:
         ConfigError: as ``search_layout``; or if neither a file nor a known cluster is named.
@@ -185,8 +185,8 @@ def choose_for_command(
         measured = measurements_from_data_sheet(cluster, machine.nodes, machine.ranks_per_node)
     else:
         raise ConfigError(
-            f"parallel=auto: how fast are the links there? --hardware {_cluster_names()}, or "
-            "--measured FILE with what `python -m hpc_tune doctor --json` printed on those nodes"
+            f"parallel=auto: link speeds are not known: give --hardware {_cluster_names()}, or "
+            "--measured FILE with the output of `python -m hpc_tune doctor --json` on those nodes"
         )
     choice = search_layout(config, _restrict_machine(machine, measured.nodes), measured, cluster)
     used = _restrict_machine(machine, [measured.nodes[rank] for rank in choice.best.ranks])
@@ -199,7 +199,7 @@ def search_layout(
 ) -> LayoutChoice:
     """Return the fastest layout that fits ``machine``, and the next ones.
 
-    The data sheets of ``cluster`` tell how fast ranks compute where ``measured`` does not.
+    If ``measured`` does not say how fast ranks compute, the data sheets of ``cluster`` do.
 
     Raises:
         ConfigError: if no layout is legal, or none fits. DataError: as ``make_plan``.
@@ -216,7 +216,7 @@ def search_layout(
         compute = compute_from_data_sheet(cluster, size, built.config, seq_len, recomputes)
     if compute is None:
         raise ConfigError(
-            f"how fast ranks compute is not known: name a cluster, --hardware {_cluster_names()}"
+            f"how fast ranks compute is not known: name a cluster by --hardware {_cluster_names()}"
         )
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.from_links(measured.links, measured.nodes)
@@ -264,7 +264,7 @@ def _why_shared(best: Layout, num_rows: int) -> str:
 
 
 def choice_lines(choice: LayoutChoice) -> list[str]:
-    """Return the table for a person: the five fastest, and why the first is."""
+    """Return the table to print: the five fastest layouts, and why the first one is chosen."""
     best, simple, alone = choice.best, choice.simple, choice.alone
     head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
     lines = [
@@ -292,7 +292,7 @@ def choice_lines(choice: LayoutChoice) -> list[str]:
 
 
 def choice_to_json(choice: LayoutChoice) -> str:
-    """Return what a run needs of it; see ``choice_from_json``."""
+    """Return the parts of the choice that a run needs; see ``choice_from_json``."""
     best = choice.best
     tree: dict[str, Any] = {
         "layout": asdict(best.layout),
@@ -308,7 +308,7 @@ def choice_to_json(choice: LayoutChoice) -> str:
 
 
 def choice_from_json(text: str) -> tuple[Candidate, list[str]]:
-    """Return the best candidate and the table from what ``choice_to_json`` has written."""
+    """Return the best candidate and the table from the output of ``choice_to_json``."""
     tree: dict[str, Any] = json.loads(text)
     layout, time = Layout(**tree["layout"]), StepTime(tree["step_s"], tree["comm_s"])
     best = Candidate(layout, tuple(tree["ranks"]), tree["reshard"], tree["micro_rows"], time)
@@ -317,9 +317,8 @@ def choice_from_json(text: str) -> tuple[Candidate, list[str]]:
 
 @dataclass(frozen=True)
 class _PlannedCandidate:
-    """What a step of a layout takes beside weights, gradients and optimizer state.
-
-    ``advice``: what would make it fit.
+    """A planned layout. ``rest_bytes``: the memory of a step besides weights, gradients and
+    optimizer state. ``advice``: what would make it fit.
     """
 
     candidate: Candidate
@@ -327,10 +326,10 @@ class _PlannedCandidate:
     advice: Sequence[str]
 
     def min_bytes(self, other: Candidate, size: ModelSize) -> int:
-        """Return the bytes that ``other`` takes at least; 0 if nothing can be said.
+        """Return a lower bound on the bytes that ``other`` takes; 0 if there is none.
 
-        What a step keeps is divided by no more than the tensor, pipeline and context axes. Weights
-        that are gathered are some of it.
+        The rest of a step is divided by at most the tensor, pipeline and context axes. It includes
+        gathered weights.
         """
         own, its = self.candidate.layout, other.layout
         holds_more = own.shard > 1 and (its.shard == 1 or self.candidate.reshard != other.reshard)
@@ -343,10 +342,10 @@ class _PlannedCandidate:
 
 @dataclass
 class _LayoutSearch:
-    """Plans candidates, the fastest first, until one fits; learns from each plan of the others.
+    """Plans candidates, the fastest first, until one fits; each plan bounds the memory of others.
 
-    ``plan_of`` takes half a minute for a 70B model. ``with_rows`` times a candidate with smaller
-    micro-batches; None where their size is set.
+    ``plan_of`` takes half a minute for a 70B model. ``with_rows`` predicts a candidate's time with
+    smaller micro-batches; None if their size is set.
     """
 
     work: StepWork
@@ -362,10 +361,10 @@ class _LayoutSearch:
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Return the fastest of ``legal`` that fit, and faster ones that do not.
 
-        ``predict_more`` returns others, where none of these fits.
+        If none fits, the candidates that ``predict_more`` returns are tried too.
 
         Raises:
-            ConfigError: if none fits.
+            ConfigError: if no candidate fits.
         """
         rows, refused = self._find_fitting(legal)
         if not rows:
@@ -394,12 +393,12 @@ class _LayoutSearch:
         return candidate.ranking_s(self.num_ranks)
 
     def _predict_memory(self, candidate: Candidate) -> Candidate:
-        """Return it with its memory, by a bound where that is enough, else by a plan."""
+        """Return the candidate with its memory, from a bound if that suffices, else from a plan."""
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
         tokens = -(-candidate.micro_rows * work.seq_len // layout.context)
         most = upper_bound_bytes(work.size, layout, work.model, tokens, machine)
-        if layout.expert == 1 and surely_fits(most, machine):  # of tokens that are sent are copies
+        if layout.expert == 1 and surely_fits(most, machine):  # else sent tokens are copied too
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
         least = max((p.min_bytes(candidate, work.size) for p in self.planned), default=0)
         if least > room:
@@ -437,7 +436,7 @@ class _LayoutSearch:
 
 
 def _restrict_machine(machine: Machine, nodes: Sequence[int]) -> Machine:
-    """Return the machine as ranks on these nodes see it."""
+    """Return the machine, restricted to these ranks; ``nodes`` has the node of each."""
     counts = Counter(nodes)
     return replace(machine, nodes=len(counts), ranks_per_node=max(counts.values()))
 
@@ -454,7 +453,7 @@ def _format_time(row: Candidate) -> str:
 def _explain_difference(best: Candidate, other: Candidate) -> str:
     more_s = other.time.seconds - best.time.seconds
     if more_s < 0.01 * best.time.seconds:
-        return f"{other} is as fast, and less simple"
+        return f"{other} is as fast, but less simple"
     waits_s = other.time.comm_s - best.time.comm_s
     what = "waits for messages" if waits_s > more_s / 2 else "computes"
     return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
@@ -464,19 +463,19 @@ def _cluster_names() -> str:
     return "|".join(CLUSTERS)
 
 
-# -- parallel.layout=auto at the start of a run: measure, ask the plan, say why, compare afterwards.
+# -- parallel.layout=auto in a run: measure, run the plan command, log why, compare afterwards.
 #
 # links + a decoder block, measured on all ranks -> the plan command, on the first -> a layout,
-# and which ranks take its positions -> at the end of the run: what a step took, against that
+# and the ranks that take its positions -> at the end of the run: measured against predicted step
 
 
 LINKS_TIME_S = 10.0
 
 
 def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None]:
-    """Measure and choose; return it with this rank's part in that world, or None outside of it.
+    """Measure and choose a layout; return it with this rank's comm, None if the rank is left out.
 
-    Collective; ``world``'s process groups may be gone afterwards.
+    Collective; ``world``'s process groups may be destroyed afterwards.
 
     Raises:
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
@@ -497,13 +496,13 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
 
 
 def measure_world(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measurements, Comm]:
-    """Measure links and compute, in some ten seconds. Collective.
+    """Measure links and compute, in about ten seconds. Collective.
 
-    Returns a comm of all ranks, in an order that has no slow link in its ring if that can be:
-    collectives and gathering say more there.
+    Also return a comm of all ranks in an order whose ring avoids slow links if possible, which
+    makes the measurements of collectives and gathering more meaningful.
 
     Raises:
-        ConfigError: if the model's blocks are too large for that.
+        ConfigError: if the model's blocks are too large to measure.
     """
     nodes = tuple(peer.node for peer in comm.roster)
     links = measure_pairs(comm, LINKS_TIME_S)
@@ -535,9 +534,9 @@ def choose_on_rank_0(
     machine: Machine,
     limit_s: float,
 ) -> tuple[Candidate, list[str]]:
-    """Choose on the first rank; return also the table that says why. Collective.
+    """Choose on the first rank; also return the table that says why. Collective.
 
-    ``write_settings`` writes the configuration file. The others wait for up to ``limit_s``.
+    ``write_settings`` writes the configuration file. Other ranks wait for up to ``limit_s``.
 
     Raises:
         ConfigError: if no layout is possible or fits.
@@ -558,7 +557,7 @@ def choose_on_rank_0(
                 ) from None
         if done.returncode:
             message = done.stderr.strip().removeprefix("hpc_tune: ")
-            default = f"parallel.layout=auto: the plan ended with {done.returncode}"
+            default = f"parallel.layout=auto: the plan command ended with {done.returncode}"
             raise ConfigError(message or default)
         return done.stdout
 
@@ -566,13 +565,13 @@ def choose_on_rank_0(
 
 
 def compare_step(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
-    """Return the prediction beside the median of what steps took, but for the first."""
+    """Return the predicted step time and the median of the measured ones without the first."""
     steps_s, predicted_s = list(steps_s), chosen.time.seconds
     measured_s = statistics.median(steps_s[1:]) if len(steps_s) > 1 else None
     off = None if measured_s is None else measured_s / predicted_s - 1
     if off is not None:
         log.info(
-            "auto    a step took %.3g s, predicted were %.3g s (%+.0f%%)",
+            "auto    a step took %.3g s, the prediction was %.3g s (%+.0f%%)",
             measured_s,
             predicted_s,
             100 * off,

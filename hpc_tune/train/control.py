@@ -1,11 +1,11 @@
-"""What all ranks do next, by what they have agreed on, beside the training itself (trainer.py).
+"""The run's control flow around training itself (trainer.py): what all ranks agree to do next.
 
     decide       at the boundary before a step: one exchange of loss tokens, stop requests, due
-                 saves, memory levels and what the metrics of the step before still lack; then
-                 these, saves, the governor's actions, and the rows of the step
-    record_step  after a step: memory, metrics, evaluation, a save that is due by its number
+                 saves, memory levels and the last step's metrics of all ranks; then write these
+                 metrics, save, act on memory, and return the rows of the step
+    record_step  after a step: memory, metrics, evaluation, a save that is due at this step number
 
-Control flow depends on agreed values only, so that every rank takes the same branch.
+Control flow depends only on values that all ranks agree on, so every rank takes the same branch.
 """
 
 import gc
@@ -50,14 +50,14 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What one rank says at the boundary before a step, or the sums over the ranks.
+    """What one rank reports at the boundary before a step, or the sums over all ranks.
 
-    ``terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops``: of
-    the step's rows that this rank counts.
+    ``terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops`` are
+    sums over the rows of the step that this rank counts.
     ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
-    ``saves_done``: 1 if it has done its part of the current checkpoint, see saver.py. ``garbage``:
-    it has garbage to collect. ``levels``: the memory levels it has reached. ``by_source``: the loss
-    tokens of each source of a mixture.
+    ``saves_done``: 1 if this rank has finished its part of the current checkpoint, see saver.py.
+    ``garbage``: garbage collection is due. ``levels``: the memory levels that this rank has
+    reached. ``by_source``: the loss tokens of each source of a mixture.
     """
 
     terms: float
@@ -72,9 +72,9 @@ class StepStatus:
     by_source: tuple[float, ...] = ()
 
     def exchange(self, comm: Comm, beside: Extremes) -> tuple["StepStatus", PerRank]:
-        """Return the sums over the ranks, and what each of them says ``beside``. Collective.
+        """Return the sums over all ranks, and each rank's values of ``beside``. Collective.
 
-        The sums are rounded once, so that they are the same in any order of the ranks.
+        Each sum is rounded only once, so that it does not depend on the order of the ranks.
         """
         *own, levels, by_source = astuple(self)
         numbers = [*own, *levels, *by_source]
@@ -92,9 +92,10 @@ class StepStatus:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
-    ``terms`` of all ranks, tokens (by their weights) or pairs. ``tokens``: those of all ranks
-    without padding.
+    """Whether training ``goes_on``, and if so, on which ``batches`` of this rank.
+
+    ``terms``: the loss terms of all ranks, which are tokens (by their weights) or pairs.
+    ``tokens``: the tokens of all ranks, without padding.
     """
 
     goes_on: bool
@@ -104,7 +105,7 @@ class StepDecision:
 
 
 class Control:
-    """Decides before each step of ``trainer``, and takes in what it has done."""
+    """Decides what to do before each step of ``trainer``, and records each finished step."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Control:
         recorder: Recorder,
         state: RunState,
     ) -> None:
-        """``state`` is what a checkpoint says of the run, but for what changes with each step."""
+        """``state``: the state that checkpoints save, without what changes at each step."""
         self.trainer, self.saver, self.recorder = trainer, saver, recorder
         self.start_step = trainer.step
         self.step_limit = job.step_limit()
@@ -131,7 +132,7 @@ class Control:
         )
         self._settings = job.config.checkpoint
         self._saved_step, self._step_s = trainer.step, 0.0
-        # Rank 0 looks at the clock for all.
+        # Rank 0 alone watches the clock, for all ranks.
         minutes = self._settings.every_minutes if self._comm.is_rank_0 else None
         self._clock = SaveClock(minutes, job.dir, self._comm.world.num_nodes)
         self._status = StepStatus(*(0.0,) * 8, ())
@@ -139,7 +140,7 @@ class Control:
         self._stop_outcome: Outcome | None = None
 
     def begin(self) -> None:
-        """Measure the held-out loss before the first step, and that which a stop has cut."""
+        """Evaluate before the first step, and repeat an evaluation that a stop interrupted."""
         step = self.trainer.step
         if self._evaluation.is_missing(step):
             self._evaluate()
@@ -147,7 +148,7 @@ class Control:
         self._job.stop.train()
 
     def decide(self) -> StepDecision:
-        """Return what all ranks do next; before a stop the state is saved. Collective."""
+        """Return what all ranks do next; save the state before a stop. Collective."""
         trainer, saver, step = self.trainer, self.saver, self.trainer.step
         if step >= trainer.total_steps or self._evaluation.early_stop_reason:
             return StepDecision(goes_on=False)
@@ -172,7 +173,7 @@ class Control:
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
-        # A save that is due by the clock waits for the one before it; a stop tries one again.
+        # A save that is due by the clock waits for the one before it. A stop retries a failed one.
         is_new = (saver.committed_step if stop_reason else self._saved_step) != step
         if is_new and not saver.is_saving and (stop_reason or status.save):
             self._save()
@@ -191,20 +192,20 @@ class Control:
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
-        """The step and the loss of the lowest held-out loss."""
+        """The step of the lowest held-out loss, and that loss."""
         return self._evaluation.evals.best
 
     def profile_step(self) -> AbstractContextManager[None]:
-        """Return what surrounds the work of a step: it may be profiled."""
+        """Return a context manager that profiles the next step if it is one of those to profile."""
         return self._profile.profiling(self.trainer.step + 1)
 
     def on_step_out_of_memory(self, ran_out: str | None) -> None:
-        """Take in a step that all ranks have given up; ``ran_out``: see ``Trainer``."""
+        """Handle a step that all ranks gave up; ``ran_out`` is ``Trainer.out_of_memory_reason``."""
         if ran_out is not None:
             self._governor.observe_out_of_memory(ran_out)
 
     def record_step(self, result: StepResult) -> None:
-        """Take in a step that is done. Collective.
+        """Record a finished step; evaluate and save if due. Collective.
 
         Raises:
             HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
@@ -239,7 +240,7 @@ class Control:
         every = self._settings.every_steps
         saves = step == trainer.total_steps or (every is not None and step % every == 0)
         evaluates = self._evaluation.is_due(step)
-        if saves or evaluates:  # what follows a step is written after it
+        if saves or evaluates:  # the step's metrics are written before those of the evaluation
             self.recorder.record_now()
         if evaluates:
             self._evaluate()
@@ -248,8 +249,8 @@ class Control:
             self._save()
 
     def end(self) -> Outcome:
-        """Save what is trained to the end, say how the held-out loss changed; return how the run
-        has ended. Collective.
+        """Save the last step if needed, log how the held-out loss changed, and return how the run
+        ended. Collective.
         """
         if self._stop_outcome is not None:
             return self._stop_outcome
@@ -269,7 +270,7 @@ class Control:
         )
 
     def _own_status(self, reason: str | None) -> StepStatus:
-        """Return what this rank says. The clock that says when to save is rank 0's."""
+        """Return this rank's status. Only rank 0's clock determines when to save."""
         return StepStatus(
             *self.recorder.count_tokens(self._batches),
             save=self._clock.due_in_s <= 0,
@@ -281,18 +282,18 @@ class Control:
         )
 
     def _record_last_step(self, of_ranks: PerRank) -> None:
-        """Write the step before down; that is no work of the step that has begun."""
+        """Write the last step's metrics, and exclude the time it takes from the current step."""
         began_s = time.monotonic()
         self.recorder.record(of_ranks)
         self.trainer.began_s += time.monotonic() - began_s
 
     def _agree_on_stop_reason(self, reason: str | None) -> str:
-        """Return the reason to stop of the lowest rank that has one. Collective."""
+        """Return the stop reason of the lowest rank that has one. Collective."""
         return next((own for own in self._comm.gather(reason) if own is not None), "time limit")
 
     def _require_finite(self, result: StepResult) -> None:
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-            self.saver.finish()  # what is being saved are the values before this step
+            self.saver.finish()  # a running save holds the values from before this step
             raise HpcTuneError(
                 f"step {self.trainer.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
                 f"both must be finite. The last checkpoint is of step {self.saver.committed_step}. "
@@ -300,7 +301,7 @@ class Control:
             )
 
     def _enter_phase(self, phase: Phase, activity: str) -> None:
-        """Begin a phase of the memory plan, on all ranks together."""
+        """Enter a phase of the memory plan, on all ranks together."""
         self._job.monitor.enter(phase, activity)
         self.step_limit.enter(activity)
 
@@ -343,7 +344,7 @@ class Control:
 def prepare_control(
     job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine, saved: RunState | None
 ) -> Control:
-    """Return what a run is trained by; ``saved`` is the state that it resumes. Collective."""
+    """Return the control of a run; ``saved``: the state that it resumes from. Collective."""
     config, loader = model.config, data.loader
     step = saved.step if saved is not None else 0
     micro_size = decide_micro_size(job, model, plan, engine, saved)
@@ -354,7 +355,7 @@ def prepare_control(
         loader_levers(loader, files, saver.release_staging_blocks) | saver.levers | engine.levers
     )
     previous = job.previous
-    if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
+    if saved is not None and not previous.actions:  # a killed run's are only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))
     governor = Governor(job.step_comm, job.monitor, job.events, levers, previous)
     job.memory_exit.governor = governor

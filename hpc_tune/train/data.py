@@ -1,4 +1,4 @@
-"""The data of a run: raw data prepared, prepared data verified and opened."""
+"""The data of a run: prepare raw data, then verify and open prepared data."""
 
 import itertools
 import math
@@ -56,10 +56,10 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the loader of this rank; ``held_out``: what the loss is measured on.
+    """The data of a run, and the loader of this rank; ``held_out``: the evaluation data.
 
-    ``template`` is the text of data.chat_template, where that is set. ``eval_references``: of
-    held-out preferences, see train/reference.py, in the order of ``held_out``.
+    ``template`` is the text of data.chat_template, if set. ``eval_references``: the reference
+    log-probabilities of held-out preferences (train/reference.py), in the order of ``held_out``.
     """
 
     sources: Sequence[OpenSource]
@@ -71,7 +71,7 @@ class Data:
 
     @property
     def mixture(self) -> MixedRows | None:
-        """The rows of several sources; None where data.path is the only one."""
+        """The rows of a mixture of sources; None if data.path is the only source."""
         stream = self.loader.stream
         return stream if isinstance(stream, MixedRows) else None
 
@@ -86,7 +86,7 @@ class Data:
 
     @property
     def counters(self) -> Counters:
-        """What became of the examples of all sources."""
+        """What happened to the examples of all sources."""
         total = Counters()
         for source in self.sources:
             total.add(source.store.attributes.counters)
@@ -94,33 +94,33 @@ class Data:
 
     @property
     def loss_share(self) -> float:
-        """The share of the tokens that carries loss."""
+        """The share of tokens that carry loss."""
         counters = self.counters
         return counters.loss_tokens / counters.tokens
 
 
 class LazyTokenizer:
-    """The tokenizer of a run. Rank 0 loads it at the start, another rank when it has to prepare."""
+    """The tokenizer of a run. Rank 0 loads it at the start, other ranks only to prepare data."""
 
     def __init__(self, model_dir: Path, chat_template: str | None) -> None:
         self.model_dir, self._chat_template = model_dir, chat_template
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A fast tokenizer of transformers; DataError if there is none."""
+        """A fast transformers tokenizer; raises DataError if the model has none."""
         return load_tokenizer(self.model_dir, self._chat_template)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Its fingerprint: half a second for 50,000 tokens."""
+        """The tokenizer's fingerprint; takes half a second for 50,000 tokens."""
         return fingerprint(self.tokenizer)
 
 
 def require_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
-    """Fail now, not after links are measured and the model is planned. Collective.
+    """Check the data early, before links are measured and the model is planned. Collective.
 
     Raises:
-        DataError: if a source is missing, of no known kind, or a mix of kinds.
+        DataError: if a source is missing, of an unknown kind, or a mix of kinds.
     """
     cache = Path(data.cache or run_dir / "data")
     for wanted in (*list_training_sources(data), *list_eval_sources(data)):
@@ -152,10 +152,10 @@ def _require_source(wanted: SourceConfig, cache: Path) -> None:
 def open_data(
     job: Job, model: Model, resolved: ResolvedLayout, checkpoint: Path | None = None
 ) -> Data:
-    """Open the data, prepared first if raw, for this rank's part of each step. Collective.
+    """Open the data for this rank's part of each step; prepare it first if raw. Collective.
 
-    A run that resumes ``checkpoint`` ends where its last epoch does, also where an earlier end of
-    it made a step of fewer rows.
+    A run that resumes ``checkpoint`` ends with its last epoch, even if an earlier end of the run
+    had a last step of fewer rows.
     """
     config, comm = model.config, job.setup_comm
     job.monitor.enter(Phase.DATA, "preparing the data", tell=True)
@@ -174,7 +174,7 @@ def open_data(
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
-    if comm.device.type == "cuda" and resolved.layout.context == 1:  # else parts are pinned
+    if comm.device.type == "cuda" and resolved.layout.context == 1:  # else only parts are pinned
         loader.pin_batches(comm.device)
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size
@@ -201,29 +201,29 @@ def open_data(
 
 
 def _warn_unknown_stop_token(own: LazyTokenizer, counters: Counters) -> None:
-    """Say it where answers end with a token at which other tools would not stop."""
+    """Warn if answers end with a token at which other tools would not stop."""
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
     if has_prompts and (why := why_not_stopped(own.tokenizer, own.model_dir)):
         log.warning("%s", why)
 
 
 def why_not_stopped(tokenizer: Any, model_dir: Path) -> str | None:
-    """Return what is wrong where no tool but this one stops at the token that ends answers."""
+    """Return a warning if no tool but hpc_tune stops at the token that ends answers, else None."""
     end = find_answer_end(tokenizer)
     stops = stop_ids(tokenizer, model_dir)
     if end is None or tokenizer.convert_tokens_to_ids(end) in stops:
         return None
     others = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops)))) or "nothing"
     return (
-        f"answers end with {end}, and by the model's files what is generated ends with {others}: "
+        f"answers end with {end}, but by the model's files generation ends with {others}: "
         f"other tools will not stop after an answer. Add {end}, "
         f"{tokenizer.convert_tokens_to_ids(end)}, to eos_token_id in generation_config.json of "
-        "model.path, which exports take over, or tell the tool (hpc_tune generate stops there)"
+        "model.path, which exports copy, or set it in the tool (hpc_tune generate stops there)"
     )
 
 
 def _read_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
-    """Return the steps that a checkpoint is after, and its position in the data."""
+    """Return a checkpoint's step and its position in the data; (0, None) without one."""
     if checkpoint is None:
         return 0, None
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
@@ -231,9 +231,9 @@ def _read_position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]
 
 
 def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> None:
-    """Refuse data without a learned or measured token in the rows that are read.
+    """Refuse data without a learned (or, if held out, measured) token in the rows that are read.
 
-    Of a mixture each source is known to have one.
+    Sources of a mixture were checked when its phases were determined.
     """
     if data.mixture is None:
         (source,) = data.sources
@@ -244,12 +244,12 @@ def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> N
 
 
 def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None, verb: str) -> None:
-    """Refuse data of whose first ``most_rows`` rows none has a token that carries loss.
+    """Refuse data if none of the first ``most_rows`` rows has a token that carries loss.
 
-    Prepared data may be so: with a longer seq_len than the run's, all answers may be beyond it.
+    This can happen with data prepared for a longer seq_len: all answers may lie beyond the run's.
 
     Raises:
-        DataError: if the loss would be one over no tokens.
+        DataError: if no token carries loss.
     """
     store = source.store
     rows = PackedSampler(*sort_by_length(store, source.limit), order)
@@ -267,7 +267,7 @@ def _require_loss(source: OpenSource, order: SampleOrder, most_rows: int | None,
 def open_sources(
     data: DataConfig, comm: Comm, run_dir: Path, own: LazyTokenizer, form: Form = "answers"
 ) -> tuple[list[OpenSource], list[OpenSource]]:
-    """Open what is learned and what is held out, prepared first if raw. Collective."""
+    """Open the training and held-out sources; prepare raw ones first. Collective."""
     training, held_out = list_training_sources(data), list_eval_sources(data)
     apart = [] if data.eval_fraction else held_out
     comm.on_rank_0("looking at the data", partial(_warn_overlap, training, apart))
@@ -284,7 +284,7 @@ def open_sources(
 
 
 def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
-    """Refuse labels of one kind, and warn of kinds that do not weigh the same."""
+    """Refuse data with only one kind of label; warn if the two kinds have unequal weight."""
     labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
     if not labels:
         return
@@ -299,7 +299,7 @@ def _check_labels(sources: Sequence[OpenSource], tune: TuneConfig) -> None:
 
 
 def _warn_overlap(training: Sequence[SourceConfig], held_out: Sequence[SourceConfig]) -> None:
-    """Name the files that are both trained and evaluated on, and those of several sources."""
+    """Warn of files that are both trained and evaluated on, or that several sources read."""
     for one, other in itertools.combinations(training, 2):
         if same := sorted(list_source_files(one.path) & list_source_files(other.path)):
             log.warning(
@@ -325,7 +325,7 @@ def open_or_prepare(
     part: SplitPart = "all",
     form: Form = "answers",
 ) -> TokenStore:
-    """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
+    """Open prepared data. All ranks prepare raw data first; later starts reuse the result."""
 
     def open_it(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
@@ -363,7 +363,7 @@ def open_or_prepare(
 def prepare_settings(
     data: DataConfig, part: SplitPart = "all", form: Form = "answers"
 ) -> PrepareSettings:
-    """Return how raw data is prepared by the settings of a run."""
+    """Return the preparation settings that follow from the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
     reading = ReadOptions(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
     return PrepareSettings(data.seq_len, data.loss_on, reading)
@@ -378,10 +378,10 @@ def prepare_file(
     part: SplitPart = "all",
     form: Form = "answers",
 ) -> None:
-    """Tokenise raw data into ``out``, each rank its part. Collective.
+    """Tokenize raw data into ``out``, each rank its part. Collective.
 
     Raises:
-        DataError: on every rank, if the data of one cannot be used.
+        DataError: on every rank, if the data of any rank cannot be used.
     """
     world = comm.world
     name = f"{join_paths(path)}{'' if part == 'all' else f' ({part} part)'}"

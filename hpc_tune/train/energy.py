@@ -1,6 +1,6 @@
-"""The energy that the nodes of a run take while it trains: one rank of each node reads counters.
+"""The energy that a run's nodes consume while it trains; one rank of each node reads counters.
 
-the begin of training -> the counters of each node (probe/gpu_state.py) -> its end
+start of training -> the counters of each node (probe/gpu_state.py) -> end of training
 -> summed over the nodes -> an event, and a line of the log (rundir/facts.py)
 """
 
@@ -33,21 +33,21 @@ EnergyByPart = Mapping[str, PartEnergy]
 
 
 class RunEnergyMeter:
-    """Measures from its making on."""
+    """Measures energy from its creation until ``end``."""
 
     def __init__(
         self, job: Job, counters_of: Callable[[Sequence[str]], list[EnergyCounter]] = find_counters
     ) -> None:
-        """Begin. Collective."""
+        """Begin to measure. Collective."""
         self._job, comm = job, job.setup_comm
         gpus = _gpus_of_node(comm)
         self._meter = None if gpus is None else EnergyMeter(counters_of(gpus))
         self._began_s = time.monotonic()
 
     def end(self, step: int | None, tokens: int) -> None:
-        """Tell what the nodes have taken up to ``step``, for ``tokens`` of this start. Collective.
+        """Record the energy used up to ``step``, for the ``tokens`` of this start. Collective.
 
-        Where the run has had several starts, the line in the log is of all that have told of it.
+        After several starts, the line in the log sums all starts that recorded their energy.
         """
         own: tuple[dict[str, tuple[Any, ...]], bool] | None = None
         if self._meter is not None:
@@ -67,9 +67,9 @@ class RunEnergyMeter:
 
 
 def _gpus_of_node(comm: Comm) -> list[str] | None:
-    """Return the PCI addresses of the GPUs of this node's ranks; None but on its first rank.
+    """Return the PCI addresses of this node's GPUs on the node's first rank, else None.
 
-    Collective. Ranks that have slices of one GPU name it once.
+    Collective. A GPU that several ranks have slices of is listed once.
     """
     address = None
     if comm.device.type == "cuda":
@@ -88,10 +88,11 @@ def _has_all_cpus() -> bool:
 
 
 def sum_nodes(nodes: Sequence[EnergyByPart], are_own: bool) -> dict[str, Any]:
-    """Return what an event says of all nodes together (pure).
+    """Return the event's fields for all nodes together (pure).
 
-    A node whose own counter told is that, else the sum of its parts. CPUs and memory of a node
-    count if all of their counters did, GPUs one by one. ``are_own``: no other job has CPUs there.
+    A node's energy is its own counter's value if there is one, else the sum of its parts. CPUs and
+    memory of a node are included only if all of their counters could be read, GPUs one by one.
+    ``are_own``: no other job has CPUs on these nodes.
     """
     total_j, joules = 0.0, dict.fromkeys((WHOLE_NODES, GPUS, CPUS, MEMORY), 0.0)
     whole = known = 0
@@ -128,7 +129,7 @@ def _measured_j(name: str, part: PartEnergy) -> float:
 
 
 def _describe_missing(nodes: Sequence[EnergyByPart], num_nodes: int) -> list[str]:
-    """Return what is not known of nodes that have no counter of their own, and why."""
+    """Return what is missing for nodes without a counter of the whole node, and why."""
     found = []
     for name in (GPUS, CPUS, MEMORY, NODE):
         lacking = [

@@ -1,4 +1,4 @@
-"""The held-out loss of a run: when it is measured, and how."""
+"""The held-out loss of a run: when and how it is measured."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ HeldOutBatches = Mapping[str, Batches]
 
 
 def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> HeldOutBatches:
-    """Return what gives this rank's part of the held-out data, by the name of its source."""
+    """Return functions that yield this rank's batches of held-out data, by source name."""
     config, found = model.config, {}
     for number, source in enumerate(data.held_out):
         held_out = HeldOutRows(
@@ -50,9 +50,9 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Held
 
 
 def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
-    """Return a hash of what held-out losses are over, empty where nothing is held out.
+    """Return a hash of the held-out data that is evaluated, "" if nothing is held out.
 
-    ``num_rows``: of each source, None for all. Losses with different marks cannot be compared.
+    ``num_rows``: of each source, None for all. Losses with different hashes cannot be compared.
     """
     if not data.held_out:
         return ""
@@ -61,9 +61,9 @@ def fingerprint_held_out(data: Data, num_rows: int | None) -> str:
 
 
 def restore_evals(saved: RunState | None, mark: str, events: Events) -> Evals:
-    """Return the evaluations that ``saved`` tells of, if they were over what ``mark`` is of.
+    """Return the evaluations in ``saved`` if they used the held-out data with the hash ``mark``.
 
-    Else none, which is logged and recorded.
+    Otherwise log and record the change, and return no evaluations.
     """
     if saved is None:
         return Evals()
@@ -72,8 +72,8 @@ def restore_evals(saved: RunState | None, mark: str, events: Events) -> Evals:
         return evals
     log.warning(
         "resume: the held-out losses up to step %d are over other held-out data, or another "
-        "train.eval_rows: they are not compared with those from here on, of which the lowest is "
-        "the best",
+        "train.eval_rows: later losses are not compared with them, and the best is chosen among "
+        "the later ones only",
         evals.last[0],
         extra=ON_ALL_RANKS,
     )
@@ -87,9 +87,9 @@ def _batches_of(held_out: HeldOutRows, loader: Loader) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation is over (loss tokens or pairs), its time, and more than the loss.
+    """How many loss tokens or pairs an evaluation covered, its duration, and further measures.
 
-    ``losses``: that of each source by its name, where there are several; the loss is their mean.
+    ``losses``: the loss of each source by name, if sources have names; the loss is their mean.
     """
 
     terms: int
@@ -99,8 +99,9 @@ class EvalResult:
 
 
 class Evaluation:
-    """Measures the mean loss over the loss tokens of held-out data; of several sources of it each
-    by itself, and the mean of their losses. ``evals``: what was measured.
+    """Measures the mean loss over the loss tokens of held-out data.
+
+    Several sources are measured separately; the loss is the mean of theirs. ``evals``: the results.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class Evaluation:
         evals: Evals,
         tune: TuneConfig,
     ) -> None:
-        """Measure ``batches`` by the settings of ``train``; nothing where there are none.
+        """Measure ``batches`` as set in ``train``; do nothing if there are none.
 
-        Of labelled answers the mean KL divergence is measured first.
+        For labelled answers, the mean KL divergence is measured first.
         """
         self.evals = evals
         self._comm, self._stop, self._plan, self._batches = comm, stop, plan, batches
@@ -125,22 +126,22 @@ class Evaluation:
         self._patience = train.stop_after_evals
 
     def is_due(self, step: int) -> bool:
-        """Whether it is measured after ``step``: at the start, at the end, in between."""
+        """Whether to evaluate after ``step``: at the start, at the end, and in between if set."""
         if not self._batches:
             return False
-        # Beyond the end where max_steps was lowered.
+        # A step may lie beyond the end if max_steps was lowered.
         is_end = step == 0 or step >= self._total
         return is_end or (self._every is not None and step % self._every == 0)
 
     def is_missing(self, step: int) -> bool:
-        """Whether it is due after ``step`` and has not been measured."""
+        """Whether an evaluation is due after ``step`` and has not been done."""
         return self.is_due(step) and self.evals.loss_at(step) is None
 
     @property
     def early_stop_reason(self) -> str | None:
-        """Why the run is done before its last step: the loss has stopped falling. Else None.
+        """Why the run ends early (the held-out loss has stopped falling), else None.
 
-        As the EarlyStoppingCallback of transformers, without a threshold.
+        The same rule as the EarlyStoppingCallback of transformers without a threshold.
         """
         evals = self.evals
         if self._patience is None or evals.since_best < self._patience:
@@ -153,7 +154,7 @@ class Evaluation:
     def measure(self, engine: Engine, step: int, margin_s: float) -> EvalResult | None:
         """Evaluate after ``step``. Collective.
 
-        None if it was cut, since a rank is asked to stop, or has no more than ``margin_s`` left.
+        None if interrupted: a rank was asked to stop, or has no more than ``margin_s`` left.
         """
         log.info("step %d: evaluating on held-out data", step)
         began_s = time.monotonic()
@@ -188,7 +189,7 @@ class Evaluation:
         log.info(
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
-        if len(self.evals.chosen) == facts.MIN_FALLS + 1:  # once for each time that it falls
+        if len(self.evals.chosen) == facts.MIN_FALLS + 1:  # once per falling streak
             log.warning(
                 "step %d: %s",
                 step,
@@ -200,8 +201,8 @@ class Evaluation:
     def _evaluate_source(
         self, engine: Engine, given: Batches, margin_s: float
     ) -> tuple[list[float], float, int] | None:
-        """Return the sums over a source, the terms that they are over, and how many tokens with
-        loss or pairs these are; None if it was cut. Collective.
+        """Return the sums over a source, their number of loss terms, and the number of loss tokens
+        or pairs; None if interrupted. Collective.
         """
         was_cut = False
 
@@ -223,8 +224,8 @@ class Evaluation:
         return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
     def log_change(self) -> None:
-        """Log how the loss changed over the run; with the steps where nothing is held out by now,
-        since the newest one is of an earlier step then.
+        """Log how the held-out loss changed over the run, with the steps if nothing is held out any
+        more, since the newest loss is then of an earlier step.
         """
         first, last = self.evals.first, self.evals.last
         if first is not None and last is not None and first != last:

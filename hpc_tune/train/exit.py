@@ -3,8 +3,8 @@
 in_world, ending_world_on_error   the scopes of a run: an error in one is reported once and
                     ends every rank
 startup_watchdog    stops the phases before the first step, which cannot check the stop flag
-MemoryExit          stops a run whose memory runs out between two steps: the monitor's thread sees
-                    the limit near, or an allocation fails; exit code 75, and it can be resumed
+MemoryExit          stops a run that runs out of memory between two steps: the monitor's thread sees
+                    the limit near, or an allocation fails; exit code 75, and the run can be resumed
 """
 
 import time
@@ -66,9 +66,9 @@ from hpc_tune.world.stop import StopFlag, process_start_s
 def in_world(
     settings: RunSettings, run_dir: Path | None, join: Callable[..., Comm] | None = None
 ) -> Iterator[Comm]:
-    """Join the world for a block; what goes wrong in it ends every rank.
+    """Join the world for a block; an error in the block ends every rank.
 
-    ``join`` stands for ``bootstrap`` in tests.
+    ``join`` replaces ``bootstrap`` in tests.
     """
     with ending_world_on_error(None, run_dir):
         comm = (join or bootstrap)(settings, partial(fail_run, run_dir=run_dir))
@@ -79,13 +79,13 @@ def in_world(
 
 @contextmanager
 def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
-    """End every rank with what goes wrong in a block; see ``fail_run``."""
+    """End every rank if an error is raised in the block; see ``fail_run``."""
     try:
         yield
     except KeyboardInterrupt:
         fail_run(comm, InterruptError(), run_dir)
     except Exception as error:
-        why = why_unusable(error)  # a package, which ranks import late
+        why = why_unusable(error)  # of a package: ranks import some late
         fail_run(comm, error if why is None else ConfigError(why), run_dir)
 
 
@@ -93,7 +93,7 @@ def ending_world_on_error(comm: Comm | None, run_dir: Path | None) -> Iterator[N
 def startup_watchdog(
     comm: Comm, stop: StopFlag, run_dir: Path, resume_point: ResumePoint
 ) -> Iterator["StartupWatchdog"]:
-    """Watch ``stop`` in a block, until the watchdog is closed; find the cause of its errors."""
+    """Watch ``stop`` in a block until the watchdog is closed; raise the cause of its errors."""
     watchdog = StartupWatchdog(comm, stop, run_dir, resume_point)
     try:
         with raising_cause(watchdog.cause_of):
@@ -104,7 +104,7 @@ def startup_watchdog(
 
 @contextmanager
 def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """Raise the cause of an error of the block instead of the error."""
+    """Replace an error raised in the block with its cause."""
     try:
         yield
     except Exception as error:
@@ -115,7 +115,7 @@ def raising_cause(cause_of: Callable[[BaseException], BaseException]) -> Iterato
 
 
 def fail_run(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
-    """Report once for the world what went wrong, write outcome.json, and end every rank."""
+    """Report the error once for the whole world, write outcome.json, and end every rank."""
     release_spare_files()
     run_dir = None if isinstance(error, InUseError) else run_dir
     if isinstance(error, OSError):
@@ -136,9 +136,9 @@ def _report_and_release(comm: Comm | None, error: BaseException, run_dir: Path |
 
 
 def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
-    """Remove what a refused start has made in the run directory, and say what stays of it.
+    """Remove the files that a refused start made in the run directory, and report what remains.
 
-    Rank 0 alone, which knows what was there: on other hosts another folder may have this name.
+    Only rank 0 does this: it knows what was there before, and other hosts may see another folder.
     """
     if comm is None or not comm.is_rank_0 or run_dir is None:
         return
@@ -149,10 +149,10 @@ def _remove_refused_start(comm: Comm | None, error: BaseException, run_dir: Path
 
 
 def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
-    """Print and write what went wrong, unless another rank does; return the exit code, and whether
-    this rank did.
+    """Print and write the error unless another rank does; return the exit code, and whether this
+    rank reported it.
 
-    The first report of a start stays in outcome.json, and its exit code is every rank's.
+    The first report of a start stays in outcome.json, and every rank exits with its code.
     """
     code = exit_code_of(error)
     first_code = _first_reported_code(comm, error, run_dir)
@@ -160,14 +160,14 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         return first_code, False
     is_urgent = isinstance(error, ResumableStop) and bool(error.facts)
     writes = is_urgent and first_code is None
-    if writes:  # each rank that is short of memory writes it before anything takes time
+    if writes:  # a rank that is short of memory writes this before anything that takes time
         _write_outcome(_outcome_of(comm, error, Failure("", ""), code), run_dir, comm)
     told = report_failure(comm, error)
     if told is None:
         time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
         first_code = None if writes else _first_reported_code(comm, error, run_dir)
         return code if first_code is None else first_code, writes
-    if first_code is None and not is_urgent:  # telling whose error counts takes time
+    if first_code is None and not is_urgent:  # report_failure took time: look again
         first_code = _first_reported_code(comm, error, run_dir)
         if first_code is not None and _may_be_consequence(error):
             return first_code, False
@@ -179,7 +179,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
 
 
 def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Failure:
-    """Print what is told, and keep its details in a file; return it with the file's name."""
+    """Print the failure and write its details to a file; return it with the file's name."""
     if told.details is not None:
         kept = append_failure_details(told.details, run_dir, 0 if comm is None else comm.world.rank)
         if kept is not None:
@@ -190,7 +190,7 @@ def _print_failure(told: Failure, comm: Comm | None, run_dir: Path | None) -> Fa
 
 
 def _add_checkpoint_advice(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
-    """Return what is told with the last checkpoint, and what to do where the run may go on."""
+    """Add the last checkpoint to the report, and what to do if the run can be resumed."""
     step = None if comm is None else comm.resume_point.step
     if exit_code_of(error) != EXIT_FAILED:
         return told
@@ -209,9 +209,9 @@ def _add_checkpoint_advice(told: Failure, comm: Comm | None, error: BaseExceptio
 def _first_reported_code(
     comm: Comm | None, error: BaseException, run_dir: Path | None
 ) -> int | None:
-    """Return the exit code of the report that another rank has made already, None without one.
+    """Return the exit code that another rank has already reported, or None.
 
-    Both sides of a network cut report it: then that of the rank with the store counts.
+    Both sides of a network split report it; the report of the rank with the store counts.
     """
     start = None if comm is None else comm.nonce
     told = (
@@ -219,7 +219,7 @@ def _first_reported_code(
         if run_dir is None
         else outcome.read_outcome_of_start(run_dir, start, process_start_s())
     )
-    if told is None:  # the file system may show it later than its rank tells of it
+    if told is None:  # the file may become visible later than the rank's message arrives
         return None if comm is None or comm.watch is None else comm.watch.reported_code
     has_store = comm is not None and comm.world.rank == comm.store_rank
     is_cut_from = isinstance(error, LostHostError) and has_store
@@ -227,9 +227,9 @@ def _first_reported_code(
 
 
 def _may_be_consequence(error: BaseException) -> bool:
-    """Whether an error may be no more than what the end of another rank looks like from here.
+    """Whether an error may only be a consequence of another rank's end.
 
-    A launcher ends the other ranks by a signal, after that rank has written.
+    A launcher ends the other ranks with a signal, after that rank has written its report.
     """
     was_asked = isinstance(error, ResumableStop) and not error.facts
     return was_asked or isinstance(error, GoneError | RemoteError) or is_broken_connection(error)
@@ -251,7 +251,7 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
         return
     try:
         outcome.write_outcome(result, run_dir, None if comm is None else comm.nonce)
-        # The next start replaces outcome.json; the report still tells how this one ended.
+        # The next start replaces outcome.json; this event still lets reports tell how it ended.
         events = Events(run_dir / EVENTS)
         rank, began_s = result.facts.get("rank", 0), process_start_s()
         events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
@@ -263,9 +263,9 @@ def _write_outcome(result: Outcome, run_dir: Path | None, comm: Comm | None) -> 
 class StartupWatchdog:
     """Ends the world when this rank is asked to stop, until ``close``.
 
-    For the phases before the first update of the weights: nothing is lost there, and reading data,
-    loading and compiling cannot check the flag for minutes. A phase that can check it stops by
-    itself, in an orderly way, within a few seconds.
+    It covers the phases before the first update of the weights: nothing is lost there, and reading
+    data, loading and compiling cannot check the stop flag for minutes. A phase that can check the
+    flag gets a few seconds to stop by itself, in an orderly way.
     """
 
     def __init__(
@@ -280,11 +280,11 @@ class StartupWatchdog:
         self._watcher.start()
 
     def close(self) -> None:
-        """Stop watching; does not return if the rank is stopping already."""
+        """Stop watching; never returns if the watchdog is already ending the rank."""
         self._watcher.close()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
+        """Return the cause of an error: a signal also ends a compiler, so that compiling fails."""
         reason = None if self._watcher.is_closed else self._stop_reason()
         return error if reason is None else self._make_error(reason)
 
@@ -309,10 +309,10 @@ class StartupWatchdog:
 
 
 def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Monitor:
-    """Return this rank's monitor; the first rank of each node keeps the node's heartbeat.
+    """Return this rank's monitor; the first rank of each node writes the node's heartbeat.
 
     Raises:
-        MemoryBudgetError: if the processes alone take what the node grants.
+        MemoryBudgetError: if the processes alone already use all memory that the node grants.
     """
     world, beat = comm.world, None
     if world.local_rank == 0:
@@ -357,11 +357,11 @@ class MemoryExit:
         self._run_dir, self._resume_point = run_dir, resume_point
 
     def stop(self, need: MemoryShortage) -> None:
-        """End the world before the kernel does; for the monitor's thread."""
+        """End the world before the kernel kills it; called by the monitor's thread."""
         fail_run(self._comm, self._make_error(need), self._run_dir)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return what an error means: an allocation that fails is a reason to leave."""
+        """Return the cause of an error: a failed allocation becomes a resumable stop."""
         if self._monitor.mode != "on" or not is_out_of_memory(error):
             return error
         device = self._monitor.device

@@ -1,9 +1,9 @@
-"""What a run does about memory: the governor's levels, agreed by all ranks and acted upon.
+"""The memory governor of a run: all ranks agree on memory levels and take the same action.
 
-    step's worst -> levels of this rank -> counted over ranks at the boundary -> decide_action
+    peaks of a step -> levels of this rank -> counted over ranks at the boundary -> decide_action
     step that ran out of a device's memory -> CRITICAL -> the same
 
-Each rank decides by the same counts and the same ladder, so all do the same thing.
+Each rank decides by the same counts and the same ladder, so all ranks do the same thing.
 """
 
 import os
@@ -59,7 +59,7 @@ class Governor:
         levers: Mapping[Action, ActionHandle],
         previous: PreviousRun,
     ) -> None:
-        """Take the actions of the ``previous`` run again, and one rung more if memory ended it."""
+        """Repeat the actions of the ``previous`` run, and one rung more if memory ended it."""
         self._comm, self._monitor, self._events, self._levers = comm, monitor, events, levers
         self._policy = PolicyState()
         self._levels = (Level.CALM, Level.CALM)
@@ -85,32 +85,32 @@ class Governor:
 
     @property
     def actions_taken(self) -> list[str]:
-        """What was done and holds, in order."""
+        """The actions taken that are still in effect, in order."""
         return [action.value for action in self._policy.taken]
 
     @property
     def handles_device_oom(self) -> bool:
-        """Whether a step that runs out of a device's memory is answered: there is one, and on."""
+        """Whether the governor is on and has a device, so that it handles out-of-memory steps."""
         return self._monitor.mode == "on" and self._monitor.device is not None
 
     def observe(self, sample: MemorySample | None) -> None:
-        """Take in the worst of the last step."""
+        """Take in the memory peaks of the last step."""
         self._failed_allocation = None
         if sample is not None:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
 
     def observe_out_of_memory(self, failed: str) -> None:
-        """Take in that this rank's device had no room for the step; ``failed``: what it asked."""
+        """Note that this rank's device ran out of memory; ``failed`` describes the allocation."""
         self._failed_allocation, self._sample = failed, self._monitor.take_peaks()
         self._levels = (self._levels[0], Level.CRITICAL)
 
     def status(self) -> tuple[float, ...]:
-        """Return what this rank adds to the boundary's sum: one for each level it has reached."""
+        """Return this rank's part of the boundary's sums: 1.0 for each level it has reached."""
         return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
     def apply(self, counts: Sequence[float], step: int) -> MemoryShortage | None:
-        """Do what the ranks' levels ask for; return why to leave, if that is it. Collective."""
+        """Act on the ranks' levels; return the shortage if the run must leave. Collective."""
         host, device = (
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
             for start in (0, len(_LEVELS))
@@ -135,7 +135,7 @@ class Governor:
         return None
 
     def advice(self, need: MemoryShortage) -> str:
-        """Return what the next start does about it, or what the user can do."""
+        """Return what the next start will do about the shortage, or what the user can do."""
         taken = self._policy.taken
         coming = next_actions_after_oom(taken, self._available_actions(need.memory))[len(taken) :]
         if not coming:
@@ -154,9 +154,9 @@ class Governor:
         return decide_action(self._policy, level, self._available_actions(*short_of))
 
     def _available_actions(self, *short_of: str) -> frozenset[Action]:
-        """Return what can still free memory of the host, or of the device.
+        """Return the actions that can still free memory of the host, or of the device.
 
-        Without a device, what frees its memory frees the host's.
+        Without a device, actions that would free device memory free host memory.
         """
         taken, frees = self._policy.taken, {*short_of}
         if self._monitor.device is None:
@@ -168,11 +168,11 @@ class Governor:
         )
 
     def _set_level(self, action: Action) -> str:
-        """Let an action hold as often as the ladder says; return in words what holds now."""
+        """Apply an action as often as the ladder has taken it; describe the resulting setting."""
         return self._levers[action].set_level(self._policy.taken.count(action))
 
     def _local_fill(self, of: Literal["host", "device"]) -> "_MemoryFill":
-        """Return how full a memory is; this rank's host's where there is no device."""
+        """Return how full this rank's memory is; host memory if there is no device."""
         sample = self._sample
         if sample is None:
             return _MemoryFill(0.0, self._monitor.describe_shortage(0), {}, "")
@@ -218,8 +218,8 @@ class _MemoryFill:
 
 
 def _num_kept(taken: Sequence[Action]) -> int:
-    """Return how many of the last run's actions hold for good: what a device may have no room for
-    without them, and then the run may end.
+    """Return how many of the last run's actions are never undone: all up to the last one that frees
+    device memory, since without it the device may run out and end the run.
     """
     return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
 
@@ -229,7 +229,7 @@ def _format_fraction(used: int, limit: int) -> str:
 
 
 def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
-    """Return what outcome.json says of a run that left for want of memory."""
+    """Return the facts in outcome.json about a run that stopped because memory was short."""
     facts = {key: value for key, value in asdict(need).items() if key != "words"}
     return {**facts, "governor": list(taken)}
 
@@ -237,9 +237,9 @@ def outcome_facts(need: MemoryShortage, taken: Sequence[str]) -> dict[str, Any]:
 def loader_levers(
     loader: Loader, data_files: Sequence[Path], give_back: Callable[[], None] = lambda: None
 ) -> dict[Action, ActionHandle]:
-    """Return the levers of a loader that reads ``data_files`` and has its whole micro-batches.
+    """Return the levers of a loader that reads ``data_files``, before micro-batches are split.
 
-    ``give_back`` frees what others keep for later.
+    ``give_back`` frees memory that other parts keep for reuse.
     """
     micro_size = loader.micro_size
 

@@ -1,4 +1,4 @@
-"""A job: what a run needs around its training, from its directory to its outcome."""
+"""A job: everything around the training of a run, from its directory to its outcome."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,12 +44,12 @@ LOGS = "logs"
 
 @dataclass(frozen=True)
 class Job:
-    """A job, with the settings as the user gave them: checkpoints keep these and are compared with
-    them.
+    """A job. ``config`` holds the settings as the user gave them: checkpoints store them, and a
+    resumed run compares its settings with the stored ones.
 
-    ``setup_comm`` ends the world where a rank hangs while it works alone; ``step_comm`` is the same
-    with the timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the
-    layout that parallel=auto has chosen by measurement.
+    ``setup_comm`` ends the world if a rank hangs in its local work; ``step_comm`` is the same with
+    the timeout of steps. ``previous``: how the last run in ``dir`` ended. ``chosen``: the layout
+    that parallel=auto chose by measurement.
     """
 
     config: RunConfig
@@ -69,7 +69,7 @@ class Job:
     faults: Faults
 
     def step_limit(self) -> StepLimit:
-        """Return a watch over a part of training, which ends the world if that stands still."""
+        """Return a watchdog that ends the world if training makes no progress."""
         comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
         lost = partial(fail_run, self.setup_comm, run_dir=self.dir)
         keep = partial(write_trace, self.dir / TRACE_FOLDER, comm.world.rank, on_gpu)
@@ -80,9 +80,9 @@ class Job:
 def open_job(
     config: RunConfig, comm: Comm, stop: StopFlag, chosen: Candidate | None, faults: Faults
 ) -> Iterator[Job]:
-    """Take the run directory and start the memory monitor, for a block. Collective.
+    """Lock the run directory and run the memory monitor for a block. Collective.
 
-    The watchdog and the memory exit translate the block's errors into their causes.
+    The watchdog and the memory exit replace errors of the block with their causes.
 
     Raises:
         ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
@@ -137,9 +137,9 @@ def _make_run_dir(
     run: RunSettings,
     write_settings: Callable[[Path], None],
 ) -> PreviousRun:
-    """Make and take the run directory; fail now, not at the first save, if it is not writable.
+    """Make and lock the run directory; fail now, not at the first save, if it is not writable.
 
-    The settings of a run that is there stay as they are until nothing can refuse this start.
+    The settings of an existing run are kept until nothing can refuse this start any more.
     """
     require_trackers(run)
     try:

@@ -1,4 +1,4 @@
-"""What a run reports of each step: metrics.jsonl, trackers, the progress display."""
+"""What a run reports about each step: metrics.jsonl, trackers, the progress display."""
 
 import math
 import statistics
@@ -50,14 +50,14 @@ from hpc_tune.world.comm import Comm
 # -- ranks.jsonl: how long each rank works on a step.
 
 
-_MAX_LINES = 200  # of ranks.jsonl, so that that of 100,000 steps on 512 ranks is below a megabyte
+_MAX_LINES = 200  # of ranks.jsonl: 100,000 steps on 512 ranks take less than a megabyte
 
 
 class RankWork:
-    """Keeps the mean seconds of own work per step of each rank; nothing in a world of one."""
+    """Writes each rank's mean seconds of its own work per step; nothing in a world of one rank."""
 
     def __init__(self, size: int, run_dir: Path | None, start_step: int, total_steps: int) -> None:
-        """Write into ``run_dir``, given on rank 0 alone, of ``size`` ranks from ``start_step`` on.
+        """Write for ``size`` ranks from ``start_step`` on; ``run_dir`` is given only on rank 0.
 
         Raises:
             OSError: if the file cannot be made.
@@ -70,7 +70,7 @@ class RankWork:
         self._lines, self._writes = JsonLines(path), path is not None
 
     def add(self, step: int, work_s: Sequence[float]) -> None:
-        """Add the seconds of a step, by rank; write them when it is time."""
+        """Add the seconds of a step, by rank; write their means when a line is due."""
         if not self._writes:
             return
         self._work_s = [sum(both) for both in zip(self._work_s, work_s, strict=True)]
@@ -85,21 +85,22 @@ class RankWork:
         self._lines.close()
 
 
-# -- experts.jsonl: how many tokens each expert of a mixture had; and which experts starve.
+# -- experts.jsonl: how many tokens each expert of a mixture got, and which experts starve.
 
 
-# An expert starves with less than this share of its layer's mean, where chance would give it more.
+# An expert starves with less than this share of its layer's mean; layers with a mean below
+# _MIN_MEAN tokens are not judged, since chance alone may explain such counts.
 _STARVING_SHARE, _MIN_MEAN = 0.01, 100
 _MAX_SHOWN = 8
 
 
 class ExpertLoad:
-    """Adds steps up until it is time to write them: at an evaluation, and at the end."""
+    """Sums the tokens of each expert over steps; writes them at each evaluation and at the end."""
 
     def __init__(
         self, run_dir: Path, start_step: int, routers: Sequence[Router], events: Events
     ) -> None:
-        """Write into ``run_dir``, from ``start_step`` on. For rank 0 alone.
+        """Write into ``run_dir``, from ``start_step`` on. Only for rank 0.
 
         Raises:
             OSError: if the file cannot be made.
@@ -120,7 +121,7 @@ class ExpertLoad:
             row[:] = [count + int(new) for count, new in zip(row, more, strict=True)]
 
     def write(self) -> None:
-        """Write a line with what was added since the line before, and warn of what starves."""
+        """Write a line with the tokens since the last line, and warn of experts that starve."""
         if self._step == self._since:
             return
         line = ExpertTokens(self._step, self._since, self._layers, self._counts)
@@ -134,13 +135,13 @@ class ExpertLoad:
         self._counts = [[0] * len(row) for row in self._counts]
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining counts and close the file."""
         self.write()
         self._lines.close()
 
 
 def find_starving(layers: Sequence[int], counts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the experts with next to no tokens, by the number of their layer."""
+    """Return the experts with almost no tokens, by layer number."""
     found = {}
     for layer, row in zip(layers, counts, strict=True):
         mean = sum(row) / len(row)
@@ -151,7 +152,7 @@ def find_starving(layers: Sequence[int], counts: Sequence[Sequence[int]]) -> dic
 
 
 def describe_starving(starved: Mapping[int, Sequence[int]], since: int, step: int) -> str:
-    """Return the warning of experts that starve, a few of them by name."""
+    """Return a warning about experts that starve, naming a few of them."""
     each = [f"layer {layer}: {list_some(few, _MAX_SHOWN)}" for layer, few in starved.items()]
     return (
         "experts starve, with less than a hundredth of an even share of the tokens in steps "
@@ -165,12 +166,12 @@ def describe_starving(starved: Mapping[int, Sequence[int]], since: int, step: in
 
 _MAX_STEP_TIMES = 1000
 _STEPS_TO_ESTIMATE = 3
-# Of a step in messages: what the progress line shows, and what is worth advice.
+# The share of a step spent in messages that the progress line shows, and that causes a warning.
 COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
 
 
 def _is_mostly_waiting(metrics: StepMetrics) -> bool:
-    """Whether most of what rank 0 spends in messages is the wait for the slowest rank."""
+    """Whether rank 0 spends most of its time in messages waiting for the slowest rank."""
     return metrics.most_work_s - metrics.least_work_s > COMM_WARN_SHARE * metrics.comm_s
 
 
@@ -181,7 +182,7 @@ def _describe_comm_time(metrics: StepMetrics) -> str:
 
 
 class Metrics:
-    """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
+    """Writes metrics on rank 0 (``run_dir`` given), discards them on the other ranks.
 
     ``steps_s``: seconds of the newest steps. ``advise``: warn once if messages take most of a step.
 
@@ -209,7 +210,7 @@ class Metrics:
         self._trackers = trackers or Trackers()
 
     def record_step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
-        """Record one optimizer step, with what the routers of a mixture did in it."""
+        """Record one optimizer step, with the sums of a mixture's routers."""
         if self._experts is not None and routers is not None:
             self._experts.add(metrics.step, routers)
         row = to_row(metrics)
@@ -256,7 +257,7 @@ class Metrics:
             self._experts.write()
 
     def _log_remaining_time(self, steps: int) -> None:
-        """Estimate when the run will be done, evaluations and saves not counted."""
+        """Log an estimate of when the run will end, without evaluations and saves."""
         usual_s = statistics.median(self.steps_s)
         left_s = steps * usual_s
         log.info(
@@ -286,8 +287,8 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Flops:
-    """``weights`` of a token, those of ``attention`` within documents of some lengths, and what the
-    devices of all ranks can do in a second (``peak``, None where that is not known).
+    """Flops: of the ``weights`` per token, of ``attention`` within documents of given lengths, and
+    the ``peak`` per second of all ranks' devices together (None if unknown).
     """
 
     weights: float
@@ -297,9 +298,9 @@ class Flops:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that is done, by its number: ``terms``, ``loss_tokens``, ``tokens`` and
-    ``attention_flops`` are sums of all ranks, as are ``source_tokens``, the loss tokens of each
-    source of a mixture; ``step_s`` includes ``data_s``, the wait for rows.
+    """A finished step. ``terms``, ``loss_tokens``, ``tokens``, ``attention_flops`` and
+    ``source_tokens`` (the loss tokens of each source of a mixture) are sums over all ranks.
+    ``step_s`` includes ``data_s``, the wait for rows.
     """
 
     number: int
@@ -317,7 +318,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class Extremes:
-    """What a rank adds to a step's line, of which the extremes over all ranks are written."""
+    """One rank's values of a step for which the extremes over all ranks are written."""
 
     host_bytes: float = 0.0
     host_ranks_bytes: float = 0.0
@@ -327,7 +328,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class PerRank:
-    """The same of all ranks, by rank."""
+    """The values of ``Extremes`` of all ranks, by rank."""
 
     host_bytes: Sequence[float]
     host_ranks_bytes: Sequence[float]
@@ -336,10 +337,10 @@ class PerRank:
 
 
 class Recorder:
-    """Records each step on all ranks together: ``prepare_record`` when it is done, ``record`` once
-    it is known what all ranks say of it. That comes with the message at the boundary before the
-    next step, since a small message takes longer the more ranks there are; a run that fails between
-    the two has no line of its last step. ``tokens``: those of all ranks in the steps so far.
+    """Records each step on all ranks together: ``prepare_record`` when the step is done, ``record``
+    once all ranks' values are known. These arrive with the exchange at the boundary before the next
+    step, since a message of their own would take longer with more ranks; a run that fails in
+    between has no line for its last step. ``tokens``: of all ranks in the steps so far.
     """
 
     def __init__(
@@ -363,8 +364,8 @@ class Recorder:
         self._part = plan.row_part(coordinates.context)
 
     def count_tokens(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
-        """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
-        rank counts.
+        """Return the loss terms, loss tokens, tokens and attention flops of the rows that this rank
+        counts.
         """
         counted = batches if self._counts_rows else []
         return (
@@ -392,7 +393,7 @@ class Recorder:
     def prepare_record(
         self, step: FinishedStep, sample: MemorySample | None, recomputes: bool
     ) -> None:
-        """Take in a step with the worst ``sample`` of memory in it; ``record`` writes it down."""
+        """Take in a finished step with its peak memory ``sample``; ``record`` writes it later."""
         result, step_s, peak = step.result, step.step_s, self._flops.peak
         self.tokens += step.tokens
         flops = step.tokens * self._flops.weights + step.attention_flops
@@ -441,11 +442,11 @@ class Recorder:
 
     @property
     def extremes(self) -> Extremes:
-        """What this rank says of the step that is taken in and not yet written down."""
+        """This rank's values of the step that is prepared but not yet recorded."""
         return self._taken[2] if self._taken is not None else Extremes()
 
     def record(self, of_ranks: PerRank) -> None:
-        """Write down the step that was taken in, if there is one, with what all ranks say."""
+        """Record the prepared step, if there is one, with the values of all ranks."""
         if self._taken is None:
             return
         (metrics, routers, _), self._taken = self._taken, None
@@ -453,7 +454,7 @@ class Recorder:
         self.metrics.record_step(replace(metrics, **_find_extremes(metrics, of_ranks)), routers)
 
     def record_now(self) -> None:
-        """Do that by a message of its own: before an evaluation or a save. Collective."""
+        """Record the step with a separate exchange, before an evaluation or a save. Collective."""
         self.record(PerRank(*self._comm.gather_numbers(astuple(self.extremes))))
 
     def close(self) -> None:
@@ -463,7 +464,7 @@ class Recorder:
 
 
 def _find_extremes(metrics: StepMetrics, of_ranks: PerRank) -> dict[str, Any]:
-    """Return the fields of a step that are extremes over all ranks; times to a tenth of a ms."""
+    """Return the step's fields that are extremes over all ranks; times rounded to 0.1 ms."""
     tenths_of_ms = [max(0, round(1e4 * own)) for own in of_ranks.work_s]
     most, slowest = max((own, rank) for rank, own in enumerate(tenths_of_ms))
     fields: dict[str, Any] = {
@@ -478,7 +479,7 @@ def _find_extremes(metrics: StepMetrics, of_ranks: PerRank) -> dict[str, Any]:
 
 
 def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step: int) -> Recorder:
-    """Open the files and trackers that tell of each step after ``start_step``. Collective."""
+    """Open the files and trackers that record the steps after ``start_step``. Collective."""
     comm, peak = job.setup_comm, _peak_flops(job.setup_comm)
 
     def make_metrics() -> Metrics:

@@ -1,4 +1,4 @@
-"""The model of a run on the meta device, the settings that it supports, and its layout."""
+"""Builds a run's model on the meta device, checks what it supports, and resolves its layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,8 +54,8 @@ _MAX_MASKED_TOKENS = 1 << 16
 class Model:
     """The model on the meta device, its size, and the settings it supports.
 
-    ``config`` is without data.packing if such a model cannot keep packed documents apart.
-    ``weights_fingerprint`` tells its weights from others of their shapes (model/weights.py).
+    ``config`` has data.packing off if the model cannot keep packed documents apart.
+    ``weights_fingerprint`` distinguishes weights of the same shapes (model/weights.py).
     """
 
     built: BuiltModel
@@ -64,7 +64,7 @@ class Model:
     weights_fingerprint: str = ""
 
     def choose_kernels(self, device: torch.device) -> Kernels:
-        """Return what computes the decoder blocks on ``device``."""
+        """Return the kernels that compute the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
         needs_mask = not module.within_documents or module.needs_mask
         why = f"{built.config.model_type} models need it" if needs_mask else ""
@@ -77,9 +77,9 @@ class Model:
         return replace(found, lora=None if tune.method == "full" else "own", loop_reason=slow)
 
     def require_readable_masks(self, device: torch.device) -> None:
-        """Refuse rows so long that a GPU would read their masks at other places, without a word.
+        """Refuse rows so long that a GPU would silently read their masks at wrong offsets.
 
-        torch's memory-efficient attention counts in 32 bits where a token's part of a mask begins.
+        torch's memory-efficient attention computes the offset of a token's mask in 32 bits.
         """
         seq_len, most = self.config.data.seq_len, _MAX_MASKED_TOKENS
         if (
@@ -89,7 +89,7 @@ class Model:
         ):
             raise ConfigError(
                 f"data.seq_len={seq_len}: attention has a mask of tokens x tokens here ({why}), "
-                f"and on GPUs torch's is wrong with one of more than {most} x {most}; set "
+                f"and torch's attention on GPUs is wrong if it has more than {most} x {most}; set "
                 f"data.seq_len to at most {most}"
             )
 
@@ -98,8 +98,8 @@ def build_model(job: Job, fresh: bool) -> Model:
     """Build the model on the meta device; a ``fresh`` run starts from tune.init_from. Collective.
 
     Raises:
-        ConfigError: if the settings are not for such a model.
-        DataError: if a model of its kind would be trained incorrectly.
+        ConfigError: if the model does not support the settings.
+        DataError: if this kind of model would be trained incorrectly.
     """
     config, comm = job.config, job.setup_comm
     model_dir = prepare_model_dir(config.model.path, comm, job.dir)
@@ -113,7 +113,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             rope_scaling=config.model.rope_scaling,
         )
         start = config.tune.init_from
-        is_first = fresh or config.tune.has_reference  # what it begins with is the reference
+        is_first = fresh or config.tune.has_reference  # the initial adapter is the reference
         built = replace(built, seq_len=config.data.seq_len)
         return use_init_adapter(built, Path(start)) if start and is_first else built
 
@@ -154,9 +154,9 @@ def build_model(job: Job, fresh: bool) -> Model:
 
 
 def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Comm) -> Model:
-    """Return the model with its positions scaled for the longest text of what is learned.
+    """Return the model with its positions scaled for the longest text in the training data.
 
-    That is as long as a row may be, but of pairs, of which a row holds two. Collective.
+    Only for pairs, whose rows hold two texts; any other text may be as long as a row. Collective.
     """
     if model.config.tune.form != "pairs":
         return model
@@ -168,7 +168,7 @@ def with_scaled_positions(model: Model, sources: Sequence[TokenStore], comm: Com
 
 
 def _log_positions(built: BuiltModel, longest: int, what: str) -> None:
-    """Log how a model's positions fit texts of up to ``longest`` tokens; ``what`` those are."""
+    """Log how a model's positions fit texts of ``longest`` tokens; ``what`` describes the texts."""
     too_long = why_too_long(built.config, built.directory, built.rope_scaling, longest, what)
     if too_long:
         log.warning("%s", too_long, extra=ON_ALL_RANKS)
@@ -186,9 +186,9 @@ def _log_ignored_parts(built: BuiltModel) -> None:
         )
     if has_router_losses(built.directory) and not built.tune.router_losses:
         log.warning(
-            "config.json asks for a loss of the routers (output_router_logits), left by tools that "
-            "have trained with one; here it is tune.router_aux_loss, which is not set: no such "
-            "loss is used",
+            "config.json asks for a loss of the routers (output_router_logits), as left there by "
+            "tools that train with one; hpc_tune instead reads tune.router_aux_loss, which is not "
+            "set: no such loss is used",
             extra=ON_ALL_RANKS,
         )
     special = sorted({path.rpartition(".")[2] for path in find_uncalled_linears(built.module)})
@@ -196,7 +196,7 @@ def _log_ignored_parts(built: BuiltModel) -> None:
     what += [f"are not in {packed}"] if (packed := built.tune.packed_base) else []
     if special and what and built.tune.method != "full":
         log.info(
-            "%s %s: they are not called as linear layers are",
+            "%s %s: the model does not call them as linear layers",
             *(", ".join(special), " and ".join(what)),
         )
     if built.others:
@@ -233,14 +233,14 @@ def _require_supported(
 
 
 def _require_trained(built: BuiltModel, proof: ArchitectureCheck) -> None:
-    """Refuse targets whose adapters get no gradient; warn of others, and of such tensors."""
+    """Refuse named targets whose adapters get no gradient; warn of other parts without one."""
     found = {name_pattern(saved) for saved in built.saved_names.values()}
     untrained = [part for part in proof.untrained.splitlines() if part in found]
     if not untrained:
         return
     tune, kind = built.tune, built.config.model_type
     if tune.method == "full":
-        text = "these get no gradient and stay as they are: %s"
+        text = "these tensors get no gradient and stay as they are: %s"
         log.warning(text, ", ".join(untrained), extra=ON_ALL_RANKS)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
@@ -257,19 +257,19 @@ def _require_trained(built: BuiltModel, proof: ArchitectureCheck) -> None:
 def _with_router_watch(
     built: BuiltModel, proof: ArchitectureCheck, is_compiled: bool
 ) -> BuiltModel:
-    """Return the model with what its routers weigh by, if they can be watched; warn if not.
+    """Return the model with its routers and their score function, if they can be watched.
 
-    And of experts that a packed base leaves whole.
+    Warn if they cannot, and of experts that a packed base leaves unpacked.
 
     Raises:
-        ConfigError: if they are to learn balance, and cannot.
+        ConfigError: if router losses are set, but the routers cannot be watched.
     """
     kind, losses = built.config.model_type, built.tune.router_losses
     _warn_unpacked_experts(built)
     if not is_mixture(built.module):
         why = f"a {kind} model has no experts"
     elif not proof.score:
-        why = f"the routers of a {kind} model choose in a way that is not understood"
+        why = f"hpc_tune does not understand how the routers of a {kind} model choose experts"
     elif is_compiled:
         why = "train.compile=true: routers cannot be watched in a compiled block"
     else:
@@ -290,7 +290,7 @@ def _warn_unpacked_experts(built: BuiltModel) -> None:
     if packed and (whole := unpacked_stack_bytes(built.module)):
         log.warning(
             "the routed experts of a %s model, %s, are not in %s: the model computes them with "
-            "code of its own",
+            "its own code",
             built.config.model_type,
             format_bytes(whole),
             packed,
@@ -299,14 +299,14 @@ def _warn_unpacked_experts(built: BuiltModel) -> None:
 
 
 def _refuse_split_tied_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
-    """Refuse layouts in which a rank that has the output head lacks the embedding that it is."""
+    """Refuse layouts in which a rank has a tied output head without the trained rows it needs."""
     asked = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
     said = [f"parallel.{name}={size}" for name, size in asked.items() if size > 1]
     said += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
     if said and built.tokens and built.tied:
         raise ConfigError(
             f"tune.trainable_tokens with {' and '.join(said)}: the output head of this model is "
-            "its embedding, and reads the trained rows as well, which such a rank does not have; "
+            "its embedding, and reads the trained rows as well, but not every rank has these rows; "
             "use parallel.shard or replicate, or zero_stage 1 or 2"
         )
 
@@ -323,12 +323,12 @@ def prepare_model_dir(path: str, comm: Comm, run_dir: Path) -> Path:
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Refuse a model beside which an adapter lies: transformers would put it on the model."""
+    """Refuse a model folder that also holds an adapter, which transformers would apply."""
     if (directory / ADAPTER_FILE).is_file() and (directory / "adapter_config.json").is_file():
         raise DataError(
             f"model.path={directory}: an adapter is in the folder too ({ADAPTER_FILE}), which "
-            "transformers puts on the model that it loads from there. Move adapter_config.json and "
-            f"{ADAPTER_FILE} out of it to train the model without them, or merge them with peft"
+            "transformers applies to the model that it loads. Move adapter_config.json and "
+            f"{ADAPTER_FILE} elsewhere to train without the adapter, or merge it with peft"
         )
 
 
@@ -336,8 +336,8 @@ def resolve_layout(job: Job, model: Model) -> ResolvedLayout:
     """Resolve the layout for the machine that the ranks run on. Collective.
 
     Raises:
-        ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
-            be laid out like that.
+        ConfigError: if the product of the axes that are set is not the world size, or the model
+            does not support the layout.
     """
     config, comm = model.config, job.setup_comm
     sections, module = (config.parallel, config.tune, config.train), model.built.module

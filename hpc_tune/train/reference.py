@@ -1,10 +1,10 @@
 """The reference of preferences: the log-probabilities of all answers before the first step.
 
-    load_engine -> a file beside the prepared data, or one forward pass over all rows, kept there
+    load_engine -> a file beside the prepared data, or one forward pass over all rows, cached there
     -> loader, held-out data -> resume
 
-A number for each answer stands for a second model and for a second forward pass in each step. The
-file's name has a hash of all that they follow from, so that it is never another model's.
+One number per answer replaces a second model and a second forward pass in each step. The file's
+name has a hash of everything that the numbers depend on, so it is never used for another model.
 """
 
 import hashlib
@@ -47,22 +47,22 @@ from hpc_tune.units import format_seconds
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import find_architecture
 
-_DIGEST_BYTES = 32  # at the end of a file: SHA-256 of what is before
-_BATCHES_PER_READ = 16  # micro-batches: their results are small
+_DIGEST_BYTES = 32  # at the end of a file: SHA-256 of the bytes before
+_BATCHES_PER_READ = 16  # micro-batches, whose results are small
 _VALUES_PER_SUM = 1 << 16  # values in one message
-_VERSION = 2  # raised when the same rows and model get other values; 1 added tokens up in fp32
-# By how much of their own size log-probabilities may differ from pass to pass: other rows are in
-# the products. A wrong mask, template or base differs by more than a tenth.
+_VERSION = 2  # raised when the same rows and model get other values; 1 summed tokens in fp32
+# By dtype size in bytes: the relative difference of log-probabilities allowed between two passes,
+# whose matmuls have other rows. A wrong mask, template or base differs by more than a tenth.
 _TOLERANCE = {4: 1e-3, 2: 3e-2}
 
 
 def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine) -> Data:
-    """Return the data with the reference of all answers, computed where it is not kept. Collective.
+    """Return the data with the reference of all answers, computed if not cached. Collective.
 
     ``engine`` must hold the weights that the run begins with.
 
     Raises:
-        DataError: if what is kept is damaged, or cannot be written.
+        DataError: if a cached file is damaged, or a new one cannot be written.
     """
     if not model.config.tune.has_reference:
         return data
@@ -76,7 +76,7 @@ def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: En
 def _load_or_compute(
     job: Job, model: Model, plan: StepPlan, source: OpenSource, engine: Engine
 ) -> np.ndarray:
-    """Return fp32 [num_documents, 2]."""
+    """Return log-probabilities, fp32 [num_documents, 2]."""
     comm, config, store = job.setup_comm, model.config, source.store
     folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
     file = comm.on_rank_0(
@@ -133,13 +133,13 @@ def _compute_reference(
 def _group_results(
     found: Iterable[tuple[list[int], torch.Tensor]],
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield documents and their sums, M x 2, of many micro-batches at a time.
+    """Yield documents and their sums, M x 2, for many micro-batches at a time.
 
-    A device goes on computing until they are read.
+    A device continues to compute until the sums are read.
     """
     waiting: list[tuple[list[int], torch.Tensor]] = []
     for documents, log_probs in found:
-        # Empty of tokens, and so of documents: a row whose answers have no mismatched ones.
+        # A row whose answers have no mismatched ones has no tokens, and so no documents.
         if documents:
             waiting.append((documents, log_probs.reshape(-1, 2)))
         if len(waiting) == _BATCHES_PER_READ:
@@ -155,9 +155,9 @@ def _copy_to_host(waiting: list[tuple[list[int], torch.Tensor]]) -> tuple[list[i
 
 
 def hash_init_adapter(tune: TuneConfig) -> str | None:
-    """Return a hash of the adapter with which the reference begins; empty for the base alone.
+    """Return a hash of the reference's initial adapter; "" if the reference is the base model.
 
-    None where nothing is compared with a reference.
+    None if the objective uses no reference.
 
     Raises:
         DataError: if the adapter cannot be read.
@@ -177,10 +177,10 @@ def hash_init_adapter(tune: TuneConfig) -> str | None:
 
 
 def require_same_init_adapter(saved: RunState, tune: TuneConfig) -> None:
-    """Check that a run which goes on compares answers with the model that it did before.
+    """Check that a resumed run uses the same reference model as before.
 
     Raises:
-        ConfigError: if it would be another. DataError: see ``hash_init_adapter``.
+        ConfigError: if the reference differs. DataError: see ``hash_init_adapter``.
     """
     now = hash_init_adapter(tune)
     if now is None or saved.start in (None, now):
@@ -196,7 +196,7 @@ def require_same_init_adapter(saved: RunState, tune: TuneConfig) -> None:
 
 
 def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
-    """Return a hash of what the log-probabilities follow from, computed on ``device``."""
+    """Return a hash of everything that log-probabilities computed on ``device`` depend on."""
     tune, train = model.config.tune, model.config.train
     facts = [
         _VERSION,
@@ -210,7 +210,7 @@ def _cache_key(model: Model, store: TokenStore, device: torch.device) -> str:
         train.float8,
         model.built.seq_len if has_length_scaling(model.built.config) else None,
     ]
-    if tune.init_from is not None:  # its weights count by these, which its own settings equal
+    if tune.init_from is not None:  # these scale its weights, and equal the adapter's own settings
         facts += [tune.rank, tune.alpha, tune.rslora, tune.alpha_pattern, tune.expert_rank]
     if tune.base_dtype and not why_no_float8_matmuls(device, model.built.dtype):
         facts.append("float8 products")
@@ -232,10 +232,10 @@ def _read_reference(file: Path, num_documents: int) -> np.ndarray | None:
         raise DataError(f"{file} cannot be read: {error.strerror}{find_remedy(error)}") from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            f"{file} is damaged ({error}); remove it, and it is computed anew"
+            f"{file} is damaged ({error}); remove it, and it is computed again"
         ) from None
     if kept.shape != (num_documents, 2):
-        raise DataError(f"{file} is of other data; remove it, and it is computed anew")
+        raise DataError(f"{file} is of other data; remove it, and it is computed again")
     return kept
 
 
@@ -245,7 +245,7 @@ def _write_reference(file: Path, reference: np.ndarray) -> None:
         content = io.BytesIO()
         np.save(content, reference)
         values = content.getvalue()
-        write_file(file, values + hashlib.sha256(values).digest())  # np.load reads it all the same
+        write_file(file, values + hashlib.sha256(values).digest())  # np.load ignores the digest
     except OSError as error:
         raise DataError(
             f"{file} cannot be written: {error.strerror or error}{find_remedy(error)}"
@@ -253,16 +253,16 @@ def _write_reference(file: Path, reference: np.ndarray) -> None:
 
 
 class KlTerms(NamedTuple):
-    """What mismatched answers differ from their reference by, added up, and how many they are."""
+    """The summed differences of mismatched answers from their reference, and their number."""
 
     moved: float = 0.0
     number: float = 0.0
 
 
 def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool = False) -> KlTerms:
-    """Return what this rank's mismatched answers add to the step's KL.
+    """Return the terms of this rank's mismatched answers in the step's KL divergence.
 
-    The host waits for a device once, at the end.
+    The host waits for the device only once, at the end.
     """
     counted, found = [], []
     for batch, log_probs in engine.outputs(mismatched, LogProbabilities(), within_step):
@@ -279,23 +279,23 @@ def sum_kl_terms(engine: Engine, mismatched: Iterable[Batch], within_step: bool 
 
 
 def clamped_mean(moved: float, number: float) -> float:
-    """Return the mean difference of all ranks' mismatched answers, not below 0."""
+    """Return the mean difference of all ranks' mismatched answers, clamped at 0 from below."""
     return max(0.0, moved / max(1.0, number))
 
 
 def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
-    """Return the mean difference to the reference of mismatched answers, not below 0. Collective.
+    """Return the mean difference of mismatched answers to the reference, at least 0. Collective.
 
-    Over all of a step's, so that it depends neither on ranks nor on micro-batches.
+    It covers all mismatched answers of a step, so it does not depend on ranks or micro-batches.
     """
     return clamped_mean(*comm.sum([*sum_kl_terms(engine, mismatched)]))
 
 
 def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
-    """Check the first step: the model still is its own reference, so that no answer has moved.
+    """Check in the first step that the model equals its reference: nothing has been learned yet.
 
     Raises:
-        HpcTuneError: if the two differ by more than rounding.
+        HpcTuneError: if their log-probabilities differ by more than rounding.
     """
     sums = PreferenceSums(*result.sums)
     moved = sums.moved / max(1.0, sums.reference)
@@ -304,5 +304,6 @@ def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
             f"step 1: the answers' log-probabilities differ by {moved:.2%} from the reference's, "
             "and should be the same before anything is learned. The reference is not of this model "
             "or of these rows: remove reference-*.npy from the folder of prepared data "
-            "(data.cache) and start anew; if it comes again, report it with the model's config.json"
+            "(data.cache) and start again; if the error recurs, report it with the model's "
+            "config.json"
         )

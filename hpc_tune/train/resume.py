@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and how it is loaded. All ranks do it together."""
+"""Finds the checkpoint that a run resumes from, and loads it. All ranks do this together."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the requested one does not verify. UnreadableError: if the file system
-        refuses to read one that may be the newest. ConfigError: if it is not a checkpoint,
-        or of a run whose settings differ where they must not, or if a fresh start is requested
-        where checkpoints are.
+        CheckpointError: if the requested checkpoint does not verify. UnreadableError: if the file
+        system refuses to read one that may be the newest. ConfigError: if the path is no
+        checkpoint, if settings differ that must not, or if a fresh start is requested although
+        there are checkpoints.
     """
     comm, settings = job.setup_comm, job.config.model_dump()
     path = _find_requested(comm, job.config.checkpoint.resume, job.store)
@@ -45,7 +45,7 @@ def find_checkpoint(job: Job) -> Path | None:
         require_same_init_adapter(state, job.config.tune)
         return state.step
 
-    # Before anything that takes time, such as preparing data.
+    # Compare before anything that takes time, such as preparing data.
     job.resume_point.step = comm.on_rank_0("comparing with the checkpoint's settings", step_of)
     return path
 
@@ -78,7 +78,7 @@ def resume(
 ) -> RunState | None:
     """Load the checkpoint at ``path`` into the engine and the loader. Collective.
 
-    Returns the rest of its state; None without a checkpoint.
+    Returns its state; None without a checkpoint.
 
     Raises:
         CheckpointError: if it belongs to a different run, or its tensors do not fit.
@@ -101,7 +101,7 @@ def resume(
         engine.load(use_whole_model_names(index, model.built.names), state.step)
         return state
 
-    # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
+    # A sharded checkpoint has a file per rank: rank 0 alone reads all their headers.
     job.monitor.enter(Phase.LOAD, "loading a checkpoint", tell=True)
     job.setup_comm.begin("loading a checkpoint")
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
@@ -121,7 +121,7 @@ def resume(
 
 
 def keep_settings(job: Job, data: Data) -> None:
-    """Keep what the run is made with, when nothing can refuse this start any more. Collective.
+    """Store the settings of the run, once nothing can refuse this start any more. Collective.
 
     Raises:
         ConfigError: if the file system refuses.
@@ -135,7 +135,7 @@ def keep_settings(job: Job, data: Data) -> None:
 def _store_settings(run_dir: Path, template: str | None) -> None:
     try:
         os.replace(run_dir / STARTING_CONFIG, run_dir / RESOLVED_CONFIG)
-        if template is not None:  # exports carry it, and the user's file may be gone by then
+        if template is not None:  # exports contain it, and the user's file may be gone by then
             write_file(run_dir / TEMPLATE_FILE, template)
     except OSError as error:
         raise ConfigError(
@@ -163,10 +163,10 @@ def _find_damage(comm: Comm, path: Path) -> str | None:
 
 
 def _was_applied(store: Store, wanted: str) -> bool:
-    """Tell whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
+    """Return whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
 
-    Then this is the same command again, after a stop or in a job that was queued again. One whose
-    manifest is damaged does not tell, the one before it does.
+    If so, this is the same command again, after a stop or in a requeued job. Checkpoints with a
+    damaged manifest are skipped.
     """
     for path in reversed(store.steps()):
         with contextlib.suppress(CheckpointError):
@@ -186,6 +186,6 @@ def _require_no_checkpoints(store: Store) -> None:
 def _require_manifest(path: Path) -> None:
     if not (path / MANIFEST).is_file():
         raise ConfigError(
-            f"checkpoint.resume={path}: no checkpoint (no {MANIFEST} in it); give auto, none, or a "
-            "folder such as RUN/checkpoints/step-00000100"
+            f"checkpoint.resume={path} is no checkpoint (no {MANIFEST} in it); give auto, none, "
+            "or a folder such as RUN/checkpoints/step-00000100"
         )

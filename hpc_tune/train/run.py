@@ -1,10 +1,10 @@
-"""A run from its configuration to its outcome, in stages: each takes the results of those before.
+"""A run from its configuration to its outcome, in stages that use the results of earlier ones.
 
     join the world -> agree on the settings -> measure, for parallel=auto
     -> open the job -> model -> layout -> memory forecast -> data -> engine -> checkpoint -> train
     -> export, outcome, report
 
-An error in any of them is reported once for all ranks (train/exit.py).
+An error in any stage is reported once for all ranks (train/exit.py).
 """
 
 import shlex
@@ -60,7 +60,7 @@ def finish(
     energy: RunEnergyMeter,
     ended: Outcome,
 ) -> None:
-    """Close what the run had open, and report how it ended. Collective."""
+    """Close everything that the run opened, and report how it ended. Collective."""
     job.watchdog.close()
     job.setup_comm.begin("ending the run")
     job.stop.end()
@@ -109,7 +109,7 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
 
 
 def next_command(run_dir: Path) -> str:
-    """Return what to paste into a shell after a run."""
+    """Return a shell command to try the tuned model with."""
     return f"python -m hpc_tune generate --run {shlex.quote(str(run_dir))} --prompt '...'"
 
 
@@ -122,17 +122,17 @@ def _describe_stop(job: Job, control: Control, ended: Outcome) -> str:
         limit = format_seconds(job.stop.limit_s)
         text = f"the limit of {limit} ended before a step was done. Give more time"
     if job.setup_comm.world.launcher != "single":
-        text += f" (exit code {ended.exit_code}; a launcher may call it an error, but it is none)"
+        text += f" (exit code {ended.exit_code}; a launcher may call it an error, but it is not)"
     return text
 
 
 def _log_best_checkpoint(job: Job, control: Control) -> None:
-    """Log where the weights of the lowest held-out loss are, as the last ones have another."""
+    """Log where the weights with the lowest held-out loss are, since they are not the last ones."""
     step, loss = control.best_evaluation or (None, 0.0)
     paths = [path for path in job.store.steps() if int(path.name.removeprefix("step-")) == step]
     if paths:
         log.info(
-            "the lowest held-out loss, %.4f, is that of %s: export and generate take it as --run",
+            "the lowest held-out loss, %.4f, is that of %s: give it as --run to export or generate",
             loss,
             paths[0],
         )
@@ -155,9 +155,9 @@ def run(
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the flag of signals, the time limit and the STOP file; without it signals are
-    ignored when the run has ended, as the process is about to. ``force`` starts a run that is
-    predicted not to fit into memory. ``faults`` are for tests.
+    ``stop`` replaces the stop flag made from signals, the time limit and the STOP file; without it,
+    signals are ignored after the run, since the process is about to end. ``force`` starts a run
+    even if it is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
     given = nullcontext() if stop is None else closing(stop)
@@ -221,7 +221,7 @@ def _train(
 
 
 def train(trainer: Trainer, control: Control) -> Outcome:
-    """Train to the end, or to an agreed stop, and save a checkpoint there. Collective.
+    """Train until the end or an agreed stop, and save a checkpoint there. Collective.
 
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
@@ -235,6 +235,6 @@ def train(trainer: Trainer, control: Control) -> Outcome:
                 result = trainer.update()
         if has_gradients:
             control.record_step(result)
-        else:  # the ranks decide again
+        else:  # a rank ran out of memory: the ranks decide again
             control.on_step_out_of_memory(trainer.out_of_memory_reason)
     return control.end()

@@ -1,5 +1,5 @@
 """All ranks save together: the store's protocol, the engine's tensors, the manifest's state.
-Errors are agreed between the steps, never raised on one rank alone."""
+Ranks agree on errors between steps; an error is never raised on one rank alone."""
 
 import math
 import os
@@ -51,10 +51,11 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
-    ``can_allocate(bytes, why)`` tells whether there is memory for copies; ``device(kept)`` is what
-    copies them if the engine is on one, into blocks that are kept between saves; ``owns_folder()``
-    tells whether the run directory is still this job's; ``faults`` are for tests.
+    """How a rank writes. The save fails if the file system accepts no byte for ``limit_s``.
+
+    ``can_allocate(bytes, why)``: whether there is memory for copies. ``device(kept)``: what copies
+    tensors from the engine's device, if it has one, into blocks that are kept between saves.
+    ``owns_folder()``: whether this job still owns the run directory. ``faults`` are for tests.
     """
 
     limit_s: float
@@ -66,7 +67,7 @@ class WriteOptions:
 
 @dataclass(frozen=True)
 class _CommittedCheckpoint:
-    """A checkpoint that is there, its bytes, and the seconds from the save's begin until then."""
+    """A committed checkpoint, its bytes, and the seconds from the start of the save to its end."""
 
     path: Path
     num_bytes: int
@@ -75,7 +76,7 @@ class _CommittedCheckpoint:
 
 @dataclass
 class _RunningSave:
-    """A save of this rank: what writes its part, and then tells rank 0, or commits."""
+    """A save in progress: the writer of this rank's part, and the task that reports or commits."""
 
     state: RunState
     folder: Path
@@ -85,16 +86,16 @@ class _RunningSave:
 
 
 class Saver:
-    """Writes checkpoints, one at a time, while training goes on.
+    """Writes checkpoints, one at a time, while training continues.
 
-        start      rank 0 makes the folder, every rank's thread begins to write
-        written    a thread of each rank tells rank 0's (SaveReports)
-        committed  by that thread, when all have: it writes the manifest and renames
-        known      to all ranks at the first boundary after that
+        start      rank 0 makes the folder, and a thread on every rank begins to write
+        written    a thread of each rank reports to a thread of rank 0 (SaveReports)
+        committed  by rank 0's thread after all reports: it writes the manifest and renames
+        known      to all ranks at the next step boundary
 
-    So a save is there as soon as its bytes are, however long a step takes, and whatever becomes of
-    that step. The ranks learn of it within the one sum of each step boundary, and no collective
-    waits for a slow file system. Every method but
+    So a checkpoint exists as soon as its bytes are written, however long the current step takes and
+    even if that step fails. The ranks learn of it in the exchange at each step boundary, and no
+    collective waits for a slow file system. Every method except
     ``wait_until_weights_may_change``, ``status`` and ``pop_waits_s`` is collective.
     """
 
@@ -109,8 +110,8 @@ class Saver:
         resume_point: ResumePoint,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
     ) -> None:
-        """Save by ``settings``. ``pack`` makes the adapter folder of a checkpoint from the files
-        that hold its weights.
+        """Save as ``settings`` say. ``pack`` makes a checkpoint's adapter folder from its weight
+        files.
         """
         self._pack, self._resume_point = pack, resume_point
         self._comm, self._store, self._engine, self._events = comm, store, engine, events
@@ -126,16 +127,16 @@ class Saver:
 
     @property
     def levers(self) -> dict[Action, ActionHandle]:
-        """What the governor may do to saves."""
+        """The memory-saving actions that the governor may apply to saves."""
         return {Action.SAVE_IN_PIECES: ActionHandle(self._save_in_pieces)}
 
     def release_staging_blocks(self) -> None:
-        """Give what is kept of the last save's copies back to the system; the next takes anew."""
+        """Free the memory kept from the last save's copies; the next save allocates it again."""
         self._block_pool.release()
 
     @property
     def committed_step(self) -> int:
-        """The step of the newest checkpoint that all ranks know of, 0 before there is one."""
+        """The step of the newest checkpoint that all ranks know of, 0 before the first."""
         return self._committed_step
 
     @property
@@ -149,15 +150,15 @@ class Saver:
         return self._in_pieces or not self._background
 
     def pop_waits_s(self) -> list[float]:
-        """Return how long this rank has waited for each save that was done since the last call."""
+        """Return how long this rank waited for each save that has finished since the last call."""
         waits_s, self._waits_s = self._waits_s, []
         return waits_s
 
     def start(self, state: RunState) -> None:
-        """Begin to save the engine's tensors with ``state``; without background also finish.
+        """Begin to save the engine's tensors with ``state``; finish if training waits for saves.
 
         Raises:
-            CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
+            CheckpointError: on every rank, if any rank cannot write and checkpoint.required is set.
         """
         began_s, self._blocked_s = time.monotonic(), 0.0
         with self._count_blocked_time():
@@ -179,9 +180,9 @@ class Saver:
             self.finish()
 
     def add_evaluation(self, state: RunState) -> None:
-        """Add the held-out loss in ``state`` to the checkpoint of its step, which had none yet.
+        """Add the held-out loss in ``state`` to the existing checkpoint of its step.
 
-        A stop may have cut the evaluation that this one makes up for.
+        A stop may have interrupted the evaluation that this one replaces.
         """
         if state.eval_loss is not None:
             changes = {
@@ -195,7 +196,7 @@ class Saver:
             )
 
     def wait_until_weights_may_change(self) -> None:
-        """Wait until what is being saved of weights and optimizer state is copied or written."""
+        """Wait until all weights and optimizer state of a running save are copied or written."""
         if self._save is not None:
             with self._count_blocked_time():
                 self._save.writer.release(self._writing.limit_s)
@@ -203,8 +204,8 @@ class Saver:
     def status(self) -> float:
         """Return what this rank adds to the next boundary's sum.
 
-        That is 1 if it has done its part, on rank 0 the commit. If rank 0 cannot know that, it is
-        the number of ranks: then all hear of it.
+        That is 1 if this rank has done its part (rank 0: the commit), else 0. If its report or the
+        commit failed, it is the number of ranks, so that all ranks learn of the error.
         """
         if (save := self._save) is None:
             return 1.0
@@ -216,22 +217,22 @@ class Saver:
         elif now_s - self._last_progress_s > (limit_s := self._writing.limit_s):
             why = f"no byte was written for {limit_s:.0f} s: the file system hangs"
             if not save.writer.has_ended:
-                save.writer.cancel(why)  # and its task tells rank 0
+                save.writer.cancel(why)  # its task then reports that to rank 0
             else:
                 save.task.cancel(why)
         return 0.0
 
     def advance(self, num_done: float) -> None:
-        """Learn of the end of a save if all ranks have done their part.
+        """Complete the current save if all ranks have done their part.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write and checkpoint.required.
+            CheckpointError: on every rank, if any rank failed and checkpoint.required is set.
         """
         with self._count_blocked_time():
             self._record_finished_save(num_done)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is committed. Raises as ``advance``."""
+        """Wait until a running save is committed. Raises like ``advance``."""
         with self._count_blocked_time():
             while self.is_saving:
                 [num_done] = self._comm.sum([self.status()])
@@ -240,7 +241,7 @@ class Saver:
                     time.sleep(_POLL_S)
 
     def _save_in_pieces(self, times: int) -> str:
-        """Let training wait for coming saves, which then copy nothing."""
+        """Let training wait for later saves, which then copy nothing."""
         self._in_pieces = times > 0
         self._block_pool.keep_between_saves(not self.is_blocking)
         return "training waits for saves" if self._in_pieces else "saves run in the background"
@@ -254,7 +255,7 @@ class Saver:
             budget = choose_staging_bytes(
                 wanted, total, on_device, writing.can_allocate, kept.num_bytes
             )
-            if budget < total and kept.num_bytes:  # no more room for all: they are of no use
+            if budget < total and kept.num_bytes:  # cannot copy all: kept blocks are useless
                 kept.release()
         return Writer(parts, budget, writing.faults, device)
 
@@ -290,7 +291,7 @@ class Saver:
         )
 
     def _regions_by_file(self, folder: Path) -> dict[Path, list[Region]]:
-        """Return what this rank writes, by file: optimizer state apart from adapters."""
+        """Return this rank's regions by file; optimizer state and adapters go to separate files."""
         regions, file = self._engine.regions(), f"{self._comm.world.rank:05d}.safetensors"
         parts = {folder / f"rank-{file}": regions}
         if self._pack is not None:
@@ -307,10 +308,10 @@ class Saver:
         reports: SaveReports,
         task: "_ThreadTask[_CommittedCheckpoint | None]",
     ) -> _CommittedCheckpoint | None:
-        """Tell rank 0 what this rank has written; there, commit what all have. For a thread.
+        """Report this rank's files to rank 0; on rank 0, commit the files of all. Runs in a thread.
 
         Raises:
-            CheckpointError: if any rank could not write, or rank 0 cannot know or commit.
+            CheckpointError: if any rank failed to write, or rank 0 cannot learn it or commit.
         """
         try:
             own = SaveReport(tuple(save.writer.result()))
@@ -327,9 +328,9 @@ class Saver:
             path, files = self._commit(save, files, task)
             is_there = True
         finally:
-            if not is_there and not task.done:  # once given up, another save may write there
+            if not is_there and not task.done:  # after a cancel, another save may write there
                 self._store.abandon(save.folder)
-        self._resume_point.step = save.state.step  # should the run end before the next boundary
+        self._resume_point.step = save.state.step  # in case the run ends before the next boundary
         num_bytes = sum(file.num_bytes for file in files)
         return _CommittedCheckpoint(path, num_bytes, time.monotonic() - save.began_s)
 
@@ -361,7 +362,7 @@ class Saver:
 
 
 def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
-    """Return what saves the trained values of ``engine`` into the run directory."""
+    """Return the saver of the trained values of ``engine`` into the run directory."""
     tune, pack = model.config.tune, None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
@@ -383,7 +384,7 @@ def _require_written(reports: Sequence[SaveReport]) -> None:
 
 
 class _ThreadTask(Generic[T]):
-    """Work in a thread of its own, from ``start`` on; the work gets the task."""
+    """Work in a separate thread, from ``start`` on; the work gets the task as its argument."""
 
     def __init__(self, work: Callable[["_ThreadTask[T]"], T]) -> None:
         self.done = False
@@ -399,18 +400,18 @@ class _ThreadTask(Generic[T]):
         self._thread.start()
 
     def check_cancelled(self) -> None:
-        """Count as progress; raise in the thread if the work was given up."""
+        """Record progress; raise in the thread if the work was canceled."""
         self.progress += 1
         if self.done:
             raise self.error or CheckpointError("the save was given up")
 
     def cancel(self, why: str) -> None:
-        """Count as failed from now on, unless it is over."""
+        """Mark the task as failed, unless it has ended."""
         self._set_result(None, CheckpointError(why))
 
     def result(self) -> T:
-        """Return what the work returned, or raise what it raised. Work that is not over is given
-        up: another rank has failed.
+        """Return the result of the work, or raise its error. Work that has not ended is abandoned,
+        since another rank has failed.
         """
         self._set_result(None, None)
         if self.error is not None:
@@ -431,36 +432,36 @@ class _ThreadTask(Generic[T]):
                 self._result, self.error, self.done = result, error, True
 
 
-# -- When a checkpoint is due by the clock, and how far apart they are with every_minutes=auto.
+# -- When a checkpoint is due by the clock, and the interval with every_minutes=auto.
 #
-# Rank 0 alone looks at it: what it says is agreed at the boundary before each step (control.py).
+# Only rank 0 watches the clock; the ranks agree at the boundary before each step (control.py).
 
 
-FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
+FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a failing save shows early
 MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 7200.0
 DEFAULT_INTERVAL_S = 1800.0  # until a save has been measured
-# Before a run has failed: 419 unplanned interruptions in 54 days of 16,384 GPUs on 2,048 nodes (The
-# Llama 3 Herd of Models, arXiv:2407.21783, table 5) are one in 264 days of a node.
+# Until the run itself has failed: 419 unplanned interruptions in 54 days of 16,384 GPUs on 2,048
+# nodes (The Llama 3 Herd of Models, arXiv:2407.21783, table 5) are one per 264 node-days.
 NODE_DAYS_PER_FAILURE = 264.0
 _DAY_S = 86400.0
-_RECENT_SAVES = 5  # the newest, whose median counts
+_RECENT_SAVES = 5  # the median of the newest saves is used
 _LOGGED_CHANGE = 0.1
 
 
 def best_interval_s(wait_s: float, mtbf_s: float) -> float:
-    """Return the seconds between saves that cost least: sqrt(2 x wait x time between failures).
+    """Return the cheapest seconds between saves: sqrt(2 x wait x time between failures).
 
     ``wait_s`` is how long training waits for a save, ``mtbf_s`` the mean time between failures of
-    all nodes together. Within 5 minutes and 2 hours. The formula is that of J. W. Young, A first
-    order approximation to the optimum checkpoint interval, CACM 17 (1974), and the first order of
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS
-    22 (2006), where a save takes far less time than there is between failures.
+    all nodes together. Limited to 5 minutes to 2 hours. The formula is from J. W. Young, A first
+    order approximation to the optimum checkpoint interval, CACM 17 (1974), and is the first order
+    of J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+    FGCS 22 (2006), if a save takes far less time than passes between failures.
     """
     return min(max(math.sqrt(2 * wait_s * mtbf_s), MIN_INTERVAL_S), MAX_INTERVAL_S)
 
 
 def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
-    """Return the seconds between saves of a run with a history, and why (pure)."""
+    """Return the seconds between saves that follow from a run's history, and why (pure)."""
     if not history.waits_s:
         return (
             DEFAULT_INTERVAL_S,
@@ -474,7 +475,7 @@ def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
     else:
         mtbf_s = NODE_DAYS_PER_FAILURE * _DAY_S / num_nodes
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
-        why = f"no failure so far: one in {NODE_DAYS_PER_FAILURE:.0f} days of a node, {nodes}"
+        why = f"no failure so far, assumed one in {NODE_DAYS_PER_FAILURE:.0f} node-days, {nodes}"
     interval_s = best_interval_s(wait_s, mtbf_s)
     limit = {MIN_INTERVAL_S: ", at least", MAX_INTERVAL_S: ", at most"}.get(interval_s, "")
     limit += f" {format_seconds(interval_s)}" if limit else ""
@@ -485,12 +486,12 @@ def choose_interval(history: StartHistory, num_nodes: int) -> tuple[float, str]:
 
 
 class SaveClock:
-    """The clock of this start's saves."""
+    """The clock that tells when this start's saves are due."""
 
     def __init__(
         self, every_minutes: float | Literal["auto"] | None, run_dir: Path, num_nodes: int
     ) -> None:
-        """Begin; with ``"auto"`` what the starts before have left in ``run_dir`` counts."""
+        """Start the clock; ``"auto"`` also uses the records of earlier starts in ``run_dir``."""
         self._is_auto, self._num_nodes = every_minutes == "auto", num_nodes
         self._interval_s: float | None = None
         self._history, self._began_s = StartHistory(), time.monotonic()
@@ -513,7 +514,7 @@ class SaveClock:
         self._saved_at_s = time.monotonic()
 
     def record_wait(self, wait_s: float) -> None:
-        """Take in a save that is there, and for how long training has waited for it."""
+        """Record how long training waited for a finished save."""
         if self._is_auto:
             self._history = replace(self._history, waits_s=(*self._history.waits_s, wait_s))
             self._update_interval()

@@ -1,7 +1,7 @@
-"""The sources of a run's data, by name: data.path alone, or those of a mixture.
+"""The sources of a run's data, by name: data.path alone, or the sources of a mixture.
 
-settings -> SourceConfig, each with its own section -> prepared, opened -> OpenSource
-OpenSource, the checkpoint's phases -> Parts -> MixturePhase (data/order.py) -> rows of the run
+settings -> SourceConfig, each with its own data section -> prepared, opened -> OpenSource
+OpenSource, the checkpoint's phases -> MixturePart -> MixturePhase (data/order.py) -> the run's rows
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A source as the settings name it: ``data`` as it is for it alone, ``part`` of it.
+    """A source as given in the settings; ``data``: the data section for this source alone.
 
-    ``name`` is empty where there are no names. ``setting``: what the user calls it.
+    ``name`` is empty if sources have no names. ``setting``: how messages name the source.
     """
 
     name: str
@@ -45,14 +45,14 @@ class SourceConfig:
 
     @property
     def path(self) -> Paths:
-        """Where it is."""
+        """Where the source's data is."""
         assert self.data.path is not None, "checked by config/constraints.py"
         return self.data.path
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that is prepared and open. ``limit``: how many of its documents, None for all."""
+    """A prepared, open source. ``limit``: how many of its documents are used, None for all."""
 
     name: str
     setting: str
@@ -61,7 +61,7 @@ class OpenSource:
 
 
 def list_training_sources(data: DataConfig) -> list[SourceConfig]:
-    """Return what is learned."""
+    """Return the sources to train on."""
     part: SplitPart = "train" if data.eval_fraction else "all"
     if data.sources is None:
         return [SourceConfig("", "data.path", data, part)]
@@ -69,7 +69,7 @@ def list_training_sources(data: DataConfig) -> list[SourceConfig]:
 
 
 def list_eval_sources(data: DataConfig) -> list[SourceConfig]:
-    """Return what is held out."""
+    """Return the held-out sources."""
     if data.eval_fraction:
         wanted = list_training_sources(data)
         return [replace(source, part="held-out", limit=None) for source in wanted]
@@ -96,7 +96,7 @@ def _source_config(
 
 @contextmanager
 def name_in_errors(source: SourceConfig | OpenSource) -> Iterator[None]:
-    """Say of which source of several an error is."""
+    """Prefix an error in the block with the source's name, if sources have names."""
     try:
         yield
     except DataError as error:
@@ -106,10 +106,10 @@ def name_in_errors(source: SourceConfig | OpenSource) -> Iterator[None]:
 
 
 def apply_limit(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> OpenSource:
-    """Return a source with the documents that it is limited to; say it where it has fewer."""
+    """Return a source with its limit of documents; warn if it has fewer documents."""
     limit, num = wanted.limit, store.num_documents
     if limit is not None and limit > num and warns:
-        log.warning("%s: limit=%d, and it has %d documents", wanted.setting, limit, num)
+        log.warning("%s: limit=%d, but it has only %d documents", wanted.setting, limit, num)
     whole = limit is None or limit >= num
     return OpenSource(wanted.name, wanted.setting, store, None if whole else limit)
 
@@ -117,11 +117,11 @@ def apply_limit(wanted: SourceConfig, store: TokenStore, warns: bool = True) -> 
 def build_rows(
     data: DataConfig, sources: Sequence[OpenSource], order: SampleOrder, saved: Any, comm: Comm
 ) -> Rows:
-    """Return the rows that are learned; ``saved``: a checkpoint's position in them. Collective.
+    """Return the rows to train on; ``saved``: a checkpoint's position in them. Collective.
 
     Raises:
-        ConfigError: if the checkpoint's run had other sources. DataError: if one has nothing to
-        learn.
+        ConfigError: if the checkpoint's run had other sources. DataError: if a source has nothing
+        to learn.
     """
     for source in sources if comm.is_rank_0 else ():
         warn_of_cut_documents(source.store, order.seq_len)
@@ -146,7 +146,7 @@ def _mixture_parts(
     sources: Sequence[OpenSource],
     packed: Mapping[str, PackedRows],
 ) -> dict[str, MixturePart]:
-    """Return what a phase says of each source, before anything of it is consumed."""
+    """Return each source's part in a phase, before any of its rows is consumed."""
     parts = {}
     for setting, source in zip(settings, sources, strict=True):
         rows, store = packed[source.name], source.store
@@ -170,19 +170,20 @@ def _mixture_parts(
 def determine_phases(
     saved: Mapping[str, Any] | None, parts: dict[str, MixturePart], new_mixture: bool
 ) -> list[MixturePhase]:
-    """Return the phases of a run: its present one is that of ``parts``.
+    """Return the phases of a run; the last one has ``parts``.
 
-    ``saved``: a checkpoint's position, None for a fresh run. ``new_mixture``: it may have had other
-    weights before, or fewer or more sources.
+    ``saved``: a checkpoint's position, None for a fresh run. ``new_mixture``: the mixture may
+    differ from the checkpoint's in its weights and sources.
 
     Raises:
-        ConfigError: if it had others and may not, or other data. CheckpointError: if it says none.
+        ConfigError: if the mixture differs without ``new_mixture``, or a source has other data.
+        CheckpointError: if the checkpoint's mixture cannot be read.
     """
     if saved is None:
         return [MixturePhase(parts)]
     if "phases" not in saved:
         raise ConfigError(
-            "the checkpoint is of a run on data.path, and data.sources are set: give its data.path,"
+            "the checkpoint is of a run on data.path, but data.sources is set: give its data.path,"
             " or another run.dir with checkpoint.resume=none and tune.init_from"
         )
     try:
@@ -195,7 +196,7 @@ def determine_phases(
         if what := _why_other_data(known[name], parts[name]):
             raise ConfigError(
                 f"data.sources: {name} {what}. Give the old data, or another run.dir; or another "
-                "name, with data.new_mixture=true, to go on with it as a source of its own"
+                "name, with data.new_mixture=true, to continue with it as a separate source"
             )
     changes = _list_changes(phases, parts)
     if not changes:
@@ -204,7 +205,7 @@ def determine_phases(
     if not is_of_weights or not new_mixture:
         remedy = "or another run.dir"
         if is_of_weights:
-            remedy = "or set data.new_mixture=true to go on with the new ones from here, " + remedy
+            remedy = "or set data.new_mixture=true to continue with the new ones, " + remedy
         raise ConfigError(
             f"data.sources: the mixture differs from that of the checkpoint "
             f"({'; '.join(changes)}). Give the old values, {remedy}"
@@ -215,7 +216,7 @@ def determine_phases(
 
 
 def describe_mixture_changes(saved: Mapping[str, Any], phases: Sequence[MixturePhase]) -> str:
-    """Return in words what is another than at a checkpoint's position, or nothing."""
+    """Describe how the mixture differs from a checkpoint's, "" if it does not."""
     before = phases_from_json(saved["phases"])
     return "; ".join(_list_changes(before, phases[-1].parts)) if len(before) < len(phases) else ""
 
@@ -225,12 +226,12 @@ def _why_other_data(saved: MixturePart, now: MixturePart) -> str:
         return "is not the data this run was trained on, or it was prepared in another way"
     if saved.limit != now.limit:
         before, after = (p.limit or "no limit" for p in (saved, now))
-        return f"has limit={after}, and {before} in the checkpoint"
+        return f"has limit={after}, but {before} in the checkpoint"
     return ""
 
 
 def _last_parts(phases: Sequence[MixturePhase]) -> dict[str, MixturePart]:
-    """Return each source that a run has had, as it was in the last phase that had it."""
+    """Return every source that a run has had, as in its last phase with that source."""
     return {name: part for phase in phases for name, part in phase.parts.items()}
 
 
@@ -250,10 +251,10 @@ def _list_changes(phases: Sequence[MixturePhase], parts: Mapping[str, MixturePar
 def describe_planned_sources(
     data: DataConfig, train: TrainConfig, global_size: int
 ) -> Iterator[str]:
-    """Yield what a run will have of each source, where all are prepared; else when that is known.
+    """Yield a line per source on its share of the run; if some are not prepared, say so instead.
 
     Raises:
-        DataError: if one cannot be opened. ConfigError: if it would be repeated too often.
+        DataError: if a source cannot be opened. ConfigError: if it would be repeated too often.
     """
     if data.sources is None:
         return
@@ -282,10 +283,10 @@ def describe_planned_sources(
 def check_passes(
     sources: Sequence[TrainedSource], phases: Sequence[MixturePhase], total_rows: int
 ) -> Iterator[str]:
-    """Yield a warning for each source that a run of ``total_rows`` repeats.
+    """Yield a warning that names the sources that a run of ``total_rows`` repeats.
 
     Raises:
-        ConfigError: if that is more often than its max_epochs.
+        ConfigError: if a source would be repeated more often than its max_epochs.
     """
     passes = {source.name: source.passes for source in compute_progress(phases, total_rows)}
     too_many = [
@@ -301,4 +302,4 @@ def check_passes(
         )
     if repeated := {name: times for name, times in passes.items() if times > 1}:
         each = ", ".join(f"{name} {times:.2f} times" for name, times in repeated.items())
-        yield f"data.sources: the run passes over {each}; repeated documents are memorised"
+        yield f"data.sources: the run passes over {each}; repeated documents are memorized"

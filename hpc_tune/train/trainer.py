@@ -1,14 +1,14 @@
-"""What trains: the engine of a run, this rank's rows, the schedule of the learning rate.
+"""The trainer: the engine of a run, this rank's rows, the schedule of the learning rate.
 
-It knows no files and no signals. Where a device has no room for a step, all ranks give it up:
+It knows no files and no signals. If a device runs out of memory in a step, all ranks give it up:
 
-    this rank runs out   -> its messages of the step all the same -> votes for giving up
-    the others           -> before the update                    -> vote, and give up too
-    all                  -> nothing has changed; at the boundary the governor answers, and the step
-                            is run again
+    this rank runs out   -> still takes part in the step's messages -> votes to give the step up
+    the others           -> before the update                       -> vote, and give it up too
+    all                  -> nothing has changed; at the boundary the governor takes an action, and
+                            the step is run again
 
-That is for ranks that work each for itself until the update. With messages within a pass nobody
-could tell the others in time: the error ends the run, and the next start begins one rung lower
+This requires ranks that work independently until the update. With messages within a pass, a rank
+could not tell the others in time: the error ends the run, and the next start begins one rung lower
 (exit.py).
 """
 
@@ -71,22 +71,23 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
 
 
 def make_deterministic() -> None:
-    """Make every operation of this process deterministic, or fail where it has no such version."""
-    # cuBLAS reads this at its first use, and refuses deterministic matrix products without it.
+    """Make every operation of this process deterministic; those that cannot be raise an error."""
+    # cuBLAS reads this at its first use, and refuses deterministic matmuls without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # With it torch fills what torch.empty returns with NaN, to show who reads it unwritten. Nothing
-    # does, and DeepSpeed asks for a bucket of 64 MiB per micro-batch: half of such a step.
+    # In this mode torch fills the result of torch.empty with NaN, to expose reads of unwritten
+    # memory. There are none, and DeepSpeed allocates a bucket of 64 MiB per micro-batch: filling it
+    # takes half of such a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class Trainer:
     """Trains step by step: ``next_batches``, ``accumulate``, ``update``. All are collective.
 
-    A step is in two parts, since what still reads the weights has to be waited for between them.
-    ``step``: how many are done. ``began_s`` and ``data_s``: when the current one began, on the
-    monotonic clock, and how long it waited for its rows. ``lr``: the rate of the last update.
-    ``out_of_memory_reason``: what this rank's device refused, if the last step was given up for it.
+    A step has two parts, since a save that still reads the weights must be waited for in between.
+    ``step``: how many steps are done. ``began_s`` and ``data_s``: when the current step began, on
+    the monotonic clock, and how long it waited for its rows. ``lr``: the rate of the last update.
+    ``out_of_memory_reason``: this rank's failed allocation, if the last step was given up for it.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Trainer:
         steps: range,
         can_repeat: bool,
     ) -> None:
-        """Do ``steps``, of a run that ends with the last. ``can_repeat``: somebody answers where a
-        step is given up.
+        """Do ``steps``; the run ends with the last one. ``can_repeat``: the governor frees memory
+        after a step is given up, so that the step can be repeated.
         """
         self.engine, self.loader = engine, loader
         self.step, self.total_steps = steps.start, steps.stop
@@ -111,28 +112,28 @@ class Trainer:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The loader's place in the data before the rows of the coming step."""
+        """The loader's position in the data before the rows of the next step."""
         return self._position
 
     def next_batches(self) -> list[Batch]:
-        """Begin a step: return its micro-batches of this rank."""
+        """Begin a step: return this rank's micro-batches."""
         self._position, self.began_s = self.loader.state(), time.monotonic()
         batches = self.loader.next_step()
         self.data_s = time.monotonic() - self.began_s
         return batches
 
     def read_again(self) -> list[Batch]:
-        """Return the rows of the current step in micro-batches of what is their size by now."""
+        """Return the rows of the current step again, in micro-batches of the present size."""
         self.loader.restore(self._position)
         return self.loader.next_step()
 
     def accumulate(
         self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
     ) -> bool:
-        """Compute the gradients of a step; False if a rank had no room and all have given it up.
+        """Compute the gradients of a step; False if a rank ran out of memory and all gave it up.
 
         Raises:
-            torch.OutOfMemoryError: if this rank has no room, and the step cannot be run again.
+            torch.OutOfMemoryError: if this rank ran out and the step cannot be repeated.
         """
         self.out_of_memory_reason = None
         if any(batch.mismatched is not None for batch in batches):
@@ -149,9 +150,9 @@ class Trainer:
         return self._give_up_step()
 
     def _measure_kl(self, batches: Sequence[Batch]) -> float | None:
-        """Return the step's KL; None if a rank had no room for the passes that it takes.
+        """Return the step's KL divergence; None if a rank ran out of memory in its passes.
 
-        The other ranks learn that with the sum itself: they wait in no other collective.
+        The ranks learn that from the sum itself, so no rank waits in another collective.
         """
         found = KlTerms()
         try:
@@ -168,14 +169,14 @@ class Trainer:
         self.out_of_memory_reason = describe_failed_allocation(error)
 
     def _give_up_step(self) -> bool:
-        # What the error held is free only now, and in fragments.
+        # The memory that the error held is free only now, and fragmented.
         trim_heap()
         empty_caches()
         self.loader.restore(self._position)
         return False
 
     def update(self) -> StepResult:
-        """Update the weights at the rate of the schedule."""
+        """Update the weights with the scheduled learning rate."""
         self.lr = learning_rate(self._optim, self.step, self.total_steps)
         result = self.engine.update(self.lr)
         self.step += 1

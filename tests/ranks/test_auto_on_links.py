@@ -127,7 +127,7 @@ def test_auto_says_what_it_chose_and_how_far_off_it_was_and_the_losses_are_those
     [layout] = events(tmp_path / "auto", "layout")
     assert f"{layout['layout']}: the shortest step by prediction" in done.stderr
     assert "<- this one" in done.stderr
-    assert "predicted were" in done.stderr
+    assert "the prediction was" in done.stderr
     assert layout["measured_step_s"] > 0
     done = train([*words, f"run.dir={tmp_path / 'one'}"])
     assert done.returncode == 0, done.stderr
@@ -147,7 +147,7 @@ def test_a_run_goes_around_a_slow_link_and_says_why_and_how_far_off_it_was(tmp_p
     # Neighbours in the pipeline talk; the first and the second host must not be.
     assert layout["ranks"] in ([0, 2, 1], [1, 2, 0])
     assert "<- this one" in done.stderr
-    assert "predicted were" in done.stderr
+    assert "the prediction was" in done.stderr
     assert layout["measured_step_s"] == pytest.approx(
         sorted(list(rows(tmp_path / "auto", "step_s").values())[1:])[1], rel=1e-6
     )

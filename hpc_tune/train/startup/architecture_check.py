@@ -1,10 +1,10 @@
-"""Is a model's architecture trained correctly? Tried on a small model, before the run begins.
+"""Checks on a small model, before the run begins, that an architecture is trained correctly.
 
-    config -> a small model of its kind -> the loss of three documents by transformers itself
-           -> by ours: alone, as rows of one batch, in one row, in two stages, in two slices
+    config -> a small model of its kind -> the loss of three documents in transformers itself
+           -> in hpc_tune: alone, as rows of one batch, in one row, in two stages, in two slices
 
 A list of unsupported architectures would never be complete: transformers adds new ones each month,
-and changes old ones. So the model at hand is tried, in seconds, on a CPU, and the result is cached
+and changes old ones. So the model at hand is tested, in seconds, on a CPU, and the result is cached
 for its configuration and this software.
 """
 
@@ -56,11 +56,11 @@ from hpc_tune.step.layout import Layout, staging_problems
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
 
-# -- Two slices of a model in two threads of one process, where an axis has two ranks.
+# -- Two slices of a model in two threads of one process, which stand for the two ranks of an axis.
 
 
 class ThreadAxis(TensorAxis):
-    """Two threads where an axis has two ranks."""
+    """An axis whose two ranks are two threads."""
 
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
         object.__setattr__(self, "_at", (rank, shared, barrier))
@@ -95,7 +95,7 @@ class ThreadAxis(TensorAxis):
 
 
 def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the whole gradients of two slices."""
+    """Return the gradients of the whole model from the gradients of its two slices."""
     (one, partial), (other, _) = models
     others, joined = dict(other.module.named_parameters()), {}
     for name, parameter in one.module.named_parameters():
@@ -111,7 +111,7 @@ def merge_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def find_unlike_gradient(models: list[Any]) -> str:
-    """Return the first parameter that both slices hold whole, with different gradients; or ""."""
+    """Return the first parameter that both slices hold whole but whose gradients differ, or ""."""
     (one, partial), (other, _) = models
     others = dict(other.module.named_parameters())
     for name, parameter in one.module.named_parameters():
@@ -123,11 +123,11 @@ def find_unlike_gradient(models: list[Any]) -> str:
     return ""
 
 
-# -- Both parts of shared rows as rows of one batch, where two ranks would have one each.
+# -- Both parts of shared rows as rows of one batch, instead of one part on each of two ranks.
 
 
 class StackedShare:
-    """Ranks that share one row, as the rows of a batch: see ``model/shared_rows.py``."""
+    """Ranks that share one row, simulated as the rows of a batch; see ``model/shared_rows.py``."""
 
     def __init__(self, size: int, head_tail: bool = False) -> None:
         self.part = RowPart(0, size, head_tail)
@@ -135,7 +135,7 @@ class StackedShare:
         self.uses_eager, self.takes_parts = False, True
 
     def attend(self, attention: RankAttention, *inputs_CHSD: torch.Tensor) -> torch.Tensor:
-        """Return the attention of all parts, CSHD, each rank's by itself."""
+        """Return the attention of all parts, CSHD, computed separately for each rank."""
         if self.part.head_tail:
             query_CHSD, *keys_CKSD = inputs_CHSD
             keys = [self._gather(x) for x in keys_CKSD]
@@ -147,12 +147,12 @@ class StackedShare:
         return out_1THD.squeeze(0).unflatten(0, (size, -1))
 
     def _gather(self, x_CKSD: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of the whole row in order, 1KTD."""
+        """Return the keys or values of the whole row in order, 1KTD."""
         parts_C1SF = x_CKSD.transpose(1, 2).flatten(2).unsqueeze(1)
         return join_head_tail(parts_C1SF).unflatten(-1, (x_CKSD.shape[1], -1)).transpose(1, 2)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``: the sum over rows has all parts."""
+        """Return ``x``: a sum over the batch's rows already includes all parts."""
         return x
 
 
@@ -170,32 +170,32 @@ def stack_parts(parts: Sequence[Batch]) -> Batch:
     )
 
 
-# -- The small model, and what is tried with it.
+# -- The small model, and the checks on it.
 
 
-# Tokens of the documents: none divides another, and each is longer than a window.
+# Tokens of the documents: no length divides another, and each is longer than a window.
 LENGTHS = (24, 40, 17)
-LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
-GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
+LOSS_TOLERANCE = 1e-5  # relative to a loss sum in fp32, whose own rounding is ten times smaller
+GRADIENT_TOLERANCE = 1e-3  # relative to a gradient's norm
 FULL_TUNING = TuneConfig(method="full")
 _FORMS_OF_ATTENTION = (True, True), (True, False), (False, False)
 
 
 class _ErrorText(str):
-    """How a trial ended by an exception: for want of memory or a library, as may be, not always."""
+    """The text of an exception that ended a check; it may be temporary (memory, a library)."""
 
 
 @dataclass(frozen=True)
 class ArchitectureCheck:
-    """What fails with an architecture, in words; empty where nothing does.
+    """What fails with an architecture, in words; each field is "" if nothing fails.
 
-    ``loss``: it cannot be trained. ``attention``: not with attention document by document.
-    ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
-    one document per row. ``pipeline``, ``tensor`` and ``context``: not in such a layout.
-    ``adapters``: not with those that are asked for, or over a base in 4 bits. ``untrained``: a
-    line for each that gets no gradient of what is trained, a tensor or a layer with an adapter,
-    with * for the number of a block. ``score``: no failure, but by which function the routers of a
-    mixture weigh experts, "" where they cannot be watched.
+    ``loss``: training at all. ``attention``: attention document by document. ``kernel``: a GPU's
+    attention kernel, which is told where documents begin. ``packing``: more than one document per
+    row. ``pipeline``, ``tensor``, ``context``: layouts with that axis. ``adapters``: the configured
+    adapters, or adapters on a packed base. ``untrained``: a line for each trained tensor, or layer
+    with an adapter, that gets no gradient, with * for the number of a block. ``score``: not a
+    failure, but the function by which the routers of a mixture weigh experts, "" if the routers
+    cannot be watched.
     """
 
     loss: str = ""
@@ -211,19 +211,19 @@ class ArchitectureCheck:
 
 
 def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
-    """Return the result of a trial of the architecture of ``config``, cached if possible.
+    """Return the result of checking the architecture of ``config``, cached if possible.
 
-    Of ``tune`` the method and the targets count.
+    Of ``tune``, only the method, the base's dtype and the targets matter.
     """
     file = trial_cache_file(config, tune)
     try:
         return ArchitectureCheck(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
-    log.info("trying a small %s model against transformers' own", config.model_type)
+    log.info("comparing a small %s model with transformers' own", config.model_type)
     proof = check_architecture(config, tune)
     if any(isinstance(said, _ErrorText) for said in vars(proof).values()):
-        return proof  # the next start may have more luck
+        return proof  # not cached: the next start may succeed
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(asdict(proof)))
@@ -233,8 +233,8 @@ def check_architecture_cached(config: Any, tune: TuneConfig = FULL_TUNING) -> Ar
 
 
 def check_architecture(config: Any, tune: TuneConfig = FULL_TUNING) -> ArchitectureCheck:
-    """Try the architecture of ``config``; takes seconds on one core."""
-    if tune.method == "qlora":  # before fast_imports, which would hide it
+    """Check the architecture of ``config``; takes seconds on one core."""
+    if tune.method == "qlora":  # before fast_imports, which would hide bitsandbytes
         require_bitsandbytes()
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
@@ -297,7 +297,7 @@ def _random_documents() -> list[torch.Tensor]:
 def _make_batch(
     rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None
 ) -> Batch:
-    """Return a batch of rows of documents; all carry loss, or those numbered in ``learned``."""
+    """Return a batch of rows of documents; all carry loss, or only the numbers in ``learned``."""
     number = 0
     laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for row in rows:
@@ -310,7 +310,7 @@ def _make_batch(
 
 
 def _load(built: BuiltModel) -> BuiltModel:
-    """Allocate and load a model; values that nothing fills are nan, and spread to the loss."""
+    """Allocate and load a model; values that nothing fills stay nan, which reaches the loss."""
     allocate(built.module, torch.device("cpu"))
     with torch.no_grad():
         for tensor in (*built.module.parameters(), *built.module.buffers()):
@@ -326,7 +326,7 @@ def _is_different(actual: float, expected: float) -> bool:
 
 @dataclass
 class _Trial:
-    """A small model in ``directory``, with losses and gradients by transformers."""
+    """A small model in ``directory``, with the losses and gradients that transformers computes."""
 
     directory: Path
     documents: list[torch.Tensor]
@@ -342,7 +342,7 @@ class _Trial:
         return built
 
     def expected_gradients(self, built: BuiltModel) -> dict[str, torch.Tensor]:
-        """Return the gradients of transformers under our names, where we have them at all."""
+        """Return transformers' gradients under our parameter names, if there is such a name."""
         ours = {built.names.name_in_whole(n.removeprefix("model.")): n for n in built.base_names}
         return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
 
@@ -356,7 +356,7 @@ class _Trial:
         total = module(_make_batch([[tokens_T] for tokens_T in self.documents]))
         if _is_different(total.item(), sum(self.losses)):
             return (
-                f"three documents of other lengths have the loss {total.item():.6g} in one batch "
+                f"three documents of unequal length have the loss {total.item():.6g} in one batch "
                 f"and {sum(self.losses):.6g} one by one"
             )
         total.backward()
@@ -374,7 +374,7 @@ class _Trial:
         ]
         if _is_different(*losses):
             return "the prediction of a token depends on later tokens: this is no causal LM"
-        with torch.no_grad():  # where the head is frozen, the loss is computed another way
+        with torch.no_grad():  # with a frozen head, the loss is computed in another way
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
             frozen = module(_make_batch([self.documents[:1]])).item()
@@ -382,7 +382,7 @@ class _Trial:
                 parameter.requires_grad_(parameter.is_floating_point())
         if _is_different(frozen, self.losses[0]):
             return (
-                f"under a frozen head a document's loss is {frozen:.6g}, not {self.losses[0]:.6g}"
+                f"with the head frozen, a document's loss is {frozen:.6g}, not {self.losses[0]:.6g}"
             )
         return ""
 
@@ -406,7 +406,9 @@ class _Trial:
         return ""
 
     def check_document_starts(self, built: BuiltModel) -> str:
-        """Layers are told where documents begin, as on a GPU; its kernel takes no fp32: a mask."""
+        """Check packing with document starts given to layers as on a GPU, but with a mask in place
+        of the GPU's kernel, which takes no fp32.
+        """
         built.module.has_kernel = built.module.kernel_has_windows = True
         try:
             return self.check_packing(built)
@@ -421,7 +423,7 @@ class _Trial:
         if staging_problems(built.config, 2, 1):
             return ""  # refused elsewhere, with a reason
         blocks, said = len(list(find_blocks(built.module))), built.config.num_hidden_layers
-        if blocks != said:  # LongCat's have two layers each
+        if blocks != said:  # LongCat's blocks have two layers each
             return f"it has {blocks} decoder blocks where its configuration says {said} layers"
         plan = StepPlan.for_model(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
@@ -435,17 +437,17 @@ class _Trial:
         return ""
 
     def check_adapters(self, tune: TuneConfig) -> tuple[str, str]:
-        """Return what fails with adapters, and where they get no gradient."""
+        """Return what fails with adapters, and which adapters get no gradient."""
         try:
             wanted = TuneConfig(
                 method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets
             )
             built = _load(build(self.directory, torch.float32, wanted, 0))
             built.module.within_documents &= self.within_documents
-            use_lora_linear(find_blocks(built.module))  # peft's DoRA multiplies with bytes
+            use_lora_linear(find_blocks(built.module))  # peft's DoRA would multiply packed bytes
             loss = built.module(_make_batch([self.documents[:1]]))
             loss.backward()
-        except ConfigError:  # the run's own model says it, or has targets that a small one lacks
+        except ConfigError:  # the full model raises it too, or has targets that a small one lacks
             return "", ""
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return _describe_error(error), ""
@@ -455,7 +457,7 @@ class _Trial:
         return self._check_packed_weights(built) if tune.packed_base else "", untrained
 
     def _check_packed_weights(self, built: BuiltModel) -> str:
-        """Return what shows that a model's own code takes packed bytes for weights."""
+        """Return the difference in loss if a model's own code mistakes packed bytes for weights."""
         batch = _make_batch([[tokens_T] for tokens_T in self.documents])
         packed: float = built.module(batch).item()
         plain: float = unpack_linears(built.module)(batch).item()
@@ -478,12 +480,12 @@ class _Trial:
                 loss = _load(sliced).module(batch)
                 loss.backward()
                 models[rank], losses[rank] = (sliced, partial), loss.item()
-            except Exception as error:  # noqa: BLE001 - of a thread: raised again below
+            except Exception as error:  # noqa: BLE001 - raised in a thread: raised again below
                 errors.append(error)
                 barrier.abort()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        # Both set and take back the one state, in any order: to what it is for either.
+        # Both threads set and reset one shared state, in any order: give it the value of both.
         with batch_context.using(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
             for thread in threads:
                 thread.start()
@@ -494,21 +496,21 @@ class _Trial:
         if any(_is_different(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
         if name := find_unlike_gradient(models):
-            return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
+            return f"the gradient of {name} differs between slices; transformers' plan sums none"
         return _compare_gradients(merge_gradients(models), self.expected_gradients(self.build()))
 
     def check_shared_rows(self) -> str:
-        """Cut a row in two as two ranks have it, of which only attention sees the whole.
+        """Cut a row in two parts as for two ranks, so that only attention sees the whole row.
 
-        Both parts are rows of one batch: what a family takes from all positions of a batch, as some
-        rotary embeddings do, is not seen to differ.
+        Both parts are rows of one batch. So this check cannot notice values that a family derives
+        from all positions of a batch, as some rotary embeddings do.
         """
         built, share, whole = _load(self.build()), StackedShare(2), _make_batch([self.documents])
         module = built.module
         try:
             share_attention(module, share)
-            # Keys are gathered, and heads exchanged where two ranks divide them; as on a GPU whose
-            # kernel takes windows, on one whose kernel does not, and as here.
+            # Keys are gathered; heads are exchanged only if two ranks divide them. Each way as on a
+            # GPU whose kernel takes windows, on one whose kernel does not, and as here on a CPU.
             is_odd = (common_value(built.config, "num_attention_heads") or 1) % 2
             ways = (True,) if is_odd else (True, False)
             for (has_kernel, has_windows), head_tail in itertools.product(
@@ -531,14 +533,14 @@ class _Trial:
 
 
 def _list_without_gradient(built: BuiltModel) -> str:
-    """Return what is trained and got no gradient, a line each; see ``ArchitectureCheck``."""
+    """Return the trained tensors without a gradient, a line each; see ``ArchitectureCheck``."""
     trained = built.module.named_parameters()
     names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
     return "\n".join(dict.fromkeys(name_pattern(name) for name in names))
 
 
 def name_pattern(saved: str) -> str:
-    """Return how ``untrained`` names a trained tensor, by its name in checkpoints."""
+    """Return the name in ``untrained`` of the trained tensor that checkpoints call ``saved``."""
     layer = adapted_layer(saved) or saved.removeprefix(ADAPTER_PREFIX)
     return re.sub(r"\.\d+\.", ".*.", layer)
 
@@ -554,7 +556,7 @@ def _compare_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torc
 
 
 def trial_cache_file(config: Any, tune: TuneConfig) -> Path:
-    """Return the cache file of a configuration, what is trained of it and this software."""
+    """Return the cache file for a configuration, the tuning settings and this software."""
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)

@@ -1,10 +1,10 @@
-"""Whether train.compile=auto compiles decoder blocks: a trial of a small model on this GPU.
+"""Decides with a small model on this GPU whether train.compile=auto compiles decoder blocks.
 
     a small model of the same architecture -> a step in fp32, in the run's dtype, and compiled
-    -> compiled blocks are used if their losses and gradients are as near to fp32 as the others'
+    -> blocks are compiled if losses and gradients are then as close to fp32 as without compiling
 
-Two batches of other lengths are computed, of which the second finds the graph of the first. The
-result is kept beside the trials of architectures, by the model, the software and the GPU.
+Two batches of different lengths are computed; the second one meets the graph compiled for the
+first. The result is cached beside the architecture checks, by model, software and GPU.
 """
 
 import functools
@@ -46,25 +46,25 @@ from hpc_tune.packages import fast_imports
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.architecture_check import trial_cache_file
 
-# Tokens of the documents of each batch's rows: two rows of other lengths, then one.
+# Document lengths of each batch's rows: two rows of different lengths, then one row.
 BATCHES = (((24, 40), (17, 31)), ((33, 14, 48),))
-MAX_ERROR_RATIO = 2.0  # as far from fp32 as blocks that are not compiled
+MAX_ERROR_RATIO = 2.0  # error of compiled blocks, relative to that of blocks without compiling
 MIN_TOLERANCES = {
     torch.float32: 1e-4,
     torch.bfloat16: 0.01,
-}  # and more: of the loss, of a gradient's norm
+}  # added to that: a share of the loss, or of a gradient's norm
 
 
 @dataclass(frozen=True)
 class _StepValues:
-    """Losses of both batches, and the gradients of their sum by name."""
+    """The losses of both batches, and the gradients of their sum, by parameter name."""
 
     losses: tuple[float, ...]
     gradients: dict[str, torch.Tensor]
 
 
 def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
-    """Return the section train with compile decided on a GPU, and say why not. Collective."""
+    """Return the section train with compile decided on a GPU; log why if not. Collective."""
     comm, parallel, train = job.setup_comm, job.config.parallel, job.config.train
     if train.compile != "auto" or comm.device.type != "cuda":
         return train
@@ -82,9 +82,9 @@ def decide_compile(job: Job, built: BuiltModel) -> TrainConfig:
 def check_compiled_cached(
     built: BuiltModel, recompute: RecomputeLevel, device: torch.device
 ) -> str:
-    """Return why compiled blocks cannot be used on a device, "" if they can; from a cache if known.
+    """Return why compiled blocks cannot be used on a device, "" if they can.
 
-    Takes up to a minute where it is not.
+    The result comes from a cache if it is known; otherwise this takes up to a minute.
     """
     try:
         require_compiler(device, built.tune.dropout)
@@ -96,7 +96,7 @@ def check_compiled_cached(
     file = trial_cache_file(model, built.tune).with_suffix(f".compiled-{digest}.json")
     if (cached := read_json_object(file).get("why")) is not None:
         return str(cached)
-    log.info("compiling a small %s model, to compare it with one that is not", model.model_type)
+    log.info("compiling a small %s model, to compare it with an uncompiled one", model.model_type)
     try:
         why = check_compiled(model, built.tune, built.dtype, device, recompute)
     except NotCheckable as error:
@@ -123,7 +123,7 @@ def check_compiled(
     """Return how a small compiled model of the architecture differs, "" if it does not.
 
     Raises:
-        NoTrial: if no small model can be made.
+        NotCheckable: if no small model can be made.
     """
     method = TuneConfig(method=tune.method, base_dtype=tune.base_dtype, targets=tune.targets)
     with fast_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
@@ -139,9 +139,9 @@ def check_compiled(
 def compare_steps(
     exact: _StepValues, plain: _StepValues, compiled: _StepValues, least: float
 ) -> str:
-    """Return by what compiled blocks are farther from fp32 than plain ones are, "" if they are not.
+    """Return which value of compiled blocks is too far from fp32 compared with plain blocks, or "".
 
-    ``least``: of a loss, and of a gradient's norm, that any may be off.
+    ``least``: the share of a loss, or of a gradient's norm, that is tolerated in any case.
     """
     for loss, ours, theirs in zip(exact.losses, compiled.losses, plain.losses, strict=True):
         if not abs(ours - loss) <= MAX_ERROR_RATIO * abs(theirs - loss) + least * abs(loss):
@@ -181,7 +181,7 @@ def _run_step(
     trained = {n: p for n, p in built.module.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for number, (name, parameter) in enumerate(sorted(trained.items())):
-            if is_lora_b(name):  # zero at first, and then A gets no gradient
+            if is_lora_b(name):  # initially zero, so that A would get no gradient
                 generator = torch.Generator().manual_seed(number)
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     losses = []

@@ -1,4 +1,4 @@
-"""What a run logs about itself before it trains: a line for each part, and the start event."""
+"""What a run logs about itself before training: a line per part, warnings, the start event."""
 
 import math
 import os
@@ -51,16 +51,16 @@ from hpc_tune.world.device import (
 )
 
 _FEW_STEPS = 5  # updates in an epoch
-_QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)
+_QUANTISING_S = 100e-9  # of one core, per trained value and step (2.5 GHz)
 
 
 def log_start(
     job: Job, model: Model, resolved: ResolvedLayout, forecast: MemoryForecast, data: Data
 ) -> None:
     """Log the model, method, data, layout, memory, batch and learning rate, a line each, and write
-    them into events.jsonl with what a bug report needs (kind ``start``).
+    them to events.jsonl with everything that a bug report needs (kind ``start``).
 
-    Where parallel=auto has chosen among the ranks that joined, also the world that is left.
+    If parallel=auto chose among the ranks that joined, also log the remaining world.
     """
     if not job.setup_comm.is_rank_0:
         return
@@ -160,22 +160,22 @@ def warn_best_not_kept(train: TrainConfig, checkpoint: CheckpointConfig) -> Iter
         )
     elif (train.eval_every_steps or 0) % (checkpoint.every_steps or math.inf):
         yield (
-            f"{what} with checkpoint.keep_best=true keeps the best of those that are saved right "
+            f"{what} with checkpoint.keep_best=true keeps only the best of checkpoints saved right "
             f"after an evaluation: set checkpoint.every_steps={train.eval_every_steps}"
         )
 
 
 def warn_8bit_useless(optim: OptimConfig, size: ModelSize, device: torch.device) -> Iterator[str]:
-    """Yield a warning where moments in 8 bits gain nothing, or take long."""
+    """Yield a warning if optimizer moments in 8 bits have no benefit, or are slow."""
     if optim.is_8bit and not size.spared_bytes:
         yield (
             "optim.name=adamw_8bit has no effect: no trained tensor has 4,096 values; leave it out"
         )
     elif optim.is_8bit and device.type == "cpu":
         yield (
-            "optim.name=adamw_8bit on CPUs, which have no fast way to quantise: about "
-            f"{_QUANTISING_S * size.num_trained:.2g} s of a core in each step for "
-            f"{format_count(size.num_trained)} trained values; use optim.name=adamw where it fits"
+            "optim.name=adamw_8bit on CPUs, which have no fast way to quantize: about "
+            f"{_QUANTISING_S * size.num_trained:.2g} s of one core in each step for "
+            f"{format_count(size.num_trained)} trained values; use optim.name=adamw if it fits"
         )
 
 
@@ -190,8 +190,8 @@ def warn_few_steps(
         )
     if rows_per_epoch < _FEW_STEPS * rows and total_steps < 10 * _FEW_STEPS:
         yield (
-            f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates of the "
-            f"weights, and the run {total_steps}: few for batch.global_size={rows}; use a smaller "
+            f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates, and "
+            f"the run has {total_steps}: too few for batch.global_size={rows}; use a smaller "
             "batch.global_size or more train.epochs"
         )
     warmup = optim.warmup_steps or 0
@@ -213,7 +213,7 @@ def describe_rate(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: 
         why += f"({optim.batch_scaling})"
     elif optim.lr == auto_lr(tune):
         what = "all weights" if tune.method == "full" else "adapters"
-        why = f"optim.lr, as auto takes it for {what}"
+        why = f"optim.lr, as auto sets it for {what}"
         why += "" if tune.objective == "sft" else f" and {tune.objective}"
     else:
         why = "optim.lr"
@@ -221,7 +221,7 @@ def describe_rate(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: 
     before = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
     falls = f", whose last {optim.num_decay_steps(total_steps)} steps fall"
     how = optim.schedule + (falls if optim.schedule == "wsd" else "")
-    how += f"; B learns at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
+    how += f"; LoRA's B at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
     how += "; moments in 8 bits" if optim.is_8bit else ""
     return f"{peak:.3g} ({why}): {before}{how}"
 
@@ -229,14 +229,14 @@ def describe_rate(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: 
 def describe_arithmetic(
     train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
 ) -> str:
-    """Return the dtype of the model, and in which precision a GPU multiplies it if not in that."""
+    """Describe the model's dtype, and the precision of a GPU's matmuls if it is another."""
     name = str(dtype).removeprefix("torch.")
     is_less = multiplies_in_tf32(train, dtype, architecture)
     return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
 
 
 def describe_float8_base(model: Model, device: torch.device) -> str:
-    """Return in which dtype a base in float8 is multiplied, and why if it is another."""
+    """Describe the dtype of a float8 base's matmuls, and why it is not float8 if so; else ""."""
     if not model.config.tune.base_dtype:
         return ""
     dtype = model.built.dtype
@@ -245,13 +245,13 @@ def describe_float8_base(model: Model, device: torch.device) -> str:
 
 
 def describe_allocator(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
+    """Describe the settings of the GPU memory allocator, to be appended to the forecast."""
     found = [f"{name}={environ[name]}" for name in ALLOC_CONF_VARIABLES if name in environ]
     return f"; {found[0]}" if device.type == "cuda" and found else ""
 
 
 def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
-    """Return warnings of how GPUs send, and of an allocator that has not read the environment."""
+    """Return warnings about slow GPU networking, and allocator settings that were not read."""
     if comm.device.type != "cuda":
         return []
     return [
@@ -261,7 +261,7 @@ def warn_gpu_setup(comm: Comm, environ: Environ) -> list[str]:
 
 
 def warn_slow_network(comm: Comm, environ: Environ, folder: Path = SYS) -> list[str]:
-    """Return a warning where NCCL sends by TCP although rank 0's node has a faster network."""
+    """Return a warning if NCCL uses TCP although rank 0's node has a faster network."""
     if comm.device.type != "cuda" or comm.world.num_nodes == 1:
         return []
     kinds, library = [card.kind for card in find_cards(folder)], find_nccl()
@@ -300,9 +300,9 @@ def describe_method(tune: TuneConfig, size: ModelSize) -> str:
 
 
 def describe_experts(size: ModelSize, model: Any) -> str:
-    """Return how many experts a token has, and which parts of a mixture are trained.
+    """Describe how many experts a token uses, and which parts of a mixture are trained.
 
-    Nothing for a dense model.
+    "" for a dense model.
     """
     trained: Counter[str] = Counter()
     for weights in size.weights:
@@ -332,7 +332,7 @@ def _num_documents(sources: Sequence[OpenSource]) -> int:
 
 
 def _describe_evals(data: Data, goes_by_it: bool) -> dict[str, str]:
-    """Return what the held-out loss is, where it is of several sources."""
+    """Describe the held-out loss if it is the mean of several sources, else return nothing."""
     if len(data.held_out) < 2:
         return {}
     names = ", ".join(source.name for source in data.held_out)
@@ -365,7 +365,7 @@ def _describe_hardware(comm: Comm) -> str:
 
 
 def _count_data(data: Data) -> dict[str, float]:
-    """Return what the data gave, as numbers; of a source with a limit what is used of it."""
+    """Return counts of the data; of a source with a limit, only the part that is used."""
     counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}

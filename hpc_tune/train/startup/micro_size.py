@@ -25,10 +25,10 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 POLL_S = 0.002
-# Times the rows that would fit if all that the first takes were the cost of each: what a small
-# difference between two peaks may not exceed.
+# At most this many times the rows that would fit if each took as much as the first: limits the
+# effect of a small difference between two measured peaks.
 _MAX_ROW_RATIO = 8
-_MEMORY_SETTINGS = (  # what a row takes in a layout, and what there is room for
+_MEMORY_SETTINGS = (  # settings that change the memory of a row, or the memory left for rows
     *("batch.micro_size", "model.dtype", "tune.param_dtype", "optim.name"),
     *("train.compile", "train.float8", "parallel.recompute", "parallel.reshard"),
     *("parallel.row_pieces", "parallel.offload_activations"),
@@ -40,9 +40,9 @@ _MEMORY_SETTINGS = (  # what a row takes in a layout, and what there is room for
 def decide_micro_size(
     job: Job, model: Model, plan: StepPlan, engine: Engine, saved: RunState | None
 ) -> int:
-    """Return the rows of a micro-batch; ``saved`` is the state that the run resumes. Collective.
+    """Return the rows of a micro-batch; ``saved``: the state the run resumes from. Collective.
 
-    A run that goes on as it was keeps them, for the very same bits.
+    A run resumed with the same layout and memory settings keeps its size, to compute the same bits.
     """
     config, layout = model.config, plan.layout
     if config.batch.micro_size != "auto":
@@ -82,15 +82,15 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
 def largest_micro_size(
     comm: Comm, engine: Engine, monitor: Monitor, seq_len: int, most_rows: int
 ) -> int:
-    """Return the largest power of two of rows that fit on every rank, at most ``most_rows``.
+    """Return the largest power of two of rows that fit on every rank, or ``most_rows`` if these do.
 
-    One row of ``seq_len`` tokens, all with loss, is run forward and backward, and two where they
-    fit even if all that the first took is the cost of a row. What the second added is the cost of
-    each further one; the rest is allocated once (gathered weights, workspaces). The rows fill
-    memory as far as a plan would. Collective.
+    One row of ``seq_len`` tokens, all with loss, is run forward and backward; then two rows, if
+    they fit even at twice the memory of the first. The memory that the second row adds is the cost
+    of each further row; the rest is allocated once (gathered weights, workspaces). The rows fill
+    memory up to the same share as in a plan. Collective.
 
     Raises:
-        MemoryBudgetError: if this rank's device has no room for one row.
+        MemoryBudgetError: if one row does not fit on this rank's device.
     """
     if most_rows <= 1:
         return 1
@@ -116,9 +116,9 @@ def largest_micro_size(
 def _measure_on_device(
     engine: Engine, monitor: Monitor, device: DeviceMemory, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
-    """Return what measures the bytes that rows take at their peak, and the bytes there are."""
+    """Return a function that measures the peak bytes of rows, and the bytes available for rows."""
     before = device.sample()
-    # The allocator's fragments grow with what it gives out.
+    # The allocator's fragmentation grows with the memory that it hands out.
     filled_bytes = (DEVICE_LIMITS.filled * before.limit_bytes - before.others_bytes) / (
         1 + GPU_SLACK
     )
@@ -136,7 +136,7 @@ def _measure_on_device(
                 f"{monitor.device_shortage(found).words}; {failed}. Set parallel.recompute=full, a "
                 "shorter data.seq_len, or parallel.offload_params=cpu, or use more ranks with "
                 "parallel.shard, or with parallel.context, which share a row; python -m hpc_tune "
-                "plan predicts what each takes"
+                "plan predicts the memory of each"
             )
         return found.used_bytes - found.others_bytes - before.allocated_bytes
 
@@ -146,7 +146,7 @@ def _measure_on_device(
 def _measure_on_host(
     engine: Engine, monitor: Monitor, seq_len: int
 ) -> tuple[Callable[[int], int], int]:
-    """Return what measures the bytes that rows take at their peak, and the bytes of all ranks."""
+    """Return a function that measures the peak bytes of rows, and the bytes left for all ranks."""
     before_bytes = own_bytes()
 
     def needed_by(rows: int) -> int:
@@ -158,7 +158,7 @@ def _measure_on_host(
 
 
 def _measure_peak_bytes(work: Callable[[], None]) -> int:
-    """Return the most bytes of host memory that this process had while ``work`` ran."""
+    """Return the peak bytes of host memory of this process while ``work`` ran."""
     peak = own_bytes()
     finished = threading.Event()
 

@@ -1,9 +1,9 @@
-"""The plan that a run makes of its own memory before it loads anything, and what was measured.
+"""The memory forecast that a run makes before it loads anything, compared later with measurements.
 
-    a bound by arithmetic, far below the limit -> it fits
-    else the plan command, in a process of its own -> refused, unless --force
+    an arithmetic upper bound far below the limit -> it fits
+    else the plan command, in a separate process -> refused if it does not fit, unless --force
 
-The trace needs an interpreter to itself, some seconds, and under 1 GB on the first node.
+The plan traces the model in its own interpreter: some seconds, and under 1 GB on the first node.
 """
 
 import subprocess
@@ -35,9 +35,9 @@ _SIGNAL_SHOWS_WITHIN_S = 0.5
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """What ``plan --json`` says of a run, and the verdict in words.
+    """The plan of a run from ``plan --json``, and the verdict in words.
 
-    ``plan`` is None where a bound says that the run fits, or the plan fails.
+    ``plan`` is None if an upper bound shows that the run fits, or if the plan command fails.
     """
 
     plan: MemoryPlan | None
@@ -45,10 +45,10 @@ class MemoryForecast:
 
 
 def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> MemoryForecast:
-    """Return what this run will take. Collective.
+    """Return the memory forecast of this run. Collective.
 
     Raises:
-        MemoryBudgetError: if a phase does not fit, and not ``force``.
+        MemoryBudgetError: if a phase does not fit, unless ``force`` is set.
     """
     config, comm, machine = model.config, job.setup_comm, resolved.machine
     tokens = min_micro_rows(config.batch) * config.data.seq_len
@@ -58,7 +58,7 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
         return MemoryForecast(None, verdict)
-    # The other ranks wait for it.
+    # The other ranks wait for the plan.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
     masked = ["--masked"] if on_gpu and model.choose_kernels(comm.device).mask_reason else []
@@ -82,7 +82,7 @@ def preflight(job: Job, model: Model, resolved: ResolvedLayout, force: bool) -> 
 
 
 def _describe_shortage(phase: PhaseMemory, machine: Machine) -> Iterator[str]:
-    """Yield what a phase needs and does not have, in words."""
+    """Yield a line for each kind of memory that a phase needs more of than there is."""
     what = {Phase.STEADY: "a step", Phase.LOAD: "loading"}.get(phase.name, phase.name)
     needs, has = phase.device_bytes, machine.device_bytes
     if has is not None and not DEVICE_LIMITS.allows(needs, has):
@@ -111,7 +111,7 @@ def _describe_fit(plan: MemoryPlan) -> str:
 
 
 def compare_memory(job: Job, forecast: MemoryForecast) -> None:
-    """Write the most that a rank had in each phase beside what was planned. Collective."""
+    """Write an event with the peak of any rank in each phase, and the planned bytes. Collective."""
     measured: dict[Phase, int] = {}
     for peaks in job.setup_comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
@@ -128,16 +128,16 @@ def compare_memory(job: Job, forecast: MemoryForecast) -> None:
 def _run_plan_command(
     job: Job, machine: Machine, arguments: Sequence[str], limit_s: float
 ) -> MemoryPlan | None:
-    """Run the plan command on the run's own configuration; None where it fails.
+    """Run the plan command on the run's own configuration; return None if it fails.
 
     Raises:
-        ResumableStop: if the run was asked to stop meanwhile: the signal ends the plan, too.
+        ResumableStop: if the run was asked to stop meanwhile, since the signal ends the plan, too.
     """
     limit = find_limit()
     left = spare_bytes(limit)
     if left < PLAN_BYTES:
         log.warning(
-            "memory  not planned: that takes %s, and %s of %s are left",
+            "memory  not planned: planning takes %s, but only %s of %s are left",
             *map(format_bytes, (PLAN_BYTES, left, limit.num_bytes)),
         )
         return None
@@ -164,7 +164,7 @@ def _run_plan_command(
 # -- All ranks train with the same settings, or none does.
 
 
-# A node's local disk may have another path on each node.
+# The path of the local disk may differ between nodes.
 _NODE_LOCAL_SETTINGS = {"parallel.offload_path"}
 _MAX_NAMED = 5
 
@@ -172,8 +172,8 @@ _MAX_NAMED = 5
 def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every rank's settings, a dumped configuration, with rank 0's. Collective.
 
-    Ranks get different ones from another environment, another working directory, or another copy
-    of the file on their node.
+    Settings differ if a rank has another environment or working directory, or another copy of the
+    file on its node.
 
     Raises:
         ConfigError: on every rank, naming the fields that differ, their values and their ranks.

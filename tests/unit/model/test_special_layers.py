@@ -53,7 +53,7 @@ def test_all_linear_leaves_them_out_and_says_so(model, caplog):
     assert not adapted(built) & expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
         _log_ignored_parts(built)
-    assert ("have no adapters: they are not called" in caplog.text) == bool(expected)
+    assert ("have no adapters: the model does not call them" in caplog.text) == bool(expected)
     assert all(name in caplog.text for name in expected)
 
 
@@ -83,4 +83,4 @@ def test_they_are_not_in_4_bits_and_that_is_said(model, caplog):
     assert linears >= expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
         _log_ignored_parts(built)
-    assert ("are not in 4 bits: they are not called" in caplog.text) == bool(expected)
+    assert ("are not in 4 bits: the model does not call them" in caplog.text) == bool(expected)

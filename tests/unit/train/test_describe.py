@@ -93,7 +93,7 @@ def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words)
     [
         ("adamw", 1_000_000, 0, "cpu", []),
         ("adamw_8bit", 1_000_000, 5_900_000, "cuda", []),
-        ("adamw_8bit", 10_000_000, 59_000_000, "cpu", ["about 1 s of a core in each step"]),
+        ("adamw_8bit", 10_000_000, 59_000_000, "cpu", ["about 1 s of one core in each step"]),
         ("adamw_8bit", 5_000, 0, "cuda", ["has no effect: no trained tensor has 4,096 values"]),
     ],
 )
@@ -145,8 +145,8 @@ def test_epochs_that_a_number_of_steps_overrules_are_told_of():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "0.0002 (optim.lr, as auto takes it for adapters): 3 of 100 steps of warm-up, then"),
-        (["tune.method=full"], "1e-05 (optim.lr, as auto takes it for all weights): 3 of 100"),
+        ([], "0.0002 (optim.lr, as auto sets it for adapters): 3 of 100 steps of warm-up, then"),
+        (["tune.method=full"], "1e-05 (optim.lr, as auto sets it for all weights): 3 of 100"),
         (["optim.lr=1e-3", "optim.warmup_steps=0"], "0.001 (optim.lr): cosine"),
         (
             ["optim.lr=1e-3", "optim.warmup_steps=9", "optim.schedule=linear"],

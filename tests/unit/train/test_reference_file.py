@@ -99,7 +99,7 @@ def test_what_was_kept_is_read_as_it_was_and_anything_else_is_refused(tmp_path):
     with pytest.raises(DataError, match="is of other data"):
         reference._read_reference(file, 4)
     np.save(file, values * np.float32(1.05))
-    with pytest.raises(DataError, match="is damaged .*not those that were written.*computed anew"):
+    with pytest.raises(DataError, match="is damaged .*not those that were written.*computed again"):
         reference._read_reference(file, 3)
     file.write_bytes(b"")
     with pytest.raises(DataError, match="is damaged"):

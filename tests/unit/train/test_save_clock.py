@@ -50,7 +50,7 @@ def test_before_a_failure_one_in_264_days_of_a_node_is_assumed():
     assert interval_s == pytest.approx(math.sqrt(2 * 1.0 * 264 * DAY_S / 64))
     assert why == (
         "every 14m04s: sqrt(2 x 1 s that training waits for a save x 99h00m between failures) "
-        "(no failure so far: one in 264 days of a node, 64 nodes)"
+        "(no failure so far, assumed one in 264 node-days, 64 nodes)"
     )
 
 

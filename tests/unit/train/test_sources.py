@@ -107,7 +107,7 @@ def test_epochs_do_not_change_within_a_run():
 
 
 def test_a_position_in_data_path_or_a_damaged_one_is_refused():
-    with pytest.raises(ConfigError, match=r"of a run on data\.path, and data\.sources are set"):
+    with pytest.raises(ConfigError, match=r"of a run on data\.path, but data\.sources is set"):
         determine_phases({"rows": 3, "content": "hash"}, OLD, True)
     with pytest.raises(CheckpointError, match="mixture cannot be used"):
         determine_phases({"rows": 3, "phases": [{"parts": 1}]}, OLD, True)
@@ -253,6 +253,6 @@ def test_a_file_of_two_sources_is_said(tmp_path, model, caplog):
 def test_a_limit_above_what_there_is_is_said(tmp_path, model, caplog):
     good = write_jsonl(tmp_path / "good.jsonl", [chat(f"q{n}", "a") for n in range(3)])
     rows, training, _ = opened(model, [TrainedSource(path=str(good), weight=1, limit=9)])
-    assert "limit=9, and it has 3 documents" in caplog.text
+    assert "limit=9, but it has only 3 documents" in caplog.text
     assert training[0].limit is None
     assert rows.phase.parts["good"].limit is None

@@ -41,7 +41,7 @@ def test_a_mixture_that_is_understood_is_watched_with_and_without_losses(bases):
     ("base", "score", "is_compiled", "said"),
     [
         ("dense", "", False, "a llama model has no experts"),
-        ("mixture", "", False, "the routers of a mixtral model choose in a way that is not under"),
+        ("mixture", "", False, "hpc_tune does not understand how the routers of a mixtral model"),
         ("mixture", "softmax", True, "train.compile=true: routers cannot be watched"),
     ],
 )
