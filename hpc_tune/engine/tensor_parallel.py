@@ -132,7 +132,7 @@ class _Slicer:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
     def rowwise(self, layer: Any, split: bool) -> None:
-        """W's columns are split; the outputs are partial sums, summed after the adapters."""
+        """W's columns are split; partial outputs are summed after adding the adapters'."""
         base, adapters = split_adapters(layer)
         self._replace_by_slice(base, "weight", 1)
         for a, b in adapters:
