@@ -280,8 +280,8 @@ def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatter
 class ReduceScatterWaits:
     """The gradient sums that a backward pass has begun, each with the event of its end.
 
-    FSDP2 keeps the gradients of one unit until they are summed. It waits for that when those of the
-    next are complete: after they are computed, and after that unit's weights are freed.
+    FSDP2 keeps the gradients of one unit until they are summed. It waits for that when the next
+    unit's are complete: after they are computed, and after that unit's weights are freed.
     """
 
     def __init__(self, collectives: CountedCollectives) -> None:

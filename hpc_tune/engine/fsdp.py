@@ -162,7 +162,7 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
 
 
 def prepare_backward(module: LossModel, is_last: bool, keep: bool) -> None:
-    """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
+    """Prepare a backward pass; ``keep`` gathered weights and whole gradients until the step's last.
 
     Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last pass. FSDP2
     gathers an untied embedding in backward passes too, which do not need it. If it is frozen, the

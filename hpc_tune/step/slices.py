@@ -116,7 +116,7 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
             "their numbers of heads; use parallel.shard"
         ]
     kv_heads = common_value(config, "num_key_value_heads") or heads
-    features = getattr(config, "intermediate_size", None)  # or those of each layer
+    features = getattr(config, "intermediate_size", None)  # or one for each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
     for name in _INNER_SIZES:
