@@ -1,12 +1,12 @@
 """Activation checkpointing: what a decoder block keeps for its backward pass.
 
-    recompute=none       all that autograd keeps
-    recompute=selective  results of its matrix products and of attention, and its input
-    recompute=full       its input
+    recompute=none       everything that autograd saves
+    recompute=selective  the results of matmuls and attention, and the block's input
+    recompute=full       the block's input
 
-The rest is recomputed in the backward pass, to the same bits (arXiv:1604.06174, selective:
-arXiv:2205.05198). Only ``forward`` of a block is replaced: the hooks of a block (FSDP2 gathers in
-them) are not recomputed, and parameter names stay as they are.
+The rest is recomputed in the backward pass, bit for bit (arXiv:1604.06174, selective:
+arXiv:2205.05198). Only a block's ``forward`` is replaced: the block's hooks (in which FSDP2 gathers
+weights) are not run again, and parameter names stay as they are.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ T = TypeVar("T")
 Forward = Callable[..., Any]
 SavingInputs = Callable[[tuple[Any, ...]], AbstractContextManager[Any]]
 RecomputeLevel = Literal["none", "selective", "full"]
-# What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
-# products only where bitsandbytes has been imported. Batched products are missing: they are the
-# T x T scores of attention that is not fused, the largest of all.
+# What selective recompute keeps: the results of matmuls. By name, because torch knows the 4-bit
+# matmuls only once bitsandbytes is imported. Batched matmuls are left out: they give the T x T
+# scores of attention that is not fused, the largest tensors of all.
 _MATMULS = {
     "aten.mm.default": 0,
     "aten.addmm.default": 1,
@@ -73,23 +73,23 @@ _KEPT_OPS = frozenset(
         "bitsandbytes.gemm_4bit.default",
     )
 )
-# The widest blocks are 8 x wider inside than outside (Gemma); adapters go from 16 to 4096 and more.
+# The widest MLPs expand their input 8 times (Gemma), adapters expand 16 to 4096 and more.
 MIN_INNER = 8
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def keep_inputs(_args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves a block's arguments where they are."""
+    """Return a context in which autograd saves a block's arguments without moving them."""
     return nullcontext()
 
 
 def checkpoint_blocks(
     blocks: Sequence[nn.Module], recompute: RecomputeLevel, saving: SavingInputs = keep_inputs
 ) -> None:
-    """Replace the ``forward`` of decoder blocks by one that keeps what ``recompute`` says.
+    """Replace the ``forward`` of decoder blocks with one that recomputes as ``recompute`` says.
 
-    Blocks of one class share one function, which ``compile_blocks`` compiles once. ``saving``: the
-    context in which recompute=full saves a block's arguments.
+    Blocks of one class share one function, so ``compile_blocks`` compiles it once. ``saving``
+    returns the context in which recompute=full saves a block's arguments.
     """
     if recompute == "none":
         return
@@ -106,10 +106,10 @@ def checkpoint_blocks(
 def recompute_levers(
     blocks: Sequence[nn.Module], configured: RecomputeLevel, saving: SavingInputs = keep_inputs
 ) -> dict[Action, ActionHandle]:
-    """Return the lever that recomputes all of each block, without the compiler.
+    """Return the governor's lever that recomputes whole blocks, without the compiler.
 
-    ``blocks`` are as they are trained: with ``checkpoint_blocks``, and compiled or not.
-    ``saving``: as there.
+    ``blocks`` are as they are trained: after ``checkpoint_blocks``, compiled or not. ``saving``: as
+    in ``checkpoint_blocks``.
     """
     if configured == "full":
         return {}
@@ -128,8 +128,8 @@ def recompute_levers(
 
 
 def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function``, run without torch's dispatch modes, such as selective recompute, which
-    counts the operations of a block, or FakeTensorMode.
+    """Wrap ``function`` to run outside torch's dispatch modes, such as that of selective recompute,
+    which counts the operations of a block, or FakeTensorMode.
     """
 
     @functools.wraps(function)
@@ -141,10 +141,10 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def outside_recompute(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, whose operations selective recompute does not count.
+    """Wrap ``function`` so that selective recompute does not count its operations.
 
-    It finds what it kept by counting the operations of a block, and fails if the recomputation has
-    others than the first pass: gathering weights may be done in the one and not in the other.
+    Selective recompute finds what it kept by counting a block's operations, and fails if the
+    recomputation has other operations than the first pass: only one of them may gather weights.
     """
 
     @functools.wraps(function)
@@ -166,15 +166,15 @@ def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingI
     without_draws: WeakSet[nn.Module] = WeakSet()
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Preserve the state of random numbers for the recomputation only if a block draws any.
+        """Preserve the RNG state for the recomputation only if a block draws random numbers.
 
-        Whether it does, its first pass of a training step shows; in a graph that costs nothing.
+        Its first pass in a training step shows whether it does; in a compiled graph this is free.
         """
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         more = {**options, **kwargs}
         if torch.compiler.is_compiling():
-            # The batch is an argument here, and to make it the current one again would break it.
+            # The batch is an argument here; to bind it as the current one would break the graph.
             return checkpoint(forward, self, *args, **more)
         run = batch_context.bind(forward)
         if self in without_draws:
@@ -191,9 +191,9 @@ def _with_recompute(forward: Forward, recompute: RecomputeLevel, saving: SavingI
 
 
 def _protect_from_clipping(block: nn.Module) -> None:
-    """Let a block that clips queries, keys and values in place (OLMo) do so to copies.
+    """Make a block that clips queries, keys and values in place (OLMo) clip copies instead.
 
-    Else the products that are kept would be clipped ones, whose gradients are others.
+    Otherwise the kept matmul results would be clipped ones, which have other gradients.
     """
     parts: Any = block.modules()
     for part in parts:
@@ -209,8 +209,8 @@ def _clone_output(_layer: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.T
 
 
 def _random_state(*args: Any) -> list[bytes]:
-    """Return the states of the CPU's random numbers and of those of the devices of ``args``."""
-    with _disable_current_modes():  # a plan's tensors have no values, these have
+    """Return the RNG states of the CPU and of the devices of ``args``."""
+    with _disable_current_modes():  # a plan's tensors are fake, these are not
         states = [torch.get_rng_state()]
         if torch.cuda.is_initialized():
             states += get_device_states(*args)[1]
@@ -224,38 +224,38 @@ def _recompute_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # or one KN each
-    """Whether a product takes many flops (K) for each of its values (N per row).
+def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # or a KN per group
+    """Whether a matmul takes many flops (K) for each of its output values (N per row).
 
-    An adapter's second product takes only its rank, for as many values as the base's: keeping those
-    would make selective larger than none.
+    An adapter's second matmul takes only the adapter's rank, for as many values as the base
+    layer's: if those were kept too, selective would keep more than none.
     """
     return MIN_INNER * other_KN.shape[-2] >= other_KN.shape[-1]
 
 
-# -- Inputs of recomputed blocks in pinned host memory, copied beside what is computed.
+# -- Inputs of recomputed blocks in pinned host memory, copied while blocks are computed.
 #
 #     forward     input of block i -> its buffer, while block i is computed; block i + 1 waits
-#     backward    block i runs again: the input of block i - 1 comes back meanwhile
+#     backward    block i is recomputed, while the input of block i - 1 is copied back
 #
-# All copies are in one stream, in the order in which they are asked for, so a buffer is free for
-# the next input as soon as its last one has been asked back. The device waits, the host never: an
-# input is let go of when the stream that computes has been told to wait for its copy.
-# ``record_stream`` would keep its memory until the host sees that the copy has ended, and the host
-# is far ahead.
+# All copies run on one stream, in the order of the requests, so a buffer is free for the next input
+# as soon as the copy back of its last one is enqueued. The device waits, the host never does: an
+# input is released once the compute stream has been told to wait for its copy. ``record_stream``
+# would keep its memory until the host sees that the copy has ended, and the host is far ahead.
 #
-# A buffer is of few blocks of pinned memory, each a power of two: torch would round it up to one.
+# A buffer is a few blocks of pinned memory, each of a power of two bytes: torch would round a
+# single allocation up to the next power of two.
 
 
-LONG_ROW_TOKENS = 4096  # shorter rows leave little to move
+LONG_ROW_TOKENS = 4096  # shorter rows have little to offload
 
 
 class OffloadedInputs:
-    """The inputs of one engine's blocks. ``is_on``: they are moved, else kept where they are.
+    """The inputs of one engine's blocks. ``is_on``: they are offloaded, else they stay in place.
 
-    ``buffer_bytes``: of all buffers there are, those of the fullest step so far, in whole blocks.
-    ``counts_only``: for a trace, which has no host memory: inputs are dropped, and come back
-    without values.
+    ``buffer_bytes``: of all existing buffers, which the fullest step so far needed, in whole
+    blocks. ``counts_only``: for a trace, which has no host memory: inputs are dropped, and come
+    back without values.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -273,9 +273,9 @@ class OffloadedInputs:
         self._last: weakref.ref[_Offloaded] | None = None
 
     def levers(self) -> dict[Action, ActionHandle]:
-        """Return the lever that begins to move inputs, where there is a device and rows are long.
+        """Return the lever that starts to offload inputs, if they can be moved and rows are long.
 
-        The ladder has blocks recomputed before: without that, nothing is moved.
+        The governor's ladder recomputes blocks before that: without recompute, nothing is moved.
         """
         if not self._can_move or self._asked or self._row_tokens < LONG_ROW_TOKENS:
             return {}
@@ -291,14 +291,14 @@ class OffloadedInputs:
         return {Action.OFFLOAD_ACTIVATIONS: ActionHandle(move)}
 
     def follow(self, stage: nn.Module) -> None:
-        """Let each pass of a stage bring back its own inputs alone ahead of time."""
+        """Make each pass through a stage prefetch only its own inputs."""
         stage.register_forward_pre_hook(lambda *_: self._begin_pass())
 
     def _begin_pass(self) -> None:
         self._last = None
 
     def saving(self, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the first of ``args`` is moved when autograd saves it."""
+        """Return a context in which the first of ``args`` is offloaded when autograd saves it."""
         if not self.is_on or not args or not isinstance(args[0], torch.Tensor):
             return contextlib.nullcontext()
         shape = args[0].shape
@@ -309,7 +309,7 @@ class OffloadedInputs:
         return torch.autograd.graph.saved_tensors_hooks(pack, self._bring_back)
 
     def settle(self) -> None:
-        """Let what is computed from now on wait for all copies, as after a pass that broke off."""
+        """Make later work on the device wait for all copies, as after a pass that was aborted."""
         self._leaving = self._last = None
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -344,13 +344,13 @@ class OffloadedInputs:
             moved.returning = x, self._copy(*moved.pair(x))
 
     def _let_go(self) -> None:
-        """Let the stream that computes wait for the copy under way, and forget its source."""
+        """Make the compute stream wait for the copy under way, and release the copy's source."""
         if self._leaving is not None and self._leaving[1] is not None:
             torch.cuda.current_stream(self._device).wait_event(self._leaving[1])
         self._leaving = None
 
     def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Any:
-        """Begin copies behind what has been asked for so far; return their end, None if it is."""
+        """Enqueue copies behind the work so far; return the event of their end, None if none."""
         if self._stream is not None and to:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -376,7 +376,7 @@ class OffloadedInputs:
 class _Offloaded:
     """An input that was moved to ``blocks``, and the one that was moved before it.
 
-    ``returning``: it on the device, and the event at which it is there.
+    ``returning``: its tensor on the device, and the event of the end of the copy to it.
     """
 
     def __init__(
@@ -390,9 +390,9 @@ class _Offloaded:
         self.returning: tuple[torch.Tensor, Any] | None = None
 
     def pair(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the bytes of ``x``, contiguous, and where those are in blocks; nothing in a trace.
+        """Return the bytes of contiguous ``x`` and their places in the blocks; nothing in a trace.
 
-        Both in parts of a block each.
+        Both are lists with one part per block.
         """
         blocks = [block for block in self.blocks if block is not None]
         left = x.view(-1).view(torch.uint8) if blocks else x

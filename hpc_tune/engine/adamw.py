@@ -29,8 +29,8 @@ def with_scaled_lr(optim: OptimConfig, global_size: int) -> OptimConfig:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total_steps``.
 
-    Linear warm-up from lr/steps of warm-up, then constant, linear, half a cosine or several
-    (arXiv:1608.03983), or stable and linear (arXiv:2404.06395), down to min_lr_ratio x lr at the
+    Linear warmup from lr / warmup steps, then constant, linear, one half cosine or several
+    (arXiv:1608.03983), or stable then linear (arXiv:2404.06395), down to min_lr_ratio x lr at the
     last step.
     """
     lr, warmup = optim.peak_lr, optim.num_warmup_steps(total_steps)
@@ -63,7 +63,7 @@ def make_adamw(
     optim: OptimConfig,
     reserve: Reserve = reserve_nothing,
 ) -> torch.optim.AdamW:
-    """Return a fused AdamW whose state is allocated now: two moments of each value's dtype."""
+    """Return a fused AdamW with its state allocated: two moments in each parameter's dtype."""
     adamw = make_stateless_adamw(parameter_groups(named, optim), optim)
     for _, parameter in named:
         adamw.state[parameter] = initial_state(parameter, reserve)
@@ -73,11 +73,11 @@ def make_adamw(
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups, each with the ``lr_ratio`` by which its rate is lr's.
+    """Return AdamW's groups, each with the ``lr_ratio`` that multiplies its learning rate.
 
-    Matrices get weight decay; norms, biases and vectors (magnitudes) do not. The ratio of B and
-    vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``. What FSDP2 shards is
-    apart from what it does not: the fused update takes no mixture of them.
+    Matrices get weight decay; norms, biases and vectors (magnitudes) do not. LoRA's B and vectors
+    get optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``. Parameters that FSDP2 shards
+    are in groups of their own: the fused update does not accept a mixture.
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
@@ -122,17 +122,17 @@ def initial_state(
 
 # -- Optimizer state offloaded to the host; the update copies it to the device piece by piece.
 #
-# AdamW updates one parameter after the other, so beside weights and gradients the device holds the
-# two moments of one parameter. The arithmetic is torch's own, bit for bit.
+# AdamW updates one parameter after the other, so besides weights and gradients the device holds the
+# moments of only one parameter. The arithmetic is torch's own, bit for bit.
 #
-# On the host the moments of a sharded parameter are plain tensors, this rank's part: a ``DTensor``
-# would move them back to the device of its mesh. They are pinned, since a GPU copies pageable
-# memory at half the rate and keeps the host waiting; in blocks that they share, see
+# On the host the moments of a sharded parameter are plain tensors with this rank's part: a
+# ``DTensor`` would move them back to the device of its mesh. They are pinned, since a GPU copies
+# pageable memory at half the rate and makes the host wait; they share blocks of pinned memory, see
 # ``world/pinned.py``.
 
 
 class OffloadedState:
-    """Runs the steps of an AdamW whose moments are on the host; ``close`` moves them back."""
+    """Runs an AdamW whose moments are on the host; ``close`` moves them back."""
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         """Move the moments to the host."""
@@ -195,7 +195,7 @@ class OffloadedState:
             maximize=False,
         )
         for moment, updated in zip(on_host, on_device, strict=True):
-            moment.copy_(updated, non_blocking=True)  # the step waits for the device at its end
+            moment.copy_(updated, non_blocking=True)  # the end of the step waits for the device
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distribute_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a tensor that is laid out as ``parameter`` is."""
+    """Return this rank's part as a tensor that is distributed like ``parameter``."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,16 +1,16 @@
-"""AdamW whose moments are kept in 8 bits (arXiv:2110.02861), with torchao's blocks, codes and step.
+"""AdamW with moments kept in 8 bits (arXiv:2110.02861), with torchao's blocks, codes and step.
 
     256 values of a moment as codes and one scale -> fp32 -> a step of AdamW -> codes and a scale
 
-torchao compiles all of that for each shape of a parameter. Here a look-up finds the codes, a few
-blocks at a time, so that nothing is compiled and nothing as large as a parameter is made.
+torchao compiles all of that for each parameter shape. Here a table lookup finds the codes, a few
+blocks at a time: nothing is compiled, and no temporary is as large as a parameter.
 
-Blocks are cut from this rank's part of a parameter, one after the other. Where the rows of a matrix
-are a multiple of 256 values, as in most models, no block reaches over two rows, so that shards of
-rows have the blocks of the whole.
+Blocks are cut from this rank's part of a parameter, one after the other. If the rows of a matrix
+are a multiple of 256 values, as in most models, no block spans two rows, so shards of rows have the
+same blocks as the whole matrix.
 
-Checkpoints hold the moments in fp32, for any layout and any AdamW. What was quantised in the same
-blocks comes back as it was, bit for bit (``restore``); other blocks are quantised anew.
+Checkpoints hold the moments in fp32, for any layout and any AdamW. Moments that were quantized in
+the same blocks are restored bit for bit (``restore``); other blocks are quantized again.
 """
 
 import functools
@@ -33,7 +33,7 @@ from hpc_tune.model.tensor_sources import PIECE_BYTES, Box, Reserve, reserve_not
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import BLOCK_8BIT, MOMENT_NAMES, is_in_8_bits
 
-_BLOCKS_AT_ONCE = 1 << 12  # whose fp32 values exist at one time: 4 MiB of each moment
+_BLOCKS_AT_ONCE = 1 << 12  # dequantized at one time: 4 MiB of fp32 of each moment
 _MIN_SCALE = 1e-12  # torchao's
 
 
@@ -53,11 +53,11 @@ def require_torchao() -> None:
 
 
 def require_whole_slices(stage: BuiltModel) -> None:
-    """Check that what a rank has of each trained tensor is one region, whose blocks can be saved.
+    """Check that this rank's part of each trained tensor is one region, whose blocks can be saved.
 
     Raises:
-        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices, and
-        adapters on experts that parallel.expert spreads, one for each of their ranks.
+        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices, and for
+        adapters on experts spread by parallel.expert, which have a slice per adapter rank.
     """
     for name, parameter in stage.module.named_parameters():
         cut = stage.slices.get(name)
@@ -72,14 +72,14 @@ def require_whole_slices(stage: BuiltModel) -> None:
 
 @dataclass(frozen=True)
 class CodeTable:
-    """What codes mean: the 256 ``values``, rising, and where each but the first begins."""
+    """What codes mean: the 256 ``values``, ascending, and the lower border of all but the first."""
 
     values: torch.Tensor
     borders: torch.Tensor
 
     @classmethod
     def on_device(cls, signed: bool, device: torch.device) -> "CodeTable":
-        """Return torchao's table, on a device."""
+        """Return torchao's table on a device."""
         values, borders = _cached_table(signed)
         return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
 
@@ -91,10 +91,10 @@ def _cached_table(signed: bool) -> tuple[list[float], list[float]]:
 
 @without_dispatch_modes
 def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
-    """Return torchao's values and the least numbers that it gives codes 1 to 255.
+    """Return torchao's values and the smallest numbers that it maps to the codes 1 to 255.
 
-    Its own quantisation goes eight times over all values. One look-up among its borders, found by
-    bisection over the numbers that fp32 has, gives the same codes.
+    torchao's quantization makes eight passes over all values. One lookup among these borders, found
+    by bisection over the fp32 numbers, gives the same codes.
     """
     from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
 
@@ -110,14 +110,14 @@ def _compute_table(signed: bool) -> tuple[list[float], list[float]]:
 
 
 def _midpoints(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return fp32 numbers between two, and ``high`` where there are none."""
+    """Return fp32 numbers between ``low`` and ``high``, or ``high`` where there are none."""
     middle = ((low.double() + high.double()) / 2).float()
     return torch.where((middle > low) & (middle < high), middle, high)
 
 
 @dataclass(frozen=True)
 class QuantizedMoment:
-    """A moment in blocks of 256 values: their codes, of shape (blocks, 256), and their scales."""
+    """A moment in blocks of 256 values: codes of shape (blocks, 256), and a scale per block."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -133,7 +133,7 @@ class QuantizedMoment:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it holds in memory."""
+        """The tensors that hold it in memory."""
         return self.codes, self.scales
 
     def blocks(self, some: slice) -> "QuantizedMoment":
@@ -145,16 +145,16 @@ class QuantizedMoment:
         return self._dequantise(self.codes, self.scales)
 
     def store(self, values: torch.Tensor) -> None:
-        """Quantise ``values``, of shape (blocks, 256)."""
+        """Quantize ``values``, of shape (blocks, 256)."""
         scales = values.abs().amax(-1).clip(_MIN_SCALE)
         self.codes.copy_(self._nearest_codes(values, scales))
         self.scales.copy_(scales)
 
     def restore(self, values: torch.Tensor) -> None:
-        """Quantise what ``values()`` gave, so that it gives the same again.
+        """Quantize what ``values()`` returned, so that it returns the same values again.
 
-        A positive largest value is code 255, which means 1, and so the scale itself. A negative
-        one is code 0, which means -0.993: its scale is one of three numbers next to its quotient.
+        A largest value that is positive has code 255, which means 1, so it is the scale. A negative
+        one has code 0, which means -0.993: the scale is one of three numbers around their quotient.
         """
         self.store(values)
         wrong = (self.values() != values).any(-1)
@@ -177,7 +177,7 @@ class QuantizedMoment:
 
 
 class AdamW8Bit(torch.optim.Optimizer):
-    """AdamW that quantises moments of large parameters between its steps."""
+    """AdamW that quantizes the moments of large parameters between its steps."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -193,7 +193,7 @@ def make_optimizer(
     optim: OptimConfig,
     reserve: Reserve = reserve_nothing,
 ) -> torch.optim.Optimizer:
-    """Return the AdamW that optim.name asks for, whose state is allocated now."""
+    """Return the AdamW that optim.name selects, with its state allocated."""
     if not optim.is_8bit:
         return make_adamw(named, optim, reserve)
     defaults = {"lr": optim.peak_lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
@@ -205,7 +205,7 @@ def make_optimizer(
 
 def _initial_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
     local = _local_tensor(parameter)
-    # By the whole parameter's size: it is to be the same in each layout.
+    # By the whole parameter's size, so that every layout makes the same choice.
     if not is_in_8_bits(parameter.numel()) or local.numel() % BLOCK_8BIT or not local.numel():
         return dict(initial_state(parameter, reserve))
     num_values, device = local.numel(), parameter.device
@@ -243,7 +243,7 @@ def _take_step(
     grads: torch.Tensor,
     *moments: torch.Tensor,
 ) -> None:
-    """Update weights and moments in place, by torchao's arithmetic in fp32."""
+    """Update weights and moments in place, with torchao's fp32 arithmetic."""
     from torchao.optim.adam import single_param_adam
 
     lr, (beta1, beta2) = torch.tensor(group["lr"], dtype=torch.float32), group["betas"]
@@ -254,7 +254,7 @@ def _take_step(
 
 
 def moment_regions(name: str, moment: QuantizedMoment, where: LocalRegion) -> Iterator[Region]:
-    """Yield the regions of a moment of what ``where`` tells, in fp32: some rows each."""
+    """Yield the fp32 regions, some rows each, of the part of a moment that ``where`` describes."""
     for number, (box, blocks) in enumerate(_cut_rows(moment, where.box)):
         values = functools.partial(_values_in_shape, blocks, box.shape)
         stored = f"{name}:{number}"
@@ -272,7 +272,7 @@ def fill_moment(
     name: str,
     reserve: Reserve = reserve_nothing,
 ) -> None:
-    """Read a moment of what ``where`` tells.
+    """Read the part of a moment that ``where`` describes.
 
     Raises:
         CheckpointError: if the tensor on disk has another shape or cannot be read.
@@ -284,9 +284,9 @@ def fill_moment(
 
 
 def _cut_rows(moment: QuantizedMoment, held: Box) -> Iterator[tuple[Box, QuantizedMoment]]:
-    """Cut a moment into rows that are whole blocks, at most ``PIECE_BYTES`` of fp32 where it can.
+    """Cut a moment into runs of rows of whole blocks, if possible at most ``PIECE_BYTES`` of fp32.
 
-    ``held``: the box of it that this rank has.
+    ``held``: the box of the tensor that this rank has.
     """
     rows, width = held.shape[0], math.prod(held.shape[1:])
     unit = BLOCK_8BIT // math.gcd(BLOCK_8BIT, width)

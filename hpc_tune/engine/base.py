@@ -1,4 +1,4 @@
-"""The seam between the loop and the engines: what every engine offers, and nothing more."""
+"""The interface between the training loop and the engines: what every engine provides."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,12 +28,12 @@ from hpc_tune.world.comm import RunAndAgree, run_alone
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made with beside the model.
+    """What an engine is constructed with, besides the model.
 
-    ``reserve`` is called with the bytes of each large allocation of host memory, before it.
-    ``run_and_agree`` is that of ``Comm``: reading and allocating may fail on one rank, and the
-    others must not wait for it in a collective. ``row_tokens``: of a row on this rank, 0 if not
-    known.
+    ``reserve`` is called with the bytes of each large allocation of host memory, before it is made.
+    ``run_and_agree`` is ``Comm.run_and_agree``: reading and allocating may fail on one rank, and
+    the others must not wait for it in a collective. ``row_tokens``: tokens of a row on this rank, 0
+    if unknown.
     """
 
     plan: StepPlan
@@ -52,7 +52,7 @@ class EngineSettings:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The settings of the plan, with nothing left to decide."""
+        """The plan's parallel settings, all of them resolved."""
         return self.plan.parallel
 
 
@@ -60,12 +60,12 @@ class EngineSettings:
 class StepResult:
     """The result of one optimizer step, the same on every rank except for its messages.
 
-    ``loss`` is the mean over the step's terms (``Batch.num_terms``) on all ranks, and ``sums`` are
-    those of the objective over them. ``grad_norm`` is the L2 norm before
-    clipping. ``comm_s`` is this rank's time in collectives, waiting for other ranks included; of
-    those that overlap with compute, what is left to wait for when their results are needed.
-    ``sent_bytes`` are the bytes it sent by kind of collective. ``routers``: what those of a mixture
-    did in the step.
+    ``loss`` is the mean over the step's terms (``Batch.num_terms``) on all ranks, ``sums`` are the
+    objective's sums over these terms, and ``grad_norm`` is the L2 norm before clipping. ``comm_s``
+    is the time that this rank spent in collectives, including waiting for other ranks; a collective
+    that overlaps with compute counts only while its result is waited for. ``sent_bytes``: what this
+    rank sent, by kind of collective. ``routers``: the routers' sums of the step, in a mixture of
+    experts.
     """
 
     loss: float
@@ -79,10 +79,10 @@ class StepResult:
 class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
-    ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
-    ``repeats_steps``: a pass that runs out of memory leaves no other rank waiting for this one, and
-    the step can be run again: ``accumulate`` returns the error then. ``levers``: what the governor
-    may do to this engine between two steps.
+    ``saves_in_background``: whether ``regions`` may be read while the next step runs.
+    ``repeats_steps``: whether a step can be run again after a pass runs out of memory, because no
+    other rank waits for this one during a pass: ``accumulate`` returns the error then. ``levers``:
+    what the memory governor may change in this engine between two steps.
     """
 
     saves_in_background: bool
@@ -94,20 +94,20 @@ class Engine(Protocol):
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
-        The loss is the objective's sum over all ranks divided by ``global_terms``, so neither the
-        number of ranks nor the micro-batches change the gradient. That of routers' losses is
-        divided by ``global_tokens``, those of all ranks without padding. Weights and optimizer
-        state stay as they are.
+        The loss is the objective's sum over all ranks divided by ``global_terms``, so the gradient
+        depends neither on the number of ranks nor on the split into micro-batches. The router
+        losses are divided by ``global_tokens``, the tokens of all ranks without padding. Weights
+        and optimizer state do not change.
 
-        Returns the error if this rank ran out of memory, has sent the step's messages all the same,
-        and can run it again.
+        Returns the error if this rank ran out of memory, still sent the step's messages, and can
+        run the step again.
 
         Raises:
-            torch.OutOfMemoryError: if it ran out where others wait for it.
+            torch.OutOfMemoryError: if it ran out of memory where other ranks wait for it.
         """
 
     def update(self, lr: float) -> StepResult:
-        """Update the weights and the optimizer state by what ``accumulate`` has computed."""
+        """Update the weights and the optimizer state with the gradients from ``accumulate``."""
 
     def outputs(
         self,
@@ -115,11 +115,11 @@ class Engine(Protocol):
         objective: Objective | None = None,
         within_step: bool = False,
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield micro-batches, each with the sums of ``objective``, without gradients.
+        """Yield each micro-batch with its sums of ``objective``, computed without gradients.
 
-        Each rank brings equally many; of those that work on the same rows, one yields them. By
-        default the objective is the one that is trained. The messages of a pass ``within_step``
-        count as the coming step's.
+        Every rank passes the same number of micro-batches; of the ranks that work on the same rows,
+        one yields them. The default objective is the trained one. With ``within_step``, the
+        messages of the pass count as the coming step's.
         """
 
     def regions(self) -> list[Region]:
@@ -129,10 +129,10 @@ class Engine(Protocol):
         """
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Read a checkpoint of any layout, saved after ``step`` optimizer steps, into this one."""
+        """Load a checkpoint that any layout saved after ``step`` optimizer steps."""
 
     def run_once(self, batch: Batch) -> None:
-        """Run a micro-batch and drop its gradients: for measuring memory before the run."""
+        """Run a micro-batch and discard its gradients, to measure memory before training."""
 
 
 def train_step(
@@ -142,7 +142,7 @@ def train_step(
     lr: float,
     global_tokens: float = 1.0,
 ) -> StepResult:
-    """Run one optimizer step where nothing else reads the weights meanwhile."""
+    """Run one optimizer step, when nothing else reads the weights in the meantime."""
     error = engine.accumulate(batches, global_terms, global_tokens)
     if error is not None:
         raise error
@@ -152,7 +152,7 @@ def train_step(
 def evaluate(
     engine: Engine, batches: Iterable[Batch], plan: StepPlan, device: torch.device
 ) -> tuple[list[float], float, int]:
-    """Return (the objective's sums, the terms they are over, the tokens with loss) of all ranks.
+    """Return the objective's sums, the number of terms and the tokens with loss, over all ranks.
 
     Collective.
     """
@@ -167,7 +167,7 @@ def evaluate(
 
 
 def init_model(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:
-    """Set the heap for a model, and give that dropout and noise that every layout repeats."""
+    """Configure the heap for a model, and make dropout and noise the same in every layout."""
     if is_sharded:
         return_freed_blocks()
     else:
@@ -181,10 +181,10 @@ def init_model(built: BuiltModel, train: TrainConfig, is_sharded: bool) -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Compute matrix products in ``dtype`` within a block; None leaves all as it is."""
+    """Compute matmuls in ``dtype`` within a block; None changes nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def seed_micro_batch(seed: int, first_row: int, stage: int = 0) -> None:
-    """Seed torch for a micro-batch in a pipeline stage, the same in every layout."""
+    """Seed torch for a micro-batch in a pipeline stage, with the same seed in every layout."""
     torch.manual_seed((seed * 1_000_003 + first_row) ^ (stage << 52))

@@ -2,9 +2,9 @@
 
     block.forward, checkpointed or not -> torch.compile
 
-Blocks are compiled, not the model: the hooks of a block (FSDP2 gathers in them) stay outside, and
-the time to compile does not grow with depth. Where documents begin is an argument of the graph, so
-that attention within documents stays in it.
+Blocks are compiled instead of the whole model: a block's hooks (in which FSDP2 gathers weights)
+stay outside, and the time to compile does not grow with depth. The starts of documents are an
+argument of the graph, so attention within documents is part of it.
 
 Shapes: B rows, T tokens, D hidden, N documents, L tokens of the longest one.
 """
@@ -36,15 +36,15 @@ from hpc_tune.packages import parse_release
 
 Forward = Callable[..., Any]
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
-# for each kind of block that a model mixes. torch gives up at 8.
+# each kind of block in a model that mixes several. torch gives up at 8.
 MAX_GRAPHS = 64
-# Since then inductor draws four numbers at a time in one-dimensional kernels of a GPU alone, as if
-# their offsets were contiguous, and another kernel that draws them again has others.
+# From here on inductor's one-dimensional GPU kernels, and only those, draw four numbers at a time
+# as if their offsets were contiguous, and another kernel that draws them again gets others.
 _WRONG_DROPOUT_SINCE = (2, 13)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile the ``forward`` of decoder blocks, as ``checkpoint_blocks`` has left them."""
+    """Compile the ``forward`` of decoder blocks, after ``checkpoint_blocks`` has replaced it."""
     compiled: dict[Forward, Forward] = {}
     for block in blocks:
         bound: Any = block.forward
@@ -55,18 +55,18 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def compile_loss(module: LossModel) -> None:
-    """Compile what ``module`` computes of logits: one pass over them in the place of eight."""
+    """Compile what ``module`` computes from logits: one pass over them instead of eight."""
     module.logits_kernels = LogitsKernels(
         _compile_any_length(write_exponentials_fusible), _compile_any_length(cross_entropies)
     )
 
 
 def _compile_any_length(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors that have a number of tokens as their first side."""
+    """Compile a function of tensors whose first dimension is a number of tokens."""
     compiled = torch.compile(function)
 
     def run(*tensors: torch.Tensor) -> Any:
-        if len(tensors[0]) < 2:  # torch would compile sizes of one apart
+        if len(tensors[0]) < 2:  # torch would compile another graph for size 1
             return function(*tensors)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -87,8 +87,8 @@ def prepare_compiler(
 
     The ranks of node number ``node`` share a folder below ``cache``, which the next start reuses on
     whichever machine is node number ``node`` then. ``host_bytes`` is the rank's share of the host's
-    memory: its workers are capped by that and by its threads (stock torch starts 32 per rank).
-    ``dropout`` is the rate in the blocks.
+    memory; it and the rank's threads limit the compile workers (stock torch starts 32 per rank).
+    ``dropout`` is the dropout rate in the blocks.
 
     Raises:
         ConfigError: if there is no working C++ compiler, or no Triton for a GPU, or ``cache``
@@ -121,7 +121,7 @@ def prepare_compiler(
 
 
 def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
-    """Check that blocks with this rate of ``dropout`` can be compiled for a device.
+    """Check that blocks with this ``dropout`` rate can be compiled for a device.
 
     Raises:
         ConfigError: if there is no working C++ compiler, or no Triton for a GPU, or torch's
@@ -142,8 +142,8 @@ def require_compiler(device: torch.device, dropout: float = 0.0) -> None:
         ) from None
     if device.type == "cuda" and not has_triton():
         raise ConfigError(
-            "train.compile=true needs Triton on a GPU, and this torch has none; install the torch "
-            "that comes with it, or set train.compile=false"
+            "train.compile=true needs Triton on a GPU, and this torch has none; install a build of "
+            "torch that includes Triton, or set train.compile=false"
         )
 
 
@@ -155,8 +155,8 @@ def _refuse_wrong_dropout(device: torch.device, dropout: float) -> None:
         and parse_release(torch.__version__) >= _WRONG_DROPOUT_SINCE
     ):
         raise ConfigError(
-            f"train.compile=true with tune.dropout={dropout:g} on a GPU, and this torch is "
-            f"{torch.__version__}: since {major}.{minor} its compiled dropout repeats values of a "
+            f"train.compile=true with tune.dropout={dropout:g} is not possible on a GPU with torch "
+            f"{torch.__version__}: since {major}.{minor} compiled dropout repeats values of a "
             "mask, and the backward pass may draw another mask than the forward pass; set "
             "tune.dropout=0 or train.compile=false, or install torch 2.11 or 2.12"
         )
@@ -164,7 +164,7 @@ def _refuse_wrong_dropout(device: torch.device, dropout: float) -> None:
 
 @contextmanager
 def compiling_in_process(folder: Path) -> Iterator[None]:
-    """Compile within a block in this process alone, and keep what it makes in ``folder``."""
+    """Within a block, compile in this process only, and keep the results in ``folder``."""
     from torch._inductor import config
 
     names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
@@ -184,7 +184,7 @@ def compiling_in_process(folder: Path) -> Iterator[None]:
 
 
 def num_workers(threads: int, host_bytes: int) -> int:
-    """Return how many compile workers a rank may have; with one it compiles in its own process."""
+    """Return how many compile workers a rank may have; with one, it compiles in its own process."""
     return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILE_WORKER_BYTES))
 
 
@@ -208,11 +208,11 @@ def _compile_forward(forward: Forward) -> Forward:
 
     def run(self: nn.Module, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_BTD.shape[1] == 1:
-            # The empty batch: torch would compile a size of one apart.
+            # The empty batch: torch would compile another graph for size 1.
             return forward(self, hidden_BTD, *args, **kwargs)
         if torch.is_grad_enabled() and not hidden_BTD.requires_grad:
-            # Behind a frozen embedding the first block alone would be compiled without the gradient
-            # of its input, which doubles the time to compile.
+            # After a frozen embedding, the first block alone would be compiled without a gradient
+            # for its input, which doubles the time to compile.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         _mark_lengths(hidden_BTD, args, kwargs)
         return compiled(self, *_document_starts(), hidden_BTD, *args, **kwargs)
@@ -221,9 +221,9 @@ def _compile_forward(forward: Forward) -> Forward:
 
 
 def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return where documents begin, and a tensor as long as the longest, of one value in memory.
+    """Return where documents begin, and a tensor as long as the longest, with one value in memory.
 
-    A number would be compiled in, and another one would be another graph.
+    A plain number would be compiled in as a constant, and another number would need another graph.
     """
     if (starts := batch_context.batch.starts) is None:
         return None, None
@@ -236,7 +236,7 @@ def _document_starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
 def _mark_lengths(*values: Any) -> None:
     """Mark rows and tokens as dynamic, so that ragged lengths share one graph.
 
-    compile(dynamic=True) is not enough: where T equals D it takes both for one fixed size.
+    compile(dynamic=True) is not enough: where T equals D, it takes both for one fixed size.
     """
     for tensor in torch.utils._pytree.tree_leaves(values):
         if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
@@ -246,7 +246,7 @@ def _mark_lengths(*values: Any) -> None:
 
 
 def _hash_cpu_features() -> str:
-    """Return a hash of this processor's features: kernels are compiled for them."""
+    """Return a hash of this processor's features, for which kernels are compiled."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Rows that the ranks of the context axis share; see ``model/shared_rows.py``."""
+"""Rows shared by the ranks of the context axis; see ``model/shared_rows.py``."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,8 +22,8 @@ from hpc_tune.step.layout import Layout
 def make_context_group(layout: Layout, device: torch.device) -> dist.ProcessGroup | None:
     """Return the group of the ranks that share this one's rows, if there are several. Collective.
 
-    On a GPU it is connected, which the first pass would do between its other messages. An engine
-    with a ``Mesh`` has such a group from there.
+    On a GPU the group is connected here: otherwise the first pass would connect it between its
+    other messages. An engine with a ``Mesh`` takes the group from there.
     """
     ranks = layout.group_of(dist.get_rank(), "context")
     if len(ranks) == 1:
@@ -48,7 +48,7 @@ def make_share(
     settings: EngineSettings,
     dtype: torch.dtype,
 ) -> RankShare | None:
-    """Return this rank's share of the rows of a context group; None where rows are not shared.
+    """Return this rank's share of the rows of a context group, or None if rows are not shared.
 
     ``dtype`` is that of attention.
     """
@@ -66,22 +66,22 @@ def make_share(
 
 
 def share_attention(module: LossModel, share: SharedRows | None) -> None:
-    """Let the attention of ``module`` exchange the tokens of its rows.
+    """Make the attention of ``module`` exchange the tokens of its rows.
 
     Raises:
-        ConfigError: if its attention cannot be replaced; of a run the trial of its architecture has
-            said that before.
+        ConfigError: if its attention cannot be replaced; in a run, the architecture check has
+            reported that before.
     """
     if share is None:
         return
     uses_eager = force_document_attention(module.causal_lm())
     if uses_eager is None or module.needs_mask:
-        raise ConfigError("its attention takes masks of its own, which are not of whole rows")
+        raise ConfigError("its attention uses its own masks, which do not cover whole rows")
     share.uses_eager, module.share = uses_eager, share
 
 
 def can_share_attention(module: LossModel) -> bool:
-    """Return whether ``share_attention`` is possible; it replaces the attention to find out."""
+    """Return whether ``share_attention`` is possible; replaces the attention to find out."""
     return not module.needs_mask and force_document_attention(module.causal_lm()) is not None
 
 

@@ -1,7 +1,7 @@
 """What a rank sends: bytes by kind of collective, and the time they take.
 
-Every message of the native engine goes through a ``CountedCollectives``. Bytes are those of the
-ring algorithms, see ``step/layout.py``.
+Every message of the native engine goes through a ``CountedCollectives``. Bytes are those that ring
+algorithms send, see ``step/layout.py``.
 """
 
 import time
@@ -21,10 +21,10 @@ Group = dist.ProcessGroup | None
 
 
 class CountedCollectives:
-    """Does the collectives of one rank and keeps count. ``None`` as a group means the world.
+    """Runs the collectives of one rank and counts them. ``None`` as a group means the world.
 
-    Seconds are those in which this rank, or the stream of its GPU that computes, waits for
-    messages; what compute hides is none of them. Those of FSDP2 are in the last section.
+    Seconds are the time that this rank, or on a GPU its compute stream, waits for messages; time
+    that compute hides does not count. The waits of FSDP2 are timed in the last section.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class CountedCollectives:
         self._counts = True
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> None:
-        """Add ``tensor`` up over the group, in place."""
+        """Sum ``tensor`` over the group, in place."""
         size = dist.get_world_size(group)
         if size == 1:
             return
@@ -43,12 +43,12 @@ class CountedCollectives:
             dist.all_reduce(tensor, op, group=group)
 
     def begin_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-        """Begin to add ``tensor`` up over the group, in place; ``finish`` what is returned."""
+        """Begin to sum ``tensor`` over the group, in place; pass the result to ``finish``."""
         self.count("all_reduce", sent_bytes("all_reduce", group.size(), tensor.nbytes))
         return dist.all_reduce(tensor, group=group, async_op=True)
 
     def finish(self, works: Iterable[dist.Work | None]) -> None:
-        """Wait for what was begun."""
+        """Wait for the all-reduces that were begun."""
         with self.counted("all_reduce", 0):
             for work in filter(None, works):
                 work.wait()
@@ -68,7 +68,7 @@ class CountedCollectives:
             torch_versions.all_gather(out, part, group)
 
     def sum_parts(self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Fill ``out`` with the sum of every rank's values for this one; both are contiguous."""
+        """Fill ``out`` with this rank's part of the sum of all ``whole``; both are contiguous."""
         sent = sent_bytes("reduce_scatter", group.size(), whole.nbytes)
         with self.counted("reduce_scatter", sent):
             torch_versions.reduce_scatter(out, whole, group=group)
@@ -81,9 +81,9 @@ class CountedCollectives:
         send: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Send ``send[r]`` rows of ``x`` to rank r of the group, and fill ``out`` with what comes.
+        """Send ``send[r]`` rows of ``x`` to rank r of the group; fill ``out`` with what arrives.
 
-        None: as many rows to each.
+        None: the same number of rows to each rank.
         """
         own = group.rank()
         kept = x.shape[0] // group.size() if send is None else send[own]
@@ -94,24 +94,24 @@ class CountedCollectives:
     def begin_send(
         self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
     ) -> dist.Work | None:
-        """Begin to send ``tensor`` to a rank, by its number in the world."""
+        """Begin to send ``tensor`` to a rank, given by its number in the world."""
         self.count("send", tensor.nbytes)
         return dist.isend(tensor, target, group)
 
     def gather_shards(
         self, out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        """Gather every rank's part of a unit of FSDP2, which counts it by itself."""
+        """Gather every rank's part of an FSDP2 unit; the caller counts the bytes."""
         return torch_versions.all_gather(out, part, group, async_op)
 
     def count(self, kind: str, num_bytes: int) -> None:
-        """Count bytes that are sent elsewhere."""
+        """Count bytes that are sent by other code."""
         if num_bytes and self._counts:
             self._bytes[kind] += num_bytes
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Count nothing in the block, which is no step: nobody would ask for it, or clear it."""
+        """Count nothing in the block: it is no step, so nobody would read or clear the counts."""
         before, self._counts = self._counts, False
         try:
             yield
@@ -120,14 +120,14 @@ class CountedCollectives:
 
     @contextmanager
     def counted(self, kind: str, num_bytes: int) -> Iterator[None]:
-        """Count bytes, and the time of the block, on a GPU of what the current stream does."""
+        """Count bytes and the time of the block, on a GPU the time of the current stream."""
         self.count(kind, num_bytes)
         with self.waiting():
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of the block, in which there are messages and nothing else."""
+        """Count the time of the block, which contains messages and nothing else."""
         if not self._counts:
             yield
             return
@@ -143,7 +143,7 @@ class CountedCollectives:
 
     @contextmanager
     def counted_overlapped(self, kind: str, num_bytes: int) -> Iterator[None]:
-        """Count bytes that a GPU sends beside its computing stream; on a CPU the time, too."""
+        """Count bytes that a GPU sends beside its compute stream; on a CPU, count the time too."""
         if not self._cuda:
             with self.counted(kind, num_bytes):
                 yield
@@ -152,11 +152,11 @@ class CountedCollectives:
         yield
 
     def record_end(self) -> Any:
-        """Return the event that the current stream of a GPU has come here, None if none counts."""
+        """Record an event on a GPU's current stream; None on a CPU, or if nothing is counted."""
         return self._record_time() if self._cuda and self._counts else None
 
     def wait_for(self, done: Any, since: Any = None) -> None:
-        """Count the time until ``done``, of another stream, from ``since`` or where this one is."""
+        """Count the time until ``done``, an event of another stream, from ``since`` or from now."""
         if done is not None and self._counts:
             self._events.append((since or self._record_time(), done))
 
@@ -167,7 +167,7 @@ class CountedCollectives:
 
     def pop_totals(self) -> tuple[dict[str, int], float]:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
-        waited_ms = sum(max(0.0, a.elapsed_time(b)) for a, b in self._events)  # it may be done
+        waited_ms = sum(max(0.0, a.elapsed_time(b)) for a, b in self._events)  # b may be first
         seconds = self._seconds + waited_ms / 1e3
         taken = dict(self._bytes), seconds
         self._bytes.clear()
@@ -182,7 +182,7 @@ class _FsdpCollective:
         self._done: Any = None
 
     def take_done(self) -> Any:
-        """Return the event of a GPU that the last one is over, once; else None."""
+        """Return the GPU's event of the end of the last message, only once; else None."""
         done, self._done = self._done, None
         return done
 
@@ -219,8 +219,8 @@ class FsdpReduceScatter(_FsdpCollective):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Add up the gradients of one unit and leave each rank its shard."""
-        if group.size() == 1:  # nothing is sharded; before torch 2.10 FSDP2 asks all the same
+        """Sum the gradients of one unit and leave each rank its shard."""
+        if group.size() == 1:  # nothing is sharded; before torch 2.10 FSDP2 calls this anyway
             output_tensor.copy_(input_tensor)
             return None
         sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
@@ -230,27 +230,27 @@ class FsdpReduceScatter(_FsdpCollective):
         return work
 
 
-# -- How long the computing stream of a GPU waits for the messages of FSDP2.
+# -- How long the compute stream of a GPU waits for the messages of FSDP2.
 #
-#     FSDP2 gathers a unit on a stream of its own -> FsdpAllGather notes when that is done
-#     the unit is needed -> wait_for_unshard: from here on the computing stream waits for it
-#     its gradients are there -> FsdpReduceScatter sums them on another stream, and notes the same
-#     those of the next unit are there -> post_backward: the computing stream waits for the last sum
+#     FSDP2 gathers a unit on a stream of its own -> FsdpAllGather records the end of that
+#     the unit is needed -> wait_for_unshard: the compute stream waits for it from here on
+#     its gradients are complete -> FsdpReduceScatter sums them on another stream, records the end
+#     the next unit's are complete -> post_backward: the compute stream waits for the last sum
 #     the backward pass ends -> finalize_backward: it waits for the sums that are under way
 #
-# A message that is done before it is needed takes no time of a step, however long it was under way.
-# FSDP2 tells nobody when it waits, so these methods of its groups are wrapped.
+# A message that ends before it is needed costs a step no time, however long it was under way. FSDP2
+# does not report when it waits, so these methods of its groups are wrapped.
 
 
 def time_fsdp_waits(module: nn.Module, collectives: CountedCollectives) -> None:
-    """Time what the sharded units of ``module`` wait for, on a GPU."""
+    """Time how long a GPU waits for the messages of the sharded units of ``module``."""
     sums = ReduceScatterWaits(collectives)
     for group in {id(group): group for group in _fsdp_groups(module)}.values():
         time_group(group, collectives, sums)
 
 
 def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatterWaits") -> None:
-    """Time what one of FSDP2's parameter groups waits for; those of a module share ``sums``."""
+    """Time the waits of one of FSDP2's parameter groups; the groups of a module share ``sums``."""
     wait, finalize = group.wait_for_unshard, group.finalize_backward
     post_backward, reshard = group.post_backward, group.reshard
 
@@ -278,28 +278,28 @@ def time_group(group: Any, collectives: CountedCollectives, sums: "ReduceScatter
 
 
 class ReduceScatterWaits:
-    """The sums of gradients that a backward pass has begun, each with the event of its end.
+    """The gradient sums that a backward pass has begun, each with the event of its end.
 
-    FSDP2 keeps the gradients of one unit until they are summed. It waits for that when those of the
-    next are complete: after what is computed for these, and after it has let their weights go.
+    FSDP2 keeps the gradients of one unit until they are summed. It waits for that when the next
+    unit's are complete: after they are computed, and after that unit's weights are freed.
     """
 
     def __init__(self, collectives: CountedCollectives) -> None:
         self._collectives = collectives
-        self._pending: list[tuple[Any, Any]] = []  # FSDP2's event of each, and one with a time
+        self._pending: list[tuple[Any, Any]] = []  # of each FSDP2's event, and a timed one
         self._start_event: Any = None
 
     def begin(self, group: Any) -> None:
-        """The gradients of ``group`` are there."""
+        """Note that the gradients of ``group`` are complete."""
         self._start_event = self._collectives.record_end() if _pending_events(group) else None
 
     def restart_wait(self) -> None:
-        """If there is a sum to wait for, it is from here on."""
+        """If there is a sum to wait for, let the wait begin here."""
         if self._start_event is not None:
             self._start_event = self._collectives.record_end()
 
     def end(self, group: Any) -> None:
-        """FSDP2 has waited for the sums that it no longer keeps, and has begun the next."""
+        """Note that FSDP2 has waited for the sums it no longer keeps, and has begun the next."""
         kept, since, self._start_event = _pending_events(group), self._start_event, None
         for event, done in self._pending:
             if since is not None and not any(event is other for other in kept):
@@ -311,7 +311,7 @@ class ReduceScatterWaits:
 
 
 def _pending_events(group: Any) -> list[Any]:
-    """Return FSDP2's events of the sums whose gradients it keeps; an older torch keeps one's."""
+    """Return FSDP2's events of the sums whose gradients it keeps; an older torch keeps only one."""
     context = group.comm_ctx
     states = getattr(context, "reduce_scatter_states", None)
     if states is None:
@@ -325,6 +325,6 @@ def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
         if get_state is not None:
             state = get_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            # An older torch has one, or none where a unit has no weights of its own.
+            # An older torch has one group, or None if a unit has no weights of its own.
             groups = [state._fsdp_param_group] if groups is None else groups
             yield from (group for group in groups if group is not None)

@@ -1,14 +1,14 @@
 """Expert parallelism: the experts of a layer are spread over ranks, and tokens are sent to them.
 
-    distribute_experts  stacks -> this rank's experts of each, whole, on the meta device
-    dispatch_tokens     an experts' module sends each token to its experts' ranks, and takes back
+    distribute_experts  stacks -> this rank's experts of each, unsharded, on the meta device
+    dispatch_tokens     an experts' module sends tokens to the ranks of their experts, and back
 
-Each rank has tokens of its own. Where experts are sharded, each rank would gather all of them for
-its tokens; here they stay, and tokens move: a token's hidden values, once for each of its experts,
-there and back, and their gradients likewise (GShard, arXiv:2006.16668). Gradients of experts are
-whole on their rank where the group is the shard axis: all its tokens have been there. Where it is
-smaller, several groups have the same experts; ``fsdp.py`` shards these over them, and gradients are
-added up over the groups.
+Each rank has tokens of its own. If experts were sharded, each rank would gather all of them for its
+tokens; here experts stay in place and tokens move: a token's hidden values, once for each of its
+experts, there and back, and likewise their gradients (GShard, arXiv:2006.16668). If the group is
+the whole shard axis, the gradients of experts are complete on their rank, which has seen all tokens
+of the axis. If it is smaller, several groups hold the same experts; ``fsdp.py`` shards these over
+the groups, and gradients are summed over the groups.
 
 Shapes: N tokens of this rank, K experts of a token, S = N K rows that are sent, H hidden features,
 E experts of G ranks.
@@ -35,10 +35,10 @@ from hpc_tune.step.slices import ExpertStack, find_expert_stacks
 
 
 def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
-    """Leave of each stack the experts of number ``rank`` of ``ranks``, and of their adapters.
+    """Keep in each stack the experts of number ``rank`` of ``ranks``, and in adapters their part.
 
     Raises:
-        ConfigError: if the experts cannot be spread, or sent tokens.
+        ConfigError: if the experts cannot be spread, or tokens cannot be sent to them.
     """
     slices: dict[nn.Parameter, Slice] = {}
     for path, layer in find_stack_modules(built.module):
@@ -67,9 +67,9 @@ def distribute_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
 def dispatch_tokens(
     module: nn.Module, group: dist.ProcessGroup, collectives: CountedCollectives
 ) -> None:
-    """Let each experts' module compute the tokens of all ranks of ``group`` that want its experts.
+    """Make each experts' module compute what all ranks of ``group`` route to this rank's experts.
 
-    To be called when the module's own forward is what it will be. Each pass of it is collective.
+    To be called once the module's own forward is final. Each pass of the module is collective.
     """
     for _, layer in find_stack_modules(module):
         owner = find_expert_stacks(layer)[0].owner
@@ -79,7 +79,7 @@ def dispatch_tokens(
 
 
 def find_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules with stacks of experts, with adapters that are around them."""
+    """Return the modules with stacks of experts, including the adapters around them."""
     roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in find_stacks(module))
     return [(path, module.get_submodule(path)) for path in roots]
 
@@ -87,7 +87,7 @@ def find_stack_modules(module: nn.Module) -> list[tuple[str, Any]]:
 def _cut_stack(
     stack: ExpertStack, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]
 ) -> None:
-    """Cut a stack, what has a row for each of its experts, and its adapters."""
+    """Cut a stack, its bias (a row for each expert), and its adapters."""
     num_experts, owner = stack.parameter.shape[0], stack.owner
     each = num_experts // ranks
 
@@ -95,7 +95,7 @@ def _cut_stack(
         full = getattr(part, name)
         shape = list(full.shape)
         shape[dim] //= ranks
-        with _disable_current_modes():  # a trace gives it memory as it does to all others
+        with _disable_current_modes():  # a trace allocates it later, like all others
             values = torch.empty(shape, dtype=full.dtype, device=full.device)
             spread = nn.Parameter(values, full.requires_grad)
         slices[spread] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
@@ -121,10 +121,10 @@ class _TokenExchange:
 
     @outside_recompute
     def exchange_counts(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Return how many rows come from whom for which expert (G x E / G), and as sums.
+        """Return how many rows come from each rank for each expert (G x E / G), and sums per rank.
 
-        The sums, of what is sent and what comes, are read by the host: it allocates by them. A
-        layer that is recomputed has them of its first pass: no message, and the host does not wait.
+        The host reads the sums, of rows sent and rows received, and allocates by them. A layer that
+        is recomputed reuses those of its first pass: no message, and the host does not wait.
         """
         sent = torch.zeros(self.group.size() * self.each, dtype=torch.int64, device=ids_S.device)
         sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
@@ -141,7 +141,7 @@ class _TokenExchange:
     def _exchange_row_counts(
         self, sent: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Exchange counts and read them; in a trace, without values, experts are chosen evenly."""
+        """Exchange counts and read them; a trace has no values, so it spreads rows evenly."""
         ranks = self.group.size()
         come = torch.empty_like(sent)
         self.collectives.all_to_all(come, sent, None, None, self.group)
@@ -154,19 +154,19 @@ class _TokenExchange:
         return both[1], send, receive
 
     def __call__(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Return what comes when rows of ``x`` are sent; its gradient goes the other way."""
+        """Send rows of ``x`` and return the rows received; their gradient goes the other way."""
         out: torch.Tensor = _AllToAll.apply(x, send, receive, self)
         return out
 
 
 def _require_same(first: torch.Tensor, again: torch.Tensor) -> None:
-    """Let the device fail if counts differ: the host does not wait for it."""
+    """Make the device fail if counts differ, so that the host does not wait for it."""
     chosen_anew = "a recomputed router chose other experts than in its first pass"
     torch._assert_async((first == again).all(), chosen_anew)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to their ranks; backward, their gradients to where they came from."""
+    """Sends rows to their ranks; backward, sends their gradients back."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ def _with_dispatch(
     ) -> torch.Tensor:
         num_tokens, num_chosen = chosen_NK.shape
         ids_S, order_S = torch.sort(chosen_NK.reshape(-1).long(), stable=True)
-        # Before the host waits for counts, what needs none of them.
+        # Before the host waits for the counts, do all that does not need them.
         send_SH = hidden_NH[order_S // num_chosen]
         inverse_S = torch.empty_like(order_S)
         inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
@@ -206,7 +206,7 @@ def _with_dispatch(
         del send_SH
         own = torch.arange(exchange.each, device=rows.device).repeat(len(rows))
         own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
-        if not receive or not sum(receive):  # the products want a row, and weights their gradient
+        if not receive or not sum(receive):  # matmuls need a row, and weights need a gradient
             come_H, own = (
                 torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])]),
                 own.new_zeros(1),

@@ -1,12 +1,12 @@
 """FSDP2 over the decoder blocks of a model, and how long gathered weights stay.
 
     embedding, block, block, ..., block, head    units, gathered one after the other
-    all the rest, such as norms                  the root, first of all
+    everything else, such as norms               the root, gathered first
 
-An embedding has done its part when the first block begins, and a head has none until the last has
-ended: each is gathered for itself, unless they are one weight.
+The embedding is not needed after the first block begins, nor the head before the last block has
+ended: each is a unit of its own, unless they share one weight.
 
-Experts that are spread are units of their own, within their block's: other ranks hold the same.
+Spread experts are units inside their block's unit, sharded over ranks with the same experts.
 """
 
 from collections.abc import Iterator
@@ -46,9 +46,8 @@ def shard(
 ) -> None:
     """Shard spread experts, ``blocks_per_unit`` blocks at a time, untied ends, and the rest.
 
-    What stays whole on every rank is the plan's to say. Frozen
-    weights are sharded within each replica and never reduced; trained ones are reduced over the
-    shards and then over the replicas (HSDP).
+    The plan decides what stays whole on every rank. Frozen weights are sharded within each replica
+    and never reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
     """
     full, parallel = plan.size.is_full, plan.parallel
     named = built.module.named_parameters()
@@ -56,10 +55,10 @@ def shard(
     experts: list[nn.Module] = []
     if plan.shards_experts:
         experts = [part for _, part in find_stack_modules(built.module)]
-    elif mesh.layout.expert > 1:  # spread, and nothing is left to shard
+    elif mesh.layout.expert > 1:  # spread, with nothing left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:
-        # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
+        # Weights are gathered in bf16; activations between blocks are fp32, as without sharding.
         embedding = built.module.causal_lm().get_input_embeddings()
         embedding.register_forward_hook(lambda module, args, out: out.float())
     mixed = MixedPrecisionPolicy(
@@ -87,10 +86,10 @@ def shard(
         if of_experts:
             _gather_outside_recompute(unit)
         if isinstance(unit, HeadUnit) and isinstance(unit, FSDPModule):
-            # It stays for its backward pass, which comes next: nothing is to be gathered for that.
+            # It stays gathered for its backward pass, which comes next and then needs no gathering.
             unit.set_unshard_in_backward(False)
             unit.register_forward_pre_hook(_free_gather_buffer)
-            whole |= set(unit.parameters())  # sharded, and not once more with the root's
+            whole |= set(unit.parameters())  # sharded: the root must not shard them again
             del unit.head
     replicas = mesh.layout.replicate if full else 1
     for module in _sharded_modules(built.module):
@@ -100,7 +99,7 @@ def shard(
 def _fsdp_units(
     built: BuiltModel, blocks: list[nn.Module], blocks_per_unit: int
 ) -> list[nn.Module | list[nn.Module]]:
-    """Return what is gathered together, the root with all the rest as the last."""
+    """Return what is gathered together; the last unit is the root, with all the rest."""
     units: list[nn.Module | list[nn.Module]] = [
         blocks[i : i + blocks_per_unit] for i in range(0, len(blocks), blocks_per_unit)
     ]
@@ -113,16 +112,16 @@ def _fsdp_units(
 
 
 def _gather_outside_recompute(unit: Any) -> None:
-    """Let selective recompute of the block around a unit not see how that is gathered."""
+    """Hide the gathering of a unit from selective recompute of the block around it."""
     for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
         for number, hook in hooks.items():
             hooks[number] = outside_recompute(hook)
 
 
 def _free_gather_buffer(unit: Any, _args: Any) -> None:
-    """Free what the head was gathered into, of which it has a copy, before there are logits.
+    """Free the buffer that the head was gathered into and copied from, before logits exist.
 
-    FSDP2 keeps it until the next unit has its own, or as here the root's forward pass has ended.
+    FSDP2 keeps it until the next unit has its own or, as here, until the root's forward pass ends.
     """
     context = unit._get_fsdp_state()._comm_ctx
     if (gathered := context.all_gather_state) is not None:
@@ -132,9 +131,9 @@ def _free_gather_buffer(unit: Any, _args: Any) -> None:
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    """Return the dimension along which ``ranks`` shard a stack: experts, or else what divides.
+    """Return the dimension along which a stack is sharded: the first that ``ranks`` divides, or 0.
 
-    An expert in 4 bits stays whole: its bytes are quantised together.
+    An expert in 4 bits stays whole: its bytes are quantized together.
     """
     divided = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
     is_packed = not parameter.is_floating_point()
@@ -146,9 +145,9 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollectives) -> None:
-    """Let a unit sum gradients over the ranks and not average them, and count its messages.
+    """Make a unit sum gradients over the ranks instead of averaging, and count its messages.
 
-    The loss is a sum over the global tokens. ``replicas`` hold copies of what is trained.
+    The loss is a sum over the global tokens. ``replicas``: the copies of what is trained.
     """
 
     def count_all_reduce(grads: torch.Tensor) -> None:
@@ -163,11 +162,11 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
 
 
 def prepare_backward(module: LossModel, is_last: bool, keep: bool) -> None:
-    """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
+    """Prepare a backward pass; ``keep`` gathered weights and whole gradients until the step's last.
 
-    Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last. No
-    backward pass needs an embedding of its own. FSDP2 gathers it beside that of the first block
-    all the same, and where it is frozen the next forward pass finds it there: not in the last.
+    Otherwise each pass leaves a rank its shard of both; replicas sum theirs in the last pass. FSDP2
+    gathers an untied embedding in backward passes too, which do not need it. If it is frozen, the
+    next forward pass finds it gathered, so only the last pass skips that; if trained, all do.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or not keep)
@@ -181,6 +180,6 @@ def prepare_backward(module: LossModel, is_last: bool, keep: bool) -> None:
 
 
 def release_gathered(module: nn.Module) -> None:
-    """Leave a rank with its shards alone: passes without a backward pass keep what they gather."""
+    """Leave a rank only its shards: passes without a backward pass keep what they gather."""
     for sharded in _sharded_modules(module):
         sharded.reshard()

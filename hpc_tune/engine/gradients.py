@@ -26,9 +26,9 @@ _VALUES_AT_ONCE = 1 << 22
 class TrainedWeight:
     """One trained parameter of this rank.
 
-    ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
-    hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
-    stage owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it is of
+    ``partial``: its gradient is a partial sum over the tensor axis. ``copies``: how many ranks hold
+    the same values. ``tied``: it is the last stage's copy of the embedding, which the first stage
+    owns. ``writes``: this rank writes it into checkpoints. ``is_expert_parallel``: it belongs to
     experts that are spread over ranks of the shard axis.
     """
 
@@ -48,7 +48,7 @@ class TrainedWeight:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 holds a part of it on each rank and reduces its gradient."""
+        """Whether FSDP2 shards it over the ranks and reduces its gradient."""
         return isinstance(self.parameter, DTensor)
 
     @property
@@ -66,7 +66,7 @@ def list_trained(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
         spread = sliced and layout.expert > 1
-        with_copy = layout.expert if spread else 1  # ranks of the shard axis that hold one together
+        with_copy = layout.expert if spread else 1  # ranks of the shard axis per full copy
         copies = layout.replicate
         copies *= 1 if sharded else layout.shard // with_copy
         copies *= 1 if sliced else layout.tensor
@@ -100,9 +100,9 @@ class OverlappedAllReduce:
     """All-reduces a bucket piece by piece while the last backward pass of a step still runs.
 
     A backward pass computes gradients from the end of the model to its beginning, and pieces are
-    cut in that order. All ranks begin them in it, whatever their own backward passes do: a piece
-    waits for those before it, and pieces that are left, as on a rank without a backward pass, begin
-    at the end. For layouts in which a backward pass has no other messages.
+    cut in that order. All ranks begin them in this order, whatever their own backward passes do: a
+    piece waits for those before it, and pieces that are left, as on a rank without a backward pass,
+    begin at the end. For layouts whose backward passes send no other messages.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class OverlappedAllReduce:
                 stop, num = start, 0
 
     def begin(self) -> None:
-        """Send pieces as the backward pass that comes now completes them: it is the step's last."""
+        """Send pieces as soon as the coming backward pass, the step's last, completes them."""
         self._missing, self._is_last = list(self._sizes), True
 
     def finish(self) -> None:
-        """Begin the pieces that have not begun, and wait for all."""
+        """Begin the pieces that have not begun yet, and wait for all."""
         self._is_last = False
         for piece in self._pieces[len(self._works) :]:
             self._works.append(self._collectives.begin_all_reduce(piece, self._group))
@@ -154,7 +154,7 @@ def make_buckets(
     device: torch.device,
     reserve: Reserve = reserve_nothing,
 ) -> list[Bucket]:
-    """Make the flat buffers: one for the gradients that are all-reduced over the same ranks."""
+    """Make the flat buffers: one for all gradients that are all-reduced over the same ranks."""
     groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained:
         if not weight.is_sharded:
@@ -180,8 +180,8 @@ def sum_squares(
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, an fp64 scalar.
 
-    Where weights are ``spread`` over ranks, each counts by the share that makes the sum over all
-    ranks count it once.
+    If weights are ``spread`` over ranks, each is divided by its number of copies, so that the sum
+    over all ranks counts it once.
     """
     counted = [(b.grads, b.copies if spread else 1) for b in buckets if not b.tied]
     counted += [
@@ -207,9 +207,9 @@ def sum_squares(
 
 
 def _sum_squares_fused(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum in few kernels, in fp32: a GPU adds blocks of 65,536 values up in trees, and then those.
+    """Sum with few kernels, in fp32: a GPU sums blocks of 65,536 values in trees, then their sums.
 
-    fp64 would read twice the bytes, of a copy, and run at a fraction of the rate.
+    fp64 would read twice the bytes, from a copy, and run at a fraction of the rate.
     """
     norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
     return torch.stack(norms).double().square().sum()
@@ -218,7 +218,7 @@ def _sum_squares_fused(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sum_squares_fp64(tensor: torch.Tensor) -> torch.Tensor:
     """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU.
 
-    In pieces: torch makes an fp64 copy of what it is given.
+    In pieces, because torch makes an fp64 copy of its input.
     """
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The process groups of a layout, none of which is of one rank."""
+"""The process groups of a layout, all of several ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,9 +20,9 @@ def world_group() -> dist.ProcessGroup:
 
 
 def wait_until_connected(device: torch.device) -> None:
-    """Wait until a GPU has sent what it was given, before another group is made or connected.
+    """Wait until a GPU has sent its messages, before another group is made or connected.
 
-    NCCL may hang where many communicators connect at once, over PCIe
+    NCCL may hang if many communicators connect at once, over PCIe
     (https://github.com/NVIDIA/nccl/issues/2379).
     """
     if device.type == "cuda":
@@ -30,11 +30,11 @@ def wait_until_connected(device: torch.device) -> None:
 
 
 def mirror_group_creation(ranks: Sequence[int]) -> None:
-    """Do this rank's part where ``ranks``, others, make a group by ``use_local_synchronization``.
+    """Do this rank's part while other ``ranks`` make a group by ``use_local_synchronization``.
 
-    NCCL makes a group out of the world's, with all of its ranks. And torch distinguishes groups of
-    the same ranks by how many groups there are, as each of their ranks has counted: up to 2.13 by
-    the names that are known, and from 2.14 on by those that were given.
+    NCCL makes a group from the world's, and all ranks of the world take part. And torch tells
+    groups of the same ranks apart by the number of groups so far, which each of their ranks counts:
+    up to 2.13 by the names that are known, from 2.14 on by the names that were given.
     """
     world = world_group()
     device = world.bound_device_id
@@ -49,8 +49,8 @@ def mirror_group_creation(ranks: Sequence[int]) -> None:
 class Mesh:
     """The process groups of a layout. Making it is collective; groups of one rank are None.
 
-    A rank makes the groups that it is in, so that their number does not grow with the world.
-    ``init_device_mesh`` calls torch for those of all others too: 12,288 times on 4,096 ranks.
+    A rank makes only the groups that it is in, so their number does not grow with the world.
+    ``init_device_mesh`` calls torch for all other groups too: 12,288 times on 4,096 ranks.
     """
 
     def __init__(self, layout: Layout, device: torch.device, uses_fsdp: bool) -> None:
@@ -72,14 +72,14 @@ class Mesh:
     def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
         """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
 
-        ``of_experts``: that of experts which are spread.
+        ``of_experts``: the mesh for experts that are spread over ranks.
         """
         assert self._shards is not None, "no weights are sharded"
         alone, replicated = self._shards_of_experts if of_experts else self._shards
         return replicated if with_replicas else alone
 
     def _make_meshes(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
-        """Return the mesh of an axis, and that of replicate x axis."""
+        """Return the mesh of ``axis``, and the mesh of replicate x ``axis``."""
         names, replicate = ("replicate", axis), self.layout.replicate
         shards = self.group(axis)
         ranks = torch.tensor(self._ranks_along(*names)).view(replicate, -1)
@@ -96,11 +96,11 @@ class Mesh:
         return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
     def all_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of several ranks, in the order in which all ranks have made theirs."""
+        """Return the groups of several ranks, in the order in which all ranks made them."""
         return [world_group(), *self._groups_by_ranks.values()] if self.layout.size > 1 else []
 
     def exchanging_groups(self) -> list[dist.ProcessGroup]:
-        """Return those of them that send all-to-all messages: of experts, and of shared rows."""
+        """Return the groups that send all-to-all messages: for experts, and for shared rows."""
         return [group for axis in GROUPING_AXES if (group := self.group(axis)) is not None]
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
@@ -110,7 +110,7 @@ class Mesh:
     def first_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group of a pipeline's first and last rank, None between them. Collective.
 
-        They hold one weight, as the embedding and as the head.
+        Both hold the same weight, as the embedding and as the head.
         """
         if self.layout.pipeline <= 2:
             return self.group("pipeline")
@@ -138,9 +138,9 @@ class Mesh:
 
 
 class _SingletonMesh(DeviceMesh):
-    """A mesh with an axis of one rank: where nothing is sharded, and weights are offloaded.
+    """A mesh with an axis of one rank, for weights that FSDP2 holds but does not shard.
 
-    FSDP2 sends nothing along it, and asks its group for its size and rank alone.
+    FSDP2 sends nothing along that axis, and asks its group only for size and rank.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class _SingletonMesh(DeviceMesh):
         self._groups = groups
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of the axis of one rank, which FSDP2 shards over."""
+        """Return the mesh of the axis of one rank, the one that FSDP2 shards over."""
         assert self.mesh_dim_names is not None
         assert names == self.mesh_dim_names[-1], f"{names} is not sharded over"
         return _SingletonMesh(self.device_type, torch.tensor([dist.get_rank()]), [None])
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return what FSDP2 knows as the group of an axis."""
+        """Return what FSDP2 takes for the group of an axis."""
         if isinstance(mesh_dim, str):
             assert self.mesh_dim_names is not None
             mesh_dim = self.mesh_dim_names.index(mesh_dim)
@@ -169,7 +169,7 @@ class _SingletonMesh(DeviceMesh):
 
 
 class _SingleRankGroup:
-    """What a group of one rank would say of itself."""
+    """Answers as a group of one rank would."""
 
     def rank(self) -> int:
         return 0
@@ -180,10 +180,10 @@ class _SingleRankGroup:
 
 # -- Large messages on every group, before a device's memory is measured.
 #
-# NCCL connects an algorithm, and takes its buffers, when the first message of its size comes: 0.5
-# to 1.6 GB for a group (https://github.com/NVIDIA/nccl/issues/864, 964), and 2.4 GB once among
-# eight Hopper GPUs with NVLS (https://github.com/NVIDIA/nccl/issues/1410). Otherwise the first step
-# of training would want that of a device which has been filled already.
+# NCCL connects an algorithm, and allocates its buffers, at the first message of its size: 0.5 to
+# 1.6 GB for a group (https://github.com/NVIDIA/nccl/issues/864, 964), and once 2.4 GB among eight
+# Hopper GPUs with NVLS (https://github.com/NVIDIA/nccl/issues/1410). Otherwise the first step of
+# training would need that memory on a device that is already full.
 
 
 LARGE_BYTES = 64 << 20
@@ -197,8 +197,8 @@ def send_large_messages(
 ) -> None:
     """Send ``num_bytes`` by each collective of the engine over the groups of ``mesh``. Collective.
 
-    ``edges``: those of a pipeline, by the rank that sends forward. All ranks have their groups in
-    the same order.
+    ``edges``: a pipeline's groups, by the rank that sends forward and the direction. All ranks have
+    their groups in the same order.
     """
     whole = torch.zeros(num_bytes // 4, device=device)
     for group in mesh.all_groups():

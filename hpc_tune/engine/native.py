@@ -2,11 +2,11 @@
 
     meta model -> stages -> slices -> (recompute, FSDP2) -> allocate -> read own regions -> train
 
-Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
-nothing is sharded) keep their gradients in flat buffers, each of which is all-reduced once per
-optimizer step, overlapped with the last backward pass where that has no other messages: a frozen
-base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1) are FSDP2's, whose
-reduce-scatter runs in each backward pass, or with reshard=step in the last.
+Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights if
+nothing is sharded) have their gradients in flat buffers. Each buffer is all-reduced once per
+optimizer step, overlapped with the last backward pass if that sends no other messages; a frozen
+base sends no gradients. *Sharded* ones (full fine-tuning with shard > 1) belong to FSDP2, whose
+reduce-scatter runs in each backward pass, or only in the last with reshard=step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,16 +62,16 @@ from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import MOMENT_NAMES
 
-# -- Micro-batches on the device, each copied on its own stream while the one before is computed.
+# -- Micro-batches on the device, each copied on its own stream while the previous one is computed.
 #
-# begin, take: pinned memory -> (the stream of copies) -> int64 on the device, and an event
-# take:        the stream that computes waits for the event; the host waits for nothing
+# begin, take: pinned memory -> (the copy stream) -> int64 on the device, and an event take:
+# the compute stream waits for the event; the host waits for nothing
 
 
 class BatchCopies:
     """Copies the micro-batches of one rank, one ahead of their use; on a CPU they stay as they are.
 
-    Those that are used again, as by another stage of this rank, are copied again.
+    A micro-batch that is used again, as by another stage of this rank, is copied again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,19 +81,19 @@ class BatchCopies:
         self._next_copy: tuple[Batch, Batch, Any] | None = None
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Begin to copy ``batches``, which are used in this order."""
+        """Begin to copy ``batches``, which will be used in this order."""
         self._waiting = iter(batches)
         self._copy_next()
 
     def take(self, batch: Batch) -> Batch:
-        """Return ``batch`` on the device, for the stream that computes."""
+        """Return ``batch`` on the device, for the compute stream."""
         if self._next_copy is None or self._next_copy[0] is not batch:
             return batch.to(self._device)
         _, copy, is_there = self._next_copy
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(is_there)
         for tensor in copy.all_tensors:
-            tensor.record_stream(stream)  # else its memory would be given out while it is read
+            tensor.record_stream(stream)  # else its memory could be reused while it is read
         self._copy_next()
         return copy
 
@@ -109,7 +109,7 @@ class BatchCopies:
 
 
 class NativeEngine:
-    """One model over the ranks of the default process group. See ``base.Engine``."""
+    """One model spread over the ranks of the default process group. See ``base.Engine``."""
 
     saves_in_background = True
 
@@ -120,7 +120,7 @@ class NativeEngine:
         mesh: Mesh | None = None,
         collectives: CountedCollectives | None = None,
     ) -> None:
-        """Lay out, allocate and load ``built``; ``stages`` is what this rank has. Collective.
+        """Lay out, allocate and load ``built``; ``stages`` are this rank's parts. Collective.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
@@ -187,10 +187,10 @@ class NativeEngine:
         except torch.OutOfMemoryError as error:
             if not self.repeats_steps:
                 raise
-            ran_out = error.with_traceback(None)  # its frames hold the tensors of the pass
+            ran_out = error.with_traceback(None)  # its frames would keep the pass's tensors
             self._adapters.forget_results()
             self.inputs.settle()
-        # Other ranks wait for these.
+        # Other ranks wait for these messages.
         self._reduce_gradients()
         sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
@@ -252,7 +252,7 @@ class NativeEngine:
                 module.objective = trained
 
     def regions(self) -> list[Region]:
-        """Return what this rank holds and no rank before it does; see ``base.Engine``."""
+        """Return what this rank holds and no lower rank does; see ``base.Engine``."""
         regions: list[Region] = []
         for trained in (t for t in self._trained if t.writes):
             for name, number, region in self._saved_regions(trained):
@@ -265,13 +265,13 @@ class NativeEngine:
         return regions
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """Yield the moments of what this rank trains; codes and scales of those in 8 bits."""
+        """Yield the moments of what this rank trains; if in 8 bits, their codes and scales."""
         for state in self._adamw.state.values():
             for moment in (state[name] for name in MOMENT_NAMES):
                 yield from moment.tensors if isinstance(moment, QuantizedMoment) else (moment,)
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Read what any layout saved.
+        """Load what any layout saved.
 
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
@@ -289,8 +289,8 @@ class NativeEngine:
             state["step"].fill_(float(step))
 
     def run_once(self, batch: Batch) -> None:
-        """Run a micro-batch and drop its gradients; see ``base.Engine``."""
-        # A single row would be compiled by itself, and the compiler's memory count as the row's.
+        """Run a micro-batch and discard its gradients; see ``base.Engine``."""
+        # A single row would get its own graph, and the compiler's memory would count as the row's.
         compiles = self._settings.train.compiles
         eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         self._adapters.refresh()
@@ -384,7 +384,7 @@ class NativeEngine:
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
     def _saved_regions(self, trained: TrainedWeight) -> Iterator[tuple[str, int, LocalRegion]]:
-        """Yield names in checkpoints, the numbers of regions of each, and the regions."""
+        """Yield each region of a weight and its moments: name in checkpoints, number, region."""
         state = self._adamw.state[trained.parameter]
         parameter = trained.parameter
         named = [("", parameter), *((f"{part}.", state[part]) for part in MOMENT_NAMES)]
@@ -397,9 +397,9 @@ class NativeEngine:
     def _quantized_moments(
         self, trained: TrainedWeight
     ) -> Iterator[tuple[str, QuantizedMoment, LocalRegion]]:
-        """Yield names in checkpoints of moments in 8 bits, these, and what this rank has of them.
+        """Yield each moment in 8 bits: its name in checkpoints, itself, this rank's region of it.
 
-        That is one region: see ``require_whole_slices``.
+        There is a single region: see ``require_whole_slices``.
         """
         for part in MOMENT_NAMES:
             moment = self._adamw.state[trained.parameter][part]
@@ -414,7 +414,7 @@ class NativeEngine:
             trained.parameter.grad = None
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Scale all gradients down to clip_norm and return the global norm before that."""
+        """Scale all gradients down to clip_norm; return the global norm before that."""
         spread = self._plan.spreads_gradients
         squares = sum_squares(self._buckets, self._sharded, self._device, spread)
         if spread:
@@ -439,7 +439,7 @@ def _load(
     adapters: AdapterCopies,
     inputs: OffloadedInputs,
 ) -> tuple[list[BuiltModel], list[TrainedWeight], list[Bucket], torch.optim.Optimizer]:
-    """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
+    """Read and allocate what this rank holds. Sends no messages: a rank may fail by itself."""
     if settings.optim.is_8bit:
         require_torchao()
     stages, trained = _load_stages(built, settings, mesh, collectives, adapters, inputs)
@@ -456,7 +456,7 @@ def _load_stages(
     adapters: AdapterCopies,
     inputs: OffloadedInputs,
 ) -> tuple[list[BuiltModel], list[TrainedWeight]]:
-    """Return this rank's pipeline stages with their weights, and the trained ones of all."""
+    """Return this rank's pipeline stages with their weights, and the trained weights of all."""
     layout = settings.layout
     init_model(built, settings.train, layout.shard > 1)
     cuts = [built]
@@ -480,7 +480,7 @@ def _load_stage(
 ) -> tuple[BuiltModel, frozenset[str]]:
     """Slice, wrap, shard, allocate and load a stage, in this order.
 
-    Returns it and the names of the trained parameters whose gradients are partial sums.
+    Returns the stage, and the names of the trained parameters whose gradients are partial sums.
     """
     device, parallel, train = settings.device, settings.parallel, settings.train
     blocks = list(find_blocks(stage.module))
@@ -496,7 +496,7 @@ def _load_stage(
         use_float8(
             blocks, find_unquantised_layers(stage.module.causal_lm(), find_blocks(stage.module))
         )
-    # A graph may not keep results between calls where it is recomputed.
+    # A recomputed graph may not keep results between calls.
     shares = not train.compiles or parallel.recompute == "none"
     use_own_layers(stage.module, blocks, train.compiles, stage.dtype, device, adapters, shares)
     if experts_group is not None:

@@ -1,14 +1,14 @@
 """Pipeline parallelism: decoder blocks spread over ranks, which send activations to each other.
 
     cut_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
-    connect_stages  the groups of neighbours, each with its connection made
+    connect_stages  the groups of neighbors, each with its connection made
     schedule        (pure) the order of forward and backward passes of one rank
     Pipeline        runs that order; receives are posted ahead of the passes that need them
 
 A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
-the axis has the same micro-batches, so it knows the shapes that it will receive, even of ragged
-ones. Each directed pair of neighbours has a process group of its own: messages stay in order on
-each, and no pair waits for another.
+the axis has the same micro-batches, so it knows the shapes that it will receive, even ragged ones.
+Each directed pair of neighbors has its own process group: the messages within each stay in order,
+and no pair waits for another.
 
 Shapes: B rows, T tokens, D hidden.
 """
@@ -36,17 +36,17 @@ from hpc_tune.model.loss import LossModel, find_decoder
 from hpc_tune.step.layout import DIRECTIONS, Direction, Layout, Pass, schedule
 from hpc_tune.step.plan import StepPlan
 
-# Passes whose receives are posted in advance. On a GPU a receive is a kernel that waits on several
-# processors of the card until data come, which it does beside the passes that were queued before.
+# How many passes ahead receives are posted. On a GPU a receive is a kernel that waits on several of
+# its processors until data arrive, beside the passes that were queued before.
 LOOKAHEAD = {"cpu": 2, "cuda": 0}
 
 
-@without_dispatch_modes  # a plan's fake tensors cannot be copied deeply
+@without_dispatch_modes  # a plan's fake tensors cannot be deep-copied
 def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
     """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
 
     Raises:
-        ConfigError: if a stage has nothing that is trained.
+        ConfigError: if a stage has nothing to train.
     """
     blocks = plan.stages
     _require_trained(built, blocks)
@@ -85,7 +85,7 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
         name = next(n for n, p in module.named_parameters() if p is embedding)
         lm.set_input_embeddings(nn.Identity())
         if hasattr(find_decoder(lm), "embedding_multiplier"):
-            find_decoder(lm).embedding_multiplier = 1.0  # the first stage has multiplied
+            find_decoder(lm).embedding_multiplier = 1.0  # the first stage has applied it
         if built.tied and last:
             # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
@@ -101,7 +101,7 @@ def _cut_stage(built: BuiltModel, kept: range, first: bool, last: bool) -> Built
 
 @dataclass
 class _InFlight:
-    """What a backward pass needs of its forward pass."""
+    """What a backward pass needs from its forward pass."""
 
     hidden_in: torch.Tensor | None
     out: torch.Tensor
@@ -114,12 +114,12 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
     """Make a group for each direction of each of this rank's edges, and connect it. Collective.
 
     An edge's key is the rank that sends forward on it; interleaved stages form a ring. In a round
-    each rank has one neighbour at most, so no rank waits in a circle; one that has none stands
-    aside. All pipelines of a layout have the same rounds.
+    each rank has at most one neighbor, so ranks cannot wait in a circle; a rank without one only
+    mirrors the creation. All pipelines of a layout have the same rounds.
 
-    One message connects the two: NCCL does so at the first one and holds either rank until the
-    other has called, which receives posted ahead of their sends would wait for without end. It has
-    been sent before the next group is made.
+    One message connects a pair: at the first one, NCCL holds either rank until the other has
+    called, and receives that are posted ahead of their sends would wait for that forever. It is
+    sent before the next group is made.
     """
     me = dist.get_rank()
     members = layout.group_of(me, "pipeline")
@@ -174,9 +174,9 @@ class Pipeline:
     ) -> None:
         """Run all micro-batches forward and backward.
 
-        ``forward(chunk, batch, hidden_BTD)`` returns a stage's output or, on the last one, its
-        loss; ``backward(chunk, is_last, output, gradient)`` propagates from there, ``is_last``
-        in the last micro-batch of the chunk.
+        ``forward(chunk, batch, hidden_BTD)`` returns a stage's output or, on the last stage, its
+        loss; ``backward(chunk, is_last, output, gradient)`` propagates from there; ``is_last`` is
+        true for the chunk's last micro-batch.
         """
         passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
         inputs = self._make_input_receiver(passes, batches)
@@ -283,7 +283,7 @@ class _InputReceiver:
             self._next = step + 1
 
     def take(self, step: int) -> torch.Tensor | None:
-        """Wait for the input of a pass and return it; None where the stage needs none."""
+        """Wait for the input of a pass and return it; None if the stage needs none."""
         if step not in self._posted:
             return None
         work, buffer = self._posted.pop(step)

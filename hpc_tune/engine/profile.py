@@ -3,9 +3,9 @@
     each rank   torch profiler around its steps -> profile/rank-R.json.gz, for Perfetto
     all         seconds per step by kind -> rank 0: profile/summary.txt, and the log
 
-Kinds: *compute* is the operators' own time (a GPU's kernels), *copies* that of what only moves
-values, *messages* what the rank waits for others (a GPU's collectives, hidden behind compute or
-not), *data* the wait for the loader, *idle* the rest of the step: Python, launches, waiting.
+Kinds: *compute* is the operators' own time (a GPU's kernels), *copies* the own time of those that
+only move values, *messages* the time in collectives (``StepResult.comm_s``), *data* the wait for
+the loader, *idle* the rest of the step: Python, launches, waiting.
 """
 
 import time
@@ -30,7 +30,7 @@ _COMM_OPS = ("nccl", "gloo", "c10d", "record_param_comms")
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Seconds per step of one rank by kind; ``step_s`` is the whole."""
+    """Seconds per step of one rank, by kind; ``step_s`` is the total."""
 
     rank: int
     host: str
@@ -42,12 +42,12 @@ class StepBreakdown:
 
     @property
     def work_s(self) -> float:
-        """What the rank does itself."""
+        """The time in which the rank works itself."""
         return self.compute_s + self.copies_s
 
     @property
     def idle_s(self) -> float:
-        """What the others leave; 0 where kinds overlap."""
+        """The time that no other kind takes; 0 where kinds overlap."""
         known = self.compute_s + self.messages_s + self.copies_s + self.data_s
         return max(0.0, self.step_s - known)
 
@@ -96,7 +96,7 @@ class StepProfile:
         self._step_s += time.perf_counter() - began_s
 
     def finish_step(self, step: int, result: StepResult, data_s: float) -> None:
-        """Count what the loop measured; after the last step write the files. Collective then."""
+        """Add what the loop measured; after the last step, write the files. Collective then."""
         if step not in self._steps:
             return
         self._comm_s += result.comm_s
@@ -170,7 +170,7 @@ def sum_by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
 
 
 def format_table(everyone: Sequence[StepBreakdown]) -> list[str]:
-    """Return a header, a line per rank, and a line per rank that the others wait for."""
+    """Return a header, a line per rank, and a line for each rank that the others wait for."""
     width = max(len(shares.host) for shares in everyone) + 2
     names = ("compute", "messages", "copies", "data", "idle", "step")
     lines = [f"{'rank':>5}  {'host':{width}}" + "".join(f"{name:>10}" for name in names)]

@@ -1,18 +1,18 @@
-"""The MLP of a decoder block in pieces of a row, of which neither pass keeps more than one.
+"""The MLP of a decoder block, computed in pieces of a row; a pass keeps one piece at most.
 
     forward     for each piece: out[piece] = mlp(x[piece]); only x is kept
     backward    for each piece: mlp(x[piece]) again, and its gradients: those of x side by side,
-                those of weights added up in fp32 and given to autograd once
+                those of weights summed in fp32 and given to autograd once
 
-An MLP works on each token by itself, so its results and the gradients of its input are the same
-bits, as far as a matrix product's are for fewer rows; the gradients of weights are sums of one
-product for each piece (the tiled MLP of ALST, arXiv:2506.13996). Nested checkpoints would bound
-memory as well, but autograd would add the pieces' gradients up in the dtype of products, and a
-block that is recomputed would run all pieces but the last once more. Here it stops in front of the
-MLP (see ``_Keep``), unless what follows in the block keeps the MLP's result, as a norm does.
+An MLP works on each token separately, so its results and the gradients of its input are the same
+bits, as far as a matmul's are for fewer rows; the gradients of weights are sums of one matmul for
+each piece (the tiled MLP of ALST, arXiv:2506.13996). Nested checkpoints would bound memory as well,
+but autograd would sum the pieces' gradients in the dtype of matmuls, and a recomputed block would
+run all pieces but the last once more. Here the recomputation stops before the MLP (see ``_Keep``),
+unless a later part of the block keeps the MLP's result, as a norm does.
 
-Routed experts are left whole: which tokens each of them has is counted over a whole micro-batch.
-Experts that all tokens share are cut.
+Routed experts are not cut: their tokens are counted over a whole micro-batch. Shared experts, which
+take all tokens, are cut.
 
 Shapes: x is [..., T, D], and cut along its T tokens.
 """
@@ -33,20 +33,20 @@ from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.layers import find_blocks
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-MIN_PIECE_TOKENS = 1024  # of pieces that the governor makes: shorter products take longer per token
+MIN_PIECE_TOKENS = 1024  # of pieces that the governor makes: smaller matmuls take longer per token
 _MLP_CLASS = re.compile(r"MLP|FeedForward|FFN|Mlp")
 _NORM_CLASS = re.compile(r"(RMS|Layer)Norm$")
 _ROUTED = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class RowPieces:
-    """In how many pieces the MLPs of an engine are computed; changed between two steps.
+    """The number of pieces in which an engine computes its MLPs; may change between two steps.
 
-    ``has_mlps``: there are any that can be cut.
+    ``has_mlps``: whether there are any that can be cut.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], settings: EngineSettings) -> None:
-        """Replace the ``forward`` of each MLP in ``blocks``. With one piece it does as before."""
+        """Replace the ``forward`` of each MLP in ``blocks``; with one piece it does as before."""
         asked = settings.parallel.row_pieces
         self.num_pieces = 1 if asked == "auto" else asked
         self._row_tokens = settings.row_tokens
@@ -64,7 +64,7 @@ class RowPieces:
             self.num_pieces = 1
 
     def levers(self) -> dict[Action, ActionHandle]:
-        """Return the lever that doubles the pieces, unless rows are short or not known."""
+        """Return the lever that doubles the pieces, unless rows are short or of unknown length."""
         asked = self.num_pieces
 
         def double(times: int) -> str:
@@ -99,9 +99,9 @@ def has_mlps(model: nn.Module) -> bool:
 
 
 def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
-    """Yield what in a block works on each token by itself: linear layers and what is between them.
+    """Yield the modules of a block that consist of linear layers and work on each token separately.
 
-    Known by the name of its class, by what it is made of, and by taking one tensor alone.
+    They are recognized by class name, by their parts, and by taking only one tensor.
     """
     for path, module in block.named_modules():
         if (
@@ -116,9 +116,9 @@ def find_mlps(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _sum_whole_rows(mlp: nn.Module) -> None:
-    """Let a sliced MLP send its sum over ranks once for a row, as its own output.
+    """Make a sliced MLP sum its output over ranks once per row, instead of its last layer's.
 
-    Behind its last layer nothing is left to do that may not be done before the sum.
+    What follows its last layer may be done before the sum as well.
     """
     for layer in list(mlp.modules()):
         if (of_layer := layer.__dict__.pop("output_sum", None)) is not None:
@@ -128,7 +128,7 @@ def _sum_whole_rows(mlp: nn.Module) -> None:
 
 
 def _forgetting(mlp: nn.Module, forward: Forward) -> Forward:
-    """Return ``forward`` of one piece, after which nothing of ``share_casts`` keeps the row."""
+    """Return ``forward`` for one piece; afterwards no cast of ``share_casts`` stays in memory."""
     forget: Callable[[], None] | None = getattr(mlp, "forget_casts", None)
     if forget is None:
         return forward
@@ -148,7 +148,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _is_of_linears(module: nn.Module) -> bool:
-    """Whether all weights are of matrices, with or without adapters, or of norms."""
+    """Whether all weights belong to matrices, with or without adapters, or to norms."""
     inside: set[nn.Module] = set()
     num_matrices = 0
     for part in module.modules():
@@ -177,10 +177,10 @@ def _run_pieces(forward: Forward, x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Identity that keeps its input, for the MLP behind it.
+    """Identity that saves its input for the MLP after it.
 
-    A function's own tensors are kept when its forward has ended. These are kept before, so a block
-    that is recomputed has all that it needs and stops without computing its MLP.
+    A function's own tensors are saved when its forward has ended. This input is saved earlier, so a
+    block that is recomputed has all that it needs and stops without computing its MLP.
     """
 
     @staticmethod
@@ -194,9 +194,9 @@ class _Keep(torch.autograd.Function):
 
 
 class _InPieces(torch.autograd.Function):
-    """``forward(x)`` in pieces of ``size`` tokens; ``weights`` are what is trained of it.
+    """``forward(x)`` in pieces of ``size`` tokens; ``weights`` are its trained weights.
 
-    Those are not saved: FSDP2 gathers them into the same parameters for the backward pass.
+    Weights are not saved: FSDP2 gathers them into the same parameters for the backward pass.
     """
 
     @staticmethod

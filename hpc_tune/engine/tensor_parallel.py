@@ -3,13 +3,13 @@
     the model's own plan (``read_tp_plan``) -> slices of parameters on the meta device
     -> hooks that sum activations after rowwise layers and gradients before columnwise ones
 
-Slices are plain tensors, so attention, adapters and FSDP2 work on them as on a smaller model; where
-a slice lies in its full tensor is kept in ``BuiltModel.slices`` for reading and writing.
+Slices are plain tensors, so attention, adapters and FSDP2 work on them as on a smaller model;
+``BuiltModel.slices`` keeps each slice's place in its full tensor, for reading and writing.
 
 LoRA follows its layer. Columnwise (W split by rows): A whole, B split by rows. Rowwise (W split by
-columns): A split by columns, B whole, and B's product joins the layer's own partial sum, so that
-adapters add no message. A and B that are whole see a part of the work on each rank: their
-gradients are partial sums, which the engine adds up over the axis.
+columns): A split by columns, B whole, and B's output joins the layer's own partial sum, so that
+adapters add no message. An A or B that is whole sees part of the work on each rank: its gradient is
+a partial sum, which the engine sums over the axis.
 
 Shapes: B rows, T tokens, D features, N tokens that carry loss, V vocabulary.
 """
@@ -42,7 +42,7 @@ from hpc_tune.step.slices import (
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The ranks that hold the slices of one copy, and the collectives between them."""
+    """The ranks that hold the slices of one copy, and their collectives."""
 
     group: dist.ProcessGroup
     collectives: CountedCollectives
@@ -54,7 +54,7 @@ class TensorAxis:
 
     @property
     def size(self) -> int:
-        """Ranks on the axis."""
+        """The number of ranks on the axis."""
         return self.group.size()
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -70,7 +70,7 @@ class TensorAxis:
 
 @without_dispatch_modes  # a plan's fake tensors cannot be given memory in place
 def slice_model(built: BuiltModel, axis: TensorAxis) -> tuple[BuiltModel, frozenset[str]]:
-    """Cut the meta model's matrices to this rank's slices and hook in the sums.
+    """Cut the meta model's matrices to this rank's slices, and add hooks for the sums.
 
     Returns the model and the names of the trained parameters whose gradients are partial sums.
     """
@@ -112,7 +112,7 @@ def _named_parameters(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 class _Slicer:
-    """Replaces parameters by slices and records where each lies."""
+    """Replaces parameters with slices and records where each lies."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
@@ -132,7 +132,7 @@ class _Slicer:
             _hook_output(layer, lambda y: _GatherOutputs.apply(y, self._axis))
 
     def rowwise(self, layer: Any, split: bool) -> None:
-        """W's columns are split; the outputs are partial sums, added up after the adapter's."""
+        """W's columns are split; partial outputs are summed after adding the adapters'."""
         base, adapters = split_adapters(layer)
         self._replace_by_slice(base, "weight", 1)
         for a, b in adapters:
@@ -155,8 +155,8 @@ class _Slicer:
     def experts(self, layer: Any, config: Any, path: str) -> None:
         """Each expert's inner features are split; the outputs are partial sums.
 
-        So is what routers get back for the weight of an expert's output: few numbers, added up in
-        fp32, in whichever dtype a family has them.
+        So are the gradients of the router weights that scale experts' outputs: few numbers, summed
+        in fp32 whatever their dtype is in a model family.
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
             self._replace_by_slice(stack.owner, stack.name, dim, parts)
@@ -177,7 +177,7 @@ class _Slicer:
         _hook_output(layer, lambda y: _SumOutputs.apply(y, self._axis))
 
     def embedding(self, layer: Any) -> None:
-        """Each rank holds some tokens' vectors and gives zeros for the others."""
+        """Each rank holds the vectors of some tokens and returns zeros for all others."""
         self._replace_by_slice(layer, "weight", 0)
         start, rows = self.slices[layer.weight].start, layer.weight.shape[0]
         padding = layer.padding_idx
@@ -218,7 +218,7 @@ def _hook_output(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> Non
 
 
 def _sum_input_gradient(axis: TensorAxis) -> Callable[..., Any]:
-    """Return a hook on the module around columnwise layers: one sum for all that share an input."""
+    """Return a hook for the parent of columnwise layers: one sum for all that share an input."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -229,7 +229,7 @@ def _sum_input_gradient(axis: TensorAxis) -> Callable[..., Any]:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity; backward, the ranks' partial gradients are all-reduced, in ``dtype`` if given."""
+    """Identity; backward, all-reduces the ranks' partial gradients, in ``dtype`` if given."""
 
     @staticmethod
     def forward(
@@ -245,7 +245,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumOutputs(torch.autograd.Function):
-    """The ranks' partial sums are all-reduced; backward, each gets the same gradient."""
+    """All-reduces the ranks' partial sums; backward, each rank gets the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -257,7 +257,7 @@ class _SumOutputs(torch.autograd.Function):
 
 
 class _GatherOutputs(torch.autograd.Function):
-    """The ranks' features concatenated; backward, each rank takes its own."""
+    """Concatenates the ranks' features; backward, each rank takes its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -289,7 +289,7 @@ def _vocabulary_losses(
     labels_N: torch.Tensor,
     config: Any,
 ) -> torch.Tensor:
-    """Return N cross-entropies where each rank has the logits of a part of the vocabulary.
+    """Return N cross-entropies if each rank has the logits of a part of the vocabulary.
 
     Three numbers per token are all-reduced: maximum, sum of exponentials, label's logit.
     """

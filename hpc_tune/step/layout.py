@@ -1,8 +1,8 @@
-"""How the ranks are laid out: four axes, the coordinates of a rank, and who shares an axis.
+"""How ranks are laid out: four axes, a rank's coordinates, and which ranks share an axis.
 
-Ranks are numbered with ``tensor`` innermost, then ``shard``, ``replicate`` and ``pipeline``: the
-axes that talk most are neighbours, which launchers put on one node. ``expert`` and ``context`` add
-no ranks: they group neighbours of the shard axis, and of shard and replicate together.
+Ranks are numbered with ``tensor`` innermost, then ``shard``, ``replicate`` and ``pipeline``: axes
+with much communication are neighbors, which launchers put on one node. ``expert`` and ``context``
+add no ranks: they group neighbors of the shard axis, and of shard and replicate together.
 """
 
 import math
@@ -14,23 +14,23 @@ from hpc_tune.model.config_json import common_value
 
 _OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 _SHARD_AXES = ("expert_shard", "expert")
-GROUPING_AXES = ("expert", "context")  # of ranks that other axes have
+GROUPING_AXES = ("expert", "context")  # of ranks that are on other axes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis; their product is the world size.
+    """Ranks along each axis; the product of the first four is the world size.
 
     ``replicate`` counts copies of the base weights and ``shard`` the ranks that hold one copy
-    together, each with rows of its own. The ranks of the ``tensor`` axis share each matrix product,
-    those of the ``pipeline`` axis hold different decoder blocks; both work on the same rows.
+    together, each with rows of its own. The ranks of the ``tensor`` axis share each matmul, those
+    of the ``pipeline`` axis hold different decoder blocks; both work on the same rows.
 
-    A mixture's routed experts are spread over ``expert`` neighbours of the shard axis, and those of
-    one rank are sharded over the ``expert_shard`` ranks that have the same: for experts the shard
-    axis is expert_shard x expert.
+    A mixture's routed experts are spread over ``expert`` neighbors of the shard axis, and each
+    rank's experts are sharded over the ``expert_shard`` ranks that have the same ones: for experts
+    the shard axis is expert_shard x expert.
 
-    ``context`` neighbours among the replicate x shard ranks share their rows, of which each has a
-    part of the tokens. Of weights and gradients they hold what they would hold without it.
+    ``context`` neighbors among the replicate x shard ranks share their rows: each has a part of the
+    tokens. They hold the same weights and gradients as they would without it.
     """
 
     replicate: int
@@ -61,15 +61,15 @@ class Layout:
         return self.shard // self.expert
 
     def size_of(self, axes: Iterable[str]) -> int:
-        """Return the ranks of a group along these axes."""
+        """Return the number of ranks of a group along these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def rows_per_rank(self, global_rows: int) -> int:
-        """Return the rows of a step on the rank that has most."""
+        """Return the rows of a step on the rank that has the most."""
         return -(-global_rows // self.data_size)
 
     def coordinates(self, rank: int) -> "MeshCoordinates":
-        """Return where ``rank`` stands on each axis."""
+        """Return the coordinates of ``rank`` on each axis."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
         pipeline, replicate = divmod(rest, self.replicate)
@@ -77,9 +77,9 @@ class Layout:
         return MeshCoordinates(replicate, shard, tensor, pipeline, data, context)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that stand where ``rank`` does on all axes but ``axes``, in order.
+        """Return the ranks that differ from ``rank`` on no axis but ``axes``, in order.
 
-        ``context`` goes with no other axis.
+        ``context`` cannot be combined with other axes.
         """
         if axes == ("context",):
             first = rank - self.coordinates(rank).context * self.tensor
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def saved(self) -> dict[str, int]:
-        """What checkpoints say of it: ranks by axis, and of ``GROUPING_AXES`` where they group."""
+        """What checkpoints record: ranks by axis, but of ``GROUPING_AXES`` only those above 1."""
         return {name: n for name, n in asdict(self).items() if name not in GROUPING_AXES or n > 1}
 
     def __str__(self) -> str:
@@ -108,9 +108,9 @@ class Layout:
 
 
 def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate", "shard")) -> str:
-    """Return ranks by axis in words; of those of one rank only the ones that are ``always`` told.
+    """Describe axis sizes in words ("replicate 2 x shard 4"); axes of size 1 only if in ``always``.
 
-    Those of ``GROUPING_AXES`` come last: their ranks are counted already.
+    ``GROUPING_AXES`` come last: their ranks are already counted.
     """
     shown = {axis: n for axis, n in axes.items() if n > 1 or axis in always}
     groups = [f", {axis} {n}" for axis in GROUPING_AXES if (n := shown.pop(axis, 1)) > 1]
@@ -121,7 +121,7 @@ def describe_axes(axes: Mapping[str, int], always: Collection[str] = ("replicate
 class MeshCoordinates:
     """A rank's coordinate on each axis.
 
-    ``data`` says which rows it gets, and ``context`` which part of their tokens.
+    ``data`` determines which rows it gets, and ``context`` which part of their tokens.
     """
 
     replicate: int
@@ -133,18 +133,18 @@ class MeshCoordinates:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this rank speaks for its rows where ranks that share them are added up."""
+        """Whether this rank counts for its rows in sums over ranks, of which some share rows."""
         return self.tensor == 0 and self.pipeline == 0 and self.context == 0
 
 
-# -- Which models can have rows that ranks share (pure).
+# -- Which models can have rows that are shared by ranks (pure).
 
 
 _WHOLE_ROW_LAYERS = ("full_attention", "sliding_attention")
 
 
 def sharing_problems(config: Any, layout: Layout) -> list[str]:
-    """Return the reasons why ranks cannot share a model's rows; none if they can."""
+    """Return the reasons why ranks cannot share a model's rows; empty if they can."""
     said = f"parallel.context={layout.context}"
     if layout.weight_size % layout.context:
         return [
@@ -155,7 +155,7 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
     if others:
         return [
             f"{said}: layers of {' and '.join(sorted(others))} in a {config.model_type} model mix "
-            "tokens without attention over the row, or choose them; use parallel.context=1"
+            "or select tokens other than by attention over the row; use parallel.context=1"
         ]
     if common_value(config, "num_attention_heads") is None:
         return [
@@ -166,12 +166,12 @@ def sharing_problems(config: Any, layout: Layout) -> list[str]:
 
 
 def list_divisors(number: int) -> list[int]:
-    """Return the numbers that divide one, rising."""
+    """Return the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def format_choices(numbers: Iterable[int]) -> str:
-    """Return numbers of which one is to be chosen, in words."""
+    """Return the numbers to choose from, in words."""
     return " or ".join(map(str, numbers))
 
 
@@ -186,7 +186,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
-    """Return the reasons why a model cannot be cut into stages; none if it can."""
+    """Return the reasons why a model cannot be cut into stages; empty if it can."""
     layers, stages = config.num_hidden_layers, ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
         return [
@@ -195,8 +195,8 @@ def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]
         ]
     if len(set(getattr(config, "layer_types", None) or ["one"])) > 1:
         return [
-            f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are of "
-            "different kinds by their number; use parallel.shard"
+            f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are "
+            "not all of one kind; use parallel.shard"
         ]
     if stages > layers:
         return [
@@ -237,7 +237,7 @@ def stage_blocks(
     stages_per_rank: int,
     loss_share: float,
 ) -> list[range]:
-    """Return the blocks of each stage of a model whose blocks each compute with ``block_values``.
+    """Return the blocks of each stage; a block computes with ``block_values`` weights.
 
     ``loss_share`` of the tokens reach the output head.
     """
@@ -274,7 +274,7 @@ def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
         return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
 
     if chunks > 1 and num_micro % ranks:
-        raise ValueError(f"{num_micro} micro-batches are no multiple of {ranks} ranks")
+        raise ValueError(f"{num_micro} micro-batches are not a multiple of {ranks} ranks")
     ahead = ranks - rank - 1
     warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
     passes = [number(k, "forward") for k in range(warm_up)]
@@ -298,10 +298,10 @@ _FSDP_AXES = (("shard",), ("replicate",), ("expert_shard",))
 
 
 def num_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
-    """Return the groups of several ranks that the first rank is in, the world among them.
+    """Return how many groups of several ranks the first rank is in, including the world.
 
-    Without those of two neighbours in a pipeline. ``ties_ends``: its first and last stage train one
-    weight, the embedding and the head.
+    Groups of two neighbors in a pipeline are not counted. ``ties_ends``: the pipeline's first and
+    last stage train one weight, the embedding and the head.
     """
     axes = (*_COMMON_AXES, *(_FSDP_AXES if uses_fsdp else ()))
     ranks = {layout.group_of(0, *names) for names in axes} | {tuple(range(layout.size))}
@@ -313,10 +313,10 @@ def num_groups(layout: Layout, uses_fsdp: bool, ties_ends: bool = False) -> int:
 
 # -- What a rank sends in a collective (pure).
 #
-# The ring algorithms, which gloo and NCCL use for large messages: of g ranks each sends a g-th of
-# the message to the next of its group, g - 1 times in an all-gather or a reduce-scatter and 2 (g -
-# 1) times in an all-reduce (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). In an
-# all-to-all it sends a g-th to each of the others.
+# The ring algorithms, which gloo and NCCL use for large messages: each of g ranks sends a g-th of
+# the message to the next rank, g - 1 times in an all-gather or a reduce-scatter and 2 (g - 1) times
+# in an all-reduce (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). In an all-to-all it
+# sends a g-th to each of the other ranks.
 
 
 CollectiveKind = Literal[
@@ -325,20 +325,20 @@ CollectiveKind = Literal[
 
 
 def ring_steps(kind: CollectiveKind, ranks: int) -> int:
-    """Return how often a rank sends the ``ranks``-th part of a message."""
+    """Return how many times a rank sends the ``ranks``-th part of a message."""
     match kind:
         case "all_reduce":
             return 2 * (ranks - 1)
         case "all_gather" | "reduce_scatter" | "all_to_all":
             return ranks - 1
-        case _:  # along a chain, whole; of a reduction all but its last rank
+        case _:  # all of it along a chain; in a reduction not the last rank
             return ranks if ranks > 1 else 0
 
 
 def sent_bytes(kind: CollectiveKind, ranks: int, num_bytes: int) -> int:
     """Return the bytes that a rank sends.
 
-    ``num_bytes`` is the whole message: what is summed or scattered, what all have after a
-    gathering, or is sent.
+    ``num_bytes`` is the whole message: what is summed, scattered or sent, or what every rank has
+    after a gather.
     """
     return ring_steps(kind, ranks) * num_bytes // ranks

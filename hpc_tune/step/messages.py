@@ -1,4 +1,4 @@
-"""The messages of a step, and the bytes that rank 0 sends in them (pure).
+"""The messages of a step, and the bytes that a rank sends in them (pure).
 
 StepPlan, micro-batches -> step_messages -> expected_bytes
 """
@@ -24,11 +24,11 @@ FORWARD_SUMS, BACKWARD_SUMS = 2, 2
 
 @dataclass(frozen=True)
 class Message:
-    """A collective over ``axes`` of ``ranks`` ranks in all, ``times`` in a step, or what is sent.
+    """A collective over ``axes`` of ``ranks`` ranks in all, or a send, ``times`` in a step.
 
-    ``axes`` may be ``FIRST_AND_LAST_STAGE`` too: the first and the last rank of a pipeline.
-    ``num_bytes`` of one: what is summed or scattered, what all have after a gathering, or is sent
-    to a neighbour.
+    ``axes`` may also be ``FIRST_AND_LAST_STAGE``: the first and the last rank of a pipeline.
+    ``num_bytes`` of one message: what is summed, scattered or sent to a neighbor, or what every
+    rank has after a gather.
     """
 
     kind: CollectiveKind
@@ -39,7 +39,7 @@ class Message:
 
     @property
     def sent_bytes(self) -> int:
-        """What each rank sends with the ring algorithms."""
+        """What each rank sends by the ring algorithms."""
         return self.times * sent_bytes(self.kind, self.ranks, self.num_bytes)
 
 
@@ -48,12 +48,12 @@ def expected_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by kind of collective.
 
-    ``micros`` are its micro-batches, of shared rows its own tokens, and ``pp_rank`` its number on
-    the pipeline axis.
-    ``recomputes``: blocks run again in the backward pass, also where parallel.recompute does not
-    say so. Exact where the ranks of an axis divide what they share (shards are padded where they do
-    not); but for ZeRO, which DeepSpeed decides, in a pipeline with reshard=micro for a frozen
-    embedding of its own, and where rows are shared without the few sums of answers and routers.
+    ``micros`` are its micro-batches, only its own tokens if rows are shared; ``pp_rank`` is its
+    number on the pipeline axis. ``recomputes``: blocks run again in the backward pass even if
+    parallel.recompute does not say so. Exact if the ranks of an axis divide what they share
+    (otherwise shards are padded), except for ZeRO, which DeepSpeed decides, for an untied frozen
+    embedding in a pipeline with reshard=micro, and for shared rows, whose few sums of answers and
+    routers are left out.
     """
     sent: Counter[str] = Counter()
     for message in step_messages(plan, micros, recomputes, pp_rank):
@@ -71,7 +71,7 @@ def step_messages(
         yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
         yield from context_messages(plan, computed, recomputes, pp_rank)
         return
-    # Of the loss, and of what routers did, in fp32.
+    # The sums of the loss and of the routers, in fp32.
     yield _collective(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
     if plan.spreads_gradients:
         yield _collective(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
@@ -81,7 +81,7 @@ def step_messages(
     yield from expert_messages(plan, computed, recomputes, pp_rank)
     yield from context_messages(plan, computed, recomputes, pp_rank)
     if layout.pipeline > 1:
-        # Each stage's output forward, its input's gradient backward, but at the model's ends.
+        # Each stage's output forward, its input's gradient backward, except at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (pp_rank in (0, layout.pipeline - 1))
         yield Message(
             "send",
@@ -93,12 +93,12 @@ def step_messages(
 
 
 def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
-    """Yield the gatherings of weights that are sharded (FSDP2).
+    """Yield the all-gathers of sharded weights (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
-    what is in no block stays from a forward to its backward pass, or is an embedding that no
-    backward pass needs; a frozen one is gathered in all but the step's last backward pass, for the
-    next forward pass, of which the first stage of a pipeline has none any more at its end.
+    weights outside the blocks stay from a forward to its backward pass, or are an embedding that no
+    backward pass needs. A frozen embedding is gathered in all backward passes but the step's last,
+    for the next forward pass; a pipeline's first stage has none left at the end.
     """
     for weights in filter(plan.is_sharded, plan.rank_weights(pp_rank)):
         match plan.parallel.reshard:
@@ -118,13 +118,13 @@ def weight_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Me
 
 
 def gradient_messages(plan: StepPlan, num_micro: int, pp_rank: int) -> Iterator[Message]:
-    """Yield the collectives that add up gradients.
+    """Yield the collectives that sum gradients.
 
-    Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
-    own, and over the tensor axis too where each rank has a partial sum. Sharded ones, in
+    Replicated gradients, in their weights' dtype: an all-reduce over the ranks with rows of their
+    own, and also over the tensor axis if each rank has a partial sum. Sharded ones, in
     parallel.reduce_dtype: a reduce-scatter over the shards in each backward pass, or with
     reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
-    first and last stage add up what they hold both, the embedding that is the head too.
+    first and last stage sum the gradient of a tied embedding, which both hold.
     """
     layout, parallel = plan.layout, plan.parallel
     held, whole = plan.rank_weights(pp_rank), Counter[tuple[str, ...]]()
@@ -162,9 +162,9 @@ def tensor_messages(
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
-    Of blocks and the embedding: see ``_summed_activations``. The head, where the rank has it: the
-    gradient of the tokens with loss, and three numbers of each in fp32, again where their logits
-    are computed again. And what a plan gathers.
+    For blocks and the embedding see ``_summed_activations``. For the head, on the rank that has it:
+    the gradient of the tokens with loss, and three fp32 numbers for each, twice if their logits are
+    recomputed. And what the model's plan gathers.
     """
     model, over = plan.model, partial(_collective, plan, "all_reduce", ("tensor",))
     recomputes = recomputes or plan.parallel.recompute != "none"
@@ -189,24 +189,24 @@ def _summed_activations(
 ) -> Iterator[tuple[int, int]]:
     """Yield what a rank's blocks and embedding sum over the tensor axis: bytes per token, times.
 
-    Per block two all-reduces of products forward, and two backward of what flows between blocks
-    (arXiv:1909.08053); in a mixture of experts others, and one within linear attention.
+    Per block two all-reduces of matmul outputs forward, and two backward of what flows between
+    blocks (arXiv:1909.08053); blocks with experts differ, and linear attention has one more inside.
     """
     size, hidden, wire = plan.size, plan.model.hidden_size, plan.activation_itemsize
     usual = [BlockAllReduces(FORWARD_SUMS, BACKWARD_SUMS)] * size.blocks(plan.model)
     sums = [(size.sums or usual)[block] for block in plan.rank_blocks(pp_rank)]
     forward, routed = sum(block.forward for block in sums), sum(block.routed for block in sums)
     backward, is_first = sum(block.backward for block in sums), pp_rank == 0
-    # A block that runs again does its first sums again, and stops before its last.
+    # A recomputed block repeats its first sums, and stops before its last.
     again = max(0, forward - len(sums)) if recomputes else 0
-    # A frozen embedding, after which no norm is trained, needs no gradient from the first block.
+    # A frozen embedding that no trained norm follows needs no gradient from the first block.
     unneeded = sums[0].of_input and is_first and not size.trains_block_input
     yield hidden * plan.itemsize, forward - routed + again
-    # Experts give values of the dtype of what flows between blocks, and are a block's last sum.
+    # Experts' outputs have the dtype of activations between blocks, and are a block's last sum.
     yield hidden * wire, routed + backward - unneeded
     inner = sum(block.inner_features for block in sums)
     yield wire * inner, int(inner > 0)
-    # What routers get back for each expert of a token, in fp32.
+    # What routers get back in fp32: a gradient for each expert of a token.
     yield num_chosen_experts(plan.model) * 4, routed
     yield hidden * (plan.itemsize if plan.gathers_cast else wire), int(is_first)
 
@@ -214,12 +214,12 @@ def _summed_activations(
 def expert_messages(
     plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
-    """Yield the messages of tokens to experts that are spread over ranks, and back.
+    """Yield the messages that send tokens to experts spread over ranks, and back.
 
-    Where routers choose evenly: each of a token's experts gets its hidden values and sends as many
-    back, and so their gradients. Before them goes how many there are for each expert, in 8 bytes. A
-    block that runs again sends the values again, not how many, and a first block with nothing
-    trained before its experts sends back no gradients of its input: not counted off.
+    Assumes even routing: each of a token's experts gets its hidden values and sends as many back,
+    and likewise their gradients. Before that, each expert's number of tokens is sent, in 8 bytes. A
+    recomputed block sends the values again, but not the numbers. Not subtracted: a first block with
+    nothing trained before its experts sends back no gradients of its input.
     """
     if plan.layout.expert == 1:
         return
@@ -234,13 +234,13 @@ def expert_messages(
 def context_messages(
     plan: StepPlan, computed: Sequence[MicroTokens], recomputes: bool = False, pp_rank: int = 0
 ) -> Iterator[Message]:
-    """Yield the messages by which the ranks that share rows attend over whole ones.
+    """Yield the messages by which ranks that share rows compute attention over whole rows.
 
-    Per layer queries, keys and values of the own tokens go out in one message, and the results
-    come back in another; so do their gradients. A block that runs again sends forward again. Heads
-    of keys and values are repeated where they are fewer than ranks (arXiv:2309.14509).
+    Per layer the queries, keys and values of a rank's own tokens go out in one message, and the
+    results come back in another; so do their gradients. A recomputed block repeats the forward
+    messages. Key and value heads are repeated if they are fewer than the ranks (arXiv:2309.14509).
 
-    Where ranks do not divide the heads, all gather keys and values, and their gradients are summed.
+    If the ranks do not divide the heads, all gather keys and values, and sum their gradients.
     """
     layout = plan.layout
     if layout.context == 1:
@@ -263,10 +263,10 @@ def context_messages(
 
 
 def attention_heads(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
-    """Return heads of queries, and of keys, on a rank of the tensor axis, and the values of each.
+    """Return the query and key heads on a rank of the tensor axis, and the values of each head.
 
-    Those of queries and keys, then of a head's values: latent attention (DeepSeek) has fewer, and
-    keys for each head of queries.
+    First of a query or key head, then of a value head: latent attention (DeepSeek) has fewer in the
+    latter, and a key head for each query head.
     """
     heads = model.num_attention_heads
     if getattr(model, "qk_rope_head_dim", None) and getattr(model, "v_head_dim", None):
@@ -280,9 +280,9 @@ def attention_heads(model: Any, tensor: int = 1) -> tuple[int, int, int, int]:
 def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:
     """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
-    Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
-    and both send the updated weights around. Stage 3 gathers all weights forward and backward;
-    gradients are reduce-scattered per micro-batch.
+    Stage 1 sums all gradients once per step, stage 2 once per micro-batch, both in all-reduces, and
+    both gather the updated weights. Stage 3 gathers all weights forward and backward; gradients are
+    reduce-scattered per micro-batch.
     """
     size, over = plan.size, partial(_collective, plan)
     if stage == 3:

@@ -1,8 +1,8 @@
 """The plan of a step: what each rank computes, holds and sends in one optimizer step (pure).
 
-    layout, settings with nothing left to decide, sizes of the model -> StepPlan
+    layout, resolved settings, sizes of the model -> StepPlan
 
-Engines do what it says; messages, memory and seconds are predicted from it.
+Engines carry it out; messages, memory and step time are predicted from it.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from hpc_tune.step.layout import Layout, stage_blocks
 from hpc_tune.step.size import ModelSize, WeightGroup, measure
 from hpc_tune.step.slices import SLICES, gathers_keys
 
-# Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
-# a link to be busy, and a model's last piece has nothing to hide behind.
+# Gradients that are summed during a backward pass are sent in pieces of so many bytes: enough to
+# keep a link busy, and little for a model's last piece, which has nothing to hide behind.
 GRADIENT_PIECE_BYTES = 4 << 20
-# Of a micro-batch: its tokens with padding, and those with loss.
+# A micro-batch's tokens with padding, and its tokens with loss.
 MicroTokens = tuple[int, int]
 
 
 def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
-    """Whether FSDP2 holds the weights of the PyTorch engine, ``shard`` ranks those of one copy.
+    """Whether FSDP2 holds the weights of the PyTorch engine; ``shard`` ranks hold one copy.
 
-    Weights that are offloaded are FSDP's also where nothing is sharded.
+    FSDP2 also holds weights that are offloaded, even if nothing is sharded.
     """
     return shard > 1 or parallel.offload_params == "cpu"
 
@@ -38,10 +38,10 @@ def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
 class StepPlan:
     """One step of a model in a layout.
 
-    ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Products are
-    of values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages
-    are balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
-    ``num_router_sums``: what watched routers add to a step's.
+    ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Matmuls use
+    values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages are
+    balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
+    ``num_router_sums``: the sums that watched routers add to a step's.
     """
 
     layout: Layout
@@ -108,13 +108,13 @@ class StepPlan:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the embedding is the head too."""
+        """Whether the embedding is also the head."""
         return bool(self.model.tie_word_embeddings)
 
     def rank_weights(self, pp_rank: int) -> list[WeightGroup]:
-        """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
+        """Return a rank's part of the weights by pipeline, tensor and expert axis, before sharding.
 
-        Of the pipeline axis the first rank has the embedding, the last the head.
+        On the pipeline axis, the first rank has the embedding and the last has the head.
         """
         layout, num_blocks = self.layout, self.size.blocks(self.model)
         is_first, is_last = pp_rank == 0, pp_rank == layout.pipeline - 1
@@ -142,44 +142,44 @@ class StepPlan:
 
     @property
     def shards_experts(self) -> bool:
-        """Whether FSDP2 has experts that are spread: to shard those of a rank, or to cast them.
+        """Whether FSDP2 holds spread experts: to shard those of a rank, or to cast them.
 
-        torch's grouped products know no autocast.
+        torch's grouped matmuls do not support autocast.
         """
         return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
 
     def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
         """Whether every rank keeps all of a parameter where FSDP2 shards the others.
 
-        Adapters stay whole, and so do norms and biases of weights that are gathered in bf16: it has
-        no number between 1 and 1.0078, and norms are computed with in fp32 as elsewhere.
+        Adapters stay whole, and so do norms and biases if weights are gathered in bf16: bf16 has no
+        number between 1 and 1.0078, and norms are computed in fp32, as elsewhere.
         """
         return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
 
     def is_sharded(self, weights: WeightGroup) -> bool:
-        """Whether FSDP2 shards these."""
+        """Whether FSDP2 shards ``weights``."""
         if self.is_expert_parallel(weights.kind) and not self.shards_experts:
             return False
         return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
 
     def shard_axis(self, kind: str) -> str:
-        """Return over which axis weights of a kind are sharded: spread experts by a part of it."""
+        """Return the axis over which weights of a kind are sharded: ``shard``, or a part of it."""
         return "expert_shard" if self.is_expert_parallel(kind) else "shard"
 
     def num_shards(self, weights: WeightGroup) -> int:
-        """Return over how many ranks these are sharded."""
+        """Return the number of ranks over which ``weights`` are sharded."""
         if not self.is_sharded(weights):
             return 1
         return self.layout.size_of([self.shard_axis(weights.kind)])
 
     def with_fsdp_padding(self, weights: WeightGroup, num: int) -> int:
-        """Return ``num`` values or bytes of a rank's weights with what FSDP2 pads shards with."""
+        """Return ``num`` values or bytes of a rank's weights, with FSDP2's padding of shards."""
         return weights.padded(
             num, self.num_shards(weights), along_any=self.is_expert_parallel(weights.kind)
         )
 
     def num_fsdp_units(self, pp_rank: int) -> int:
-        """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
+        """Return how many parts of a rank's weights FSDP2 gathers separately."""
         experts = self.num_mixture_blocks(pp_rank) if self.shards_experts else 0
         return -(-len(self.rank_blocks(pp_rank)) // self.parallel.blocks_per_unit) + 1 + experts
 
@@ -187,41 +187,41 @@ class StepPlan:
 
     @property
     def casts_weights(self) -> bool:
-        """Whether trained weights have more bytes than products, and are cast for each."""
+        """Whether trained weights have more bytes than matmuls use, and are cast for each."""
         return self.size.is_full and self.itemsize < self.size.trained_itemsize
 
     def skips_empty_micros(self, training: bool = True) -> bool:
-        """Whether a rank skips a micro-batch without loss: no other waits for its messages."""
+        """Whether a rank skips a micro-batch without loss: no other rank waits for its messages."""
         if self.parallel.zero_stage is not None:
             # DeepSpeed reduces within each backward pass; stage 3 gathers weights in all passes.
             return not training and self.parallel.zero_stage < 3
         if training and self.num_router_sums:
-            return False  # its tokens go through routers, in any company
+            return False  # routers count its tokens all the same
         return self.layout.pipeline == self.layout.context == 1 and not self.uses_fsdp
 
     def padding(self, num_micro: int) -> int:
         """Return how many empty micro-batches are added to ``num_micro``.
 
-        Interleaved stages need whole rounds of one for each rank of the pipeline.
+        Interleaved stages need whole rounds, of one micro-batch for each rank of the pipeline.
         """
         return -num_micro % self.layout.pipeline if self.parallel.stages_per_rank > 1 else 0
 
     def executed_micros(self, micros: Sequence[MicroTokens]) -> list[MicroTokens]:
-        """Return what a rank computes of its micro-batches, and the rows of one token it adds."""
+        """Return the micro-batches that a rank computes, including one-token ones it adds."""
         kept = [micro for micro in micros if micro[1] or not self.skips_empty_micros()]
         return [*kept, *[(1, 0)] * self.padding(len(kept))]
 
     def own_tokens(self, tokens: int) -> int:
-        """Return how many of the tokens of rows a rank computes, where several share rows."""
+        """Return how many of the tokens of rows a rank computes, when several ranks share rows."""
         part = self.row_part()
         return -(-tokens // part.num_slices) * (part.num_slices // part.size)
 
     def row_part(self, rank: int = 0) -> RowPart:
-        """Return which tokens of each row the ``rank``-th of the context axis has."""
+        """Return which tokens of each row the ``rank``-th rank of the context axis has."""
         return RowPart(rank, self.layout.context, gathers_keys(self.model, self.layout))
 
     def activation_values(self, computed: Sequence[MicroTokens]) -> int:
-        """Return the values between two blocks: tokens with padding x hidden."""
+        """Return the number of values between two blocks: tokens with padding x hidden."""
         return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
 
     def num_updated_values(self, pp_rank: int) -> int:
@@ -236,19 +236,19 @@ class StepPlan:
 
     @property
     def gathers_cast(self) -> bool:
-        """Whether shards are cast to the dtype of products before they are gathered."""
+        """Whether shards are cast to the dtype of matmuls before they are gathered."""
         return self.uses_fsdp and self.casts_weights
 
     @property
     def activation_itemsize(self) -> int:
-        """Bytes of a value between two blocks: as weights are stored, where all are trained."""
+        """Bytes of a value between two blocks: as weights are stored, if all are trained."""
         return self.size.activation_itemsize(self.itemsize)
 
     @property
     def only_replicates(self) -> bool:
-        """Whether each rank holds all weights: no message is sent before gradients are added up.
+        """Whether each rank holds all weights: no message is sent before gradients are summed.
 
-        That is done beside the last backward pass.
+        They are summed while the last backward pass runs.
         """
         layout = self.layout
         return layout.replicate == layout.size and layout.context == 1 and not self.uses_fsdp
@@ -260,9 +260,9 @@ class StepPlan:
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def reducing_axes(self, is_partial: bool, is_spread: bool = False) -> tuple[str, ...]:
-        """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
+        """Return the axes over which a gradient is summed; for a partial sum also the tensor axis.
 
-        ``is_spread``: of experts, whose ranks have had the tokens of all that they are spread over.
+        ``is_spread``: for spread experts, whose ranks have had all tokens of the expert axis.
         """
         if is_spread:
             return ("replicate", "expert_shard")

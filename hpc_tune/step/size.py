@@ -29,16 +29,16 @@ from hpc_tune.step.slices import (
 )
 
 ModelPart = Literal["blocks", "embedding", "end"]
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of each trained value, which AdamW keeps; torch's names
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # AdamW's state of each trained value; torch's names
 NUM_MOMENTS = len(MOMENT_NAMES)
-# Of a trained value, of one dtype: itself, its gradient and the moments; all of that but gradients.
+# Copies of a trained value, in one dtype: itself, gradient and moments; all but the gradient.
 STATE_COPIES, SAVED_COPIES = 2 + NUM_MOMENTS, 1 + NUM_MOMENTS
-# With optim.name=adamw_8bit: values that share an fp32 scale, and how many a parameter must have.
+# With optim.name=adamw_8bit: values that share an fp32 scale, and a parameter's minimum of values.
 BLOCK_8BIT, _MIN_8BIT_VALUES = 256, 4096
 
 
 def is_in_8_bits(num_values: int) -> bool:
-    """Return whether optim.name=adamw_8bit quantises the moments of a parameter of this size."""
+    """Return whether optim.name=adamw_8bit quantizes the moments of a parameter of this size."""
     return num_values >= _MIN_8BIT_VALUES
 
 
@@ -46,12 +46,12 @@ def is_in_8_bits(num_values: int) -> bool:
 class WeightGroup:
     """All of a model's parameters that every layout treats alike, added up.
 
-    ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
-    what follows the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
-    all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms, and
-    what has fewer than two dims. ``kind``: what they are in a mixture of experts
-    (``experts.group_parameters``). ``by_block``: the values in each decoder block, where they
-    differ. ``shape``: of each, empty for what no layout shards; of packed codes the first length.
+    ``part``: the decoder blocks; the input embedding, with the head if they are tied; or what
+    follows the blocks. ``role``: what a rank of the tensor axis holds of each parameter, a slice or
+    all of it with a whole or a partial gradient. ``is_vector``: norms, and what has fewer than two
+    dims. ``kind``: what they are in a mixture of experts (``experts.group_parameters``).
+    ``by_block``: the values in each decoder block, if blocks differ. ``shape``: of each parameter,
+    empty if no layout shards it; of packed codes the first length.
     """
 
     part: ModelPart
@@ -65,10 +65,10 @@ class WeightGroup:
     shape: tuple[int, ...] = ()
 
     def padded(self, num: int, shards: int, along_any: bool = False) -> int:
-        """Return ``num`` values or bytes of these with what makes their shards equally large.
+        """Return ``num`` values or bytes of these, with the padding that makes shards equally big.
 
-        FSDP2 splits the rows of each tensor, the same number to each shard: some get empty ones.
-        ``along_any``: it is sharded along another dimension where the shards divide that.
+        FSDP2 splits the rows of each tensor evenly over the shards: some shards may get none.
+        ``along_any``: it is sharded along another dimension if the shards divide that one.
         """
         divided = self.shape if along_any else self.shape[:1]
         if not divided or any(length % shards == 0 for length in divided):
@@ -77,7 +77,7 @@ class WeightGroup:
         return num * (-(-rows // shards) * shards) // rows
 
     def row_shard_shape(self, ways: int) -> tuple[int, ...]:
-        """Return the shape of each where its rows are cut ``ways`` times."""
+        """Return the shape of each parameter if its rows are cut into ``ways`` parts."""
         return (self.shape[0] // ways, *self.shape[1:]) if self.shape else ()
 
     def num_values_in(self, blocks: Sequence[int], num_blocks: int) -> int:
@@ -89,13 +89,13 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Values and bytes of a model by whether they are trained.
+    """Values and bytes of a model, by whether they are trained.
 
-    ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
-    by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
-    gathers in all blocks, forward and backward; ``sums``: what it adds up in each.
-    ``spared_bytes``: what 8-bit moments take less. ``num_blocks``: its decoder blocks, where they
-    were looked at; a configuration may say how many layers of attention there are in them.
+    ``scale_bytes``: the scales of a 4-bit base's codes. ``weights``: all parameters, by what
+    layouts do with them. ``gathered_features``: how many features of a token the tensor axis
+    gathers in all blocks, forward and backward; ``sums``: what it sums in each. ``spared_bytes``:
+    what 8-bit moments save. ``num_blocks``: its decoder blocks, if they were counted; a
+    configuration may count their attention layers instead.
     """
 
     num_frozen: int
@@ -126,7 +126,7 @@ class ModelSize:
 
     @property
     def trains_block_input(self) -> bool:
-        """Whether something before the first block's products is trained."""
+        """Whether something before the first block's matmuls is trained."""
         blocks = [w for w in self.weights if w.part == "blocks" and w.is_vector]
         return self.trains_embedding or any(w.is_trained for w in blocks)
 
@@ -146,9 +146,9 @@ class ModelSize:
         return self.num_blocks or int(model.num_hidden_layers)
 
     def activation_itemsize(self, itemsize: int) -> int:
-        """Return the bytes of a value between blocks: as weights are stored, where all are trained.
+        """Return the bytes of a value between blocks: as weights are stored, if all are trained.
 
-        ``itemsize``: of a value in matrix products.
+        ``itemsize``: of a value in matmuls.
         """
         return max(itemsize, self.trained_itemsize) if self.is_full else itemsize
 
@@ -156,7 +156,7 @@ class ModelSize:
 def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
 
-    A ``LossModel`` has ``weights`` too. ``is_8bit``: of the optimizer.
+    Only a ``LossModel`` gets ``weights``. ``is_8bit``: whether the optimizer's moments are.
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -178,7 +178,7 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
 
 
 def _spared_bytes(parameter: nn.Parameter) -> int:
-    """Return what the moments take less in 8 bits: codes and scales in place of values."""
+    """Return what 8-bit moments save: codes and scales replace values."""
     num_values = parameter.numel()
     if not is_in_8_bits(num_values):
         return 0
@@ -225,9 +225,9 @@ def _block_numbers(module: LossModel) -> dict[nn.Parameter, int]:
 def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
-    Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded, but those on
-    experts are spread with them; all else is divided by the shards, with padding. The tensor and
-    pipeline axes divide everything, but for norms and uneven stages.
+    Adapters (if the base is frozen) and the scales of a 4-bit base are not sharded, but adapters on
+    experts are spread with them; everything else is divided by the shards, with padding. The tensor
+    and pipeline axes divide everything, except norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
@@ -240,9 +240,9 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
 
 
 def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
-    """Return the bytes of all shards, which take as much more as the sharded weights with padding.
+    """Return the bytes of all shards: ``num_bytes``, enlarged as padding enlarges sharded weights.
 
-    Their lengths are taken before the tensor axis cuts them.
+    The weights' lengths are those before the tensor axis cuts them.
     """
     sharded = [w for w in size.weights if w.shape]
     whole = sum(w.num_bytes for w in sharded)
@@ -257,12 +257,12 @@ def _padded_bytes(num_bytes: int, size: ModelSize, layout: Layout) -> int:
 
 
 def activation_bound(model: Any, tokens: int) -> int:
-    """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
+    """Return a bound in bytes on what a rank keeps of ``tokens`` tokens without recompute.
 
     34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
-    not kept), twice that in 32, and the logits in fp32 with their gradient. Of each expert of a
+    not kept), twice that in 32 bits, and the fp32 logits with their gradient. For each expert of a
     token 4 bytes x (3 hidden + 4 inner): its input, output and weighted output; gate and up, the
-    activation, and the product.
+    activation, and their product.
     """
     hidden: int = model.hidden_size
     of_token = 68 * hidden
@@ -282,17 +282,17 @@ def _expert_inner_size(model: Any) -> int:
 def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:
     """Return the flops of one training step per token of a document of ``seq_len`` tokens.
 
-    Those of the weights, and of attention within it. ``model`` is the transformers config.
+    Counts the weights, and attention within the document. ``model`` is the transformers config.
     """
     return weight_flops(size, model) + attention_flops(model, [seq_len]) / seq_len
 
 
 def weight_flops(size: ModelSize, model: Any) -> float:
-    """Return the flops of one training step per token in products with weights.
+    """Return the flops of one training step per token in matmuls with weights.
 
     Without recomputation. Two per weight forward and two backward for the gradient of the input,
-    two more for the gradient of a trained weight: 4 x frozen + 6 x trained, where the input
-    embedding counts only if it is also the head, and of routed experts those that a token has.
+    two more for the gradient of a trained weight: 4 x frozen + 6 x trained. The input embedding
+    counts only if it is also the head, and routed experts only as far as a token uses them.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
@@ -308,7 +308,7 @@ def attention_flops(model: Any, lengths: Sequence[int]) -> float:
     """Return the flops of causal attention in one training step of documents of ``lengths`` tokens.
 
     6 x hidden x length^2 in each layer (arXiv:2204.02311, appendix B, halved for causality). A
-    sliding window of W tokens leaves out the triangle of those further away, (length - W)^2.
+    sliding window of W tokens leaves out the triangle of tokens further away, (length - W)^2.
     """
     scores = 0
     for window, num_layers in Counter(layer_windows(model)).items():

@@ -29,7 +29,7 @@ _INNER_SIZES = (
 )
 _PARTIAL_BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see read_tp_plan
 _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
-_ALIGNED_FEATURES = 4  # inner features of an expert in a slice: products of experts want 16 bytes
+_ALIGNED_FEATURES = 4  # inner features of an expert in a slice: its matmuls need 16-byte rows
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class ExpertStack:
         return parameter
 
     def cut_adapters(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
-        """Yield of each adapter what a cut of the stack along ``dim`` cuts, what not, and where."""
-        outputs = 2 if getattr(self.owner, "is_transposed", False) else 1  # to peft
+        """Yield each adapter's matrix that a cut along ``dim`` cuts, the other, and the dim."""
+        outputs = 2 if getattr(self.owner, "is_transposed", False) else 1  # for peft
         for a, b in self.adapters:
             yield (b, a, 0) if dim == outputs else (a, b, 1)
 
 
 def read_tp_plan(config: Any) -> dict[str, str]:
-    """Return the model's own plan, with what it leaves out between columnwise and rowwise layers.
+    """Return the model's own plan, plus what it leaves out between columnwise and rowwise layers.
 
-    Norms of each head (GLM-4.5, Qwen3-VL-MoE) and activations that learn (Apertus) see a part of
-    the features on each rank, so their gradients are partial sums. Nothing without a plan.
+    Per-head norms (GLM-4.5, Qwen3-VL-MoE) and learned activations (Apertus) see a part of the
+    features on each rank, so their gradients are partial sums. Empty without a plan.
 
     transformers 5.17 puts the embedding into the plan of a model whose head is tied to it, 5.18 and
-    later do not; it is whole on each rank here.
+    later do not; it is left out here, since ``slice_model`` cuts every embedding.
     """
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     if plan.get("embed_tokens") == "embedding_rowwise":
@@ -73,36 +73,36 @@ def read_tp_plan(config: Any) -> dict[str, str]:
 
 
 def has_gathered_input(path: str, style: str) -> bool:
-    """Return whether a layer's input is made of outputs that were gathered in the same module.
+    """Return whether a layer's input is computed from outputs gathered in the same module.
 
-    So is that of linear attention's last layer (Qwen3-Next): what lies between is computed whole on
-    each rank, and wants the sum of the gradients before the gathered outputs get their own.
+    That holds for linear attention's last layer (Qwen3-Next): what lies between is computed whole
+    on each rank, and needs the sum of the gradients before the gathered outputs get theirs.
     """
     return style == "colwise_gather_output" and path.endswith(".out_proj")
 
 
 def splits_heads(config: Any) -> bool:
-    """Return whether a rank of the tensor axis computes its part of the attention heads alone.
+    """Return whether a rank of the tensor axis computes only its part of the attention heads.
 
-    Fused projections (Phi-3) are gathered before they are split into heads: it computes all.
+    Fused projections (Phi-3) are gathered before they are split into heads: a rank computes all.
     """
     plan = read_tp_plan(config).items()
     return any(style == "colwise" and "att" in path for path, style in plan)
 
 
 def attended_heads(config: Any, layout: Layout) -> int:
-    """Return the heads of queries of which a rank of the tensor axis computes attention."""
+    """Return the number of query heads for which a rank of the tensor axis computes attention."""
     heads: int = config.num_attention_heads
     return heads // (layout.tensor if splits_heads(config) else 1)
 
 
 def gathers_keys(config: Any, layout: Layout) -> bool:
-    """Whether ranks that share rows gather keys: they do not divide the heads, to exchange them."""
+    """Whether ranks that share rows gather keys, because they do not divide the attention heads."""
     return layout.context > 1 and attended_heads(config, layout) % layout.context != 0
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
-    """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
+    """Return the reasons why a model cannot be split over ``ranks``; empty if it can."""
     plan = read_tp_plan(config)
     if not plan or not set(plan.values()) <= _STYLES:
         return [
@@ -113,10 +113,10 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     if heads is None:
         return [
             f"parallel.tensor={ranks}: the layers of this {config.model_type} model differ in "
-            "their heads; use parallel.shard"
+            "their numbers of heads; use parallel.shard"
         ]
     kv_heads = common_value(config, "num_key_value_heads") or heads
-    features = getattr(config, "intermediate_size", None)  # or those of each layer
+    features = getattr(config, "intermediate_size", None)  # or one for each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
     for name in _INNER_SIZES:
@@ -144,10 +144,10 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
 
 
 def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, int, int]]:
-    """Return the stacks of an experts' module, the dimension of each that is cut, and its parts.
+    """Return the stacks of an experts' module, the dimension that is cut of each, and its parts.
 
     A rank has a share of each expert's inner features. Gate and up lie one after the other in one
-    stack, whose two parts are cut each by itself.
+    stack, as two parts that are cut separately.
     """
     plan, cuts = read_tp_plan(config), []
     stacks = find_expert_stacks(layer)
@@ -164,7 +164,7 @@ def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[ExpertStack, in
 def find_roles(module: LossModel) -> dict[nn.Parameter, TensorRole]:
     """Return what ``slice_model`` would leave a rank of each parameter that it changes.
 
-    A slice, or all of it with a gradient that is a partial sum.
+    Either a slice, or all of it with a gradient that is a partial sum.
     """
     roles: dict[nn.Parameter, TensorRole] = {}
     head = module.causal_lm().get_output_embeddings()
@@ -202,7 +202,7 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
 class BlockAllReduces:
     """All-reduces of the tensor axis in a decoder block.
 
-    ``forward``: of products; ``backward``: of their inputs' gradients, the first of them that of
+    ``forward``: of matmul outputs; ``backward``: of gradients of matmul inputs, the first of them
     the block's input with ``of_input``; ``routed``: of the gradients of what routers give experts;
     ``inner_features``: of a token, whose gradients are summed within linear attention.
     """
@@ -215,8 +215,8 @@ class BlockAllReduces:
 
 
 def count_all_reduces(module: LossModel) -> tuple[BlockAllReduces, ...]:
-    """Return the sums of ``slice_model`` in each block: one for each product that is split by its
-    inputs, and one for the input of all that are split by their outputs and share it.
+    """Return the sums of ``slice_model`` in each block: one per matmul that is split by its
+    inputs, and one for the shared input of all matmuls that are split by their outputs.
     """
     blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
     for path, layer, style in _planned_layers(module):
@@ -237,7 +237,7 @@ def _count_in_block(styled: list[tuple[str, Any, str]]) -> BlockAllReduces:
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:
-    """Return the features of a token that the axis gathers in all blocks, forward and backward."""
+    """Return the features per token that the axis gathers in all blocks, forward and backward."""
     layers = [(split_adapters(layer)[0], style) for _, layer, style in _planned_layers(module)]
     return (
         sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
@@ -246,7 +246,7 @@ def gathered_features(module: LossModel) -> tuple[int, int]:
 
 
 def _planned_layers(module: LossModel) -> Iterator[tuple[str, Any, str]]:
-    """Yield the layers that the model's plan names: paths and styles; none without a plan."""
+    """Yield path, layer and style of all layers that the model's plan names, if there is one."""
     plan = read_tp_plan(module.config)
     if not set(plan.values()) <= _STYLES:
         return
@@ -268,7 +268,7 @@ def split_adapters(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def find_expert_stacks(layer: Any) -> list[ExpertStack]:
-    """Return the stacks of an experts' module, which adapters may be wrapped around one by one."""
+    """Return the stacks of an experts' module; adapters may be wrapped around it one by one."""
     adapters: dict[str, list[tuple[Any, Any]]] = {}
     while hasattr(layer, "base_layer"):
         adapters[layer.parameter_name] = [(layer.lora_A[n], layer.lora_B[n]) for n in layer.lora_A]

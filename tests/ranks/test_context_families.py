@@ -98,8 +98,8 @@ SAMPLE = [("llama", "replicate", "lora", 4), ("gpt_oss", "expert", "lora", 2)]
 # Without the rows that are shared they are refused as well.
 REFUSED = {
     ("gpt_oss", "tensor"): "no plan for splitting a gpt_oss model's matrices",
-    ("gpt_oss", "pipeline"): "of different kinds by their number",
-    ("gemma2", "pipeline"): "of different kinds by their number",
+    ("gpt_oss", "pipeline"): "are not all of one kind",
+    ("gemma2", "pipeline"): "are not all of one kind",
     ("llama", "expert"): "the experts of a llama model can be split over no ranks",
 }
 

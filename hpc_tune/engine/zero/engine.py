@@ -4,9 +4,9 @@
     stage 3      meta model -> each parameter becomes this rank's partition, filled from the
                  rank's own region of the files -> DeepSpeed gathers weights as they are used
 
-DeepSpeed runs on the process group that is already there. Its arithmetic is made that of
-``NativeEngine``: DeepSpeed averages gradients over the ranks, so the loss is scaled by their number
-first.
+DeepSpeed runs on the process group that already exists. Its arithmetic is made equal to that of
+``NativeEngine``: DeepSpeed averages gradients over the ranks, so the loss is multiplied by their
+number first.
 """
 
 import functools
@@ -60,7 +60,7 @@ from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import CollectiveKind, sent_bytes
 from hpc_tune.step.size import MOMENT_NAMES, SAVED_COPIES
 
-# -- DeepSpeed's collectives, counted as the native engine's are.
+# -- DeepSpeed's collectives, counted like the native engine's.
 
 
 _COLLECTIVE_KINDS: dict[str, CollectiveKind] = {
@@ -111,7 +111,7 @@ class _CountedWork:
 def _ring_bytes(kind: CollectiveKind, arguments: Any) -> int:
     """Return what this rank sends by the ring algorithms.
 
-    A whole tensor, or a list of its parts, comes together with this rank's part of it.
+    The arguments are this rank's part of a tensor, and the whole tensor or a list of its parts.
     """
     sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     size = dist.get_world_size()
@@ -129,8 +129,8 @@ class ZeroEngine:
         """Partition, load and hand ``built`` to DeepSpeed. Collective.
 
         Raises:
-            ConfigError: if DeepSpeed, its compiler or the NVMe folder is missing. DataError: if the
-            weights on disk are damaged or of another model. Each on all ranks.
+            ConfigError: if DeepSpeed, its compiler or the NVMe folder is missing, on all ranks.
+            DataError: if the weights on disk are damaged or of another model, on all ranks.
         """
         parallel, device, train = settings.parallel, settings.device, settings.train
         assert parallel.zero_stage is not None, "train/model.py chooses this engine by it"
@@ -177,7 +177,7 @@ class ZeroEngine:
     ) -> torch.OutOfMemoryError | None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
-        self._watch.begin(self._size / global_tokens)  # as DeepSpeed divides by it
+        self._watch.begin(self._size / global_tokens)  # DeepSpeed divides by the size
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
         for i, batch in enumerate(share_batches(batches, self._share)):
@@ -242,7 +242,7 @@ class ZeroEngine:
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Read what any layout saved.
+        """Load what any layout saved.
 
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
@@ -261,12 +261,12 @@ class ZeroEngine:
                         stored = _stored_name(part, span.name)
                         zero_state.fill_span(index, stored, span, state[part], reserve)
                 state["step"].fill_(float(step))
-        if self._stage < 3:  # each rank works with whole weights, of which it updates its part
+        if self._stage < 3:  # each rank has whole weights and updates its part of them
             for name, parameter in self._trained.items():
                 index.fill(parameter.detach(), name, reserve=reserve)
 
     def run_once(self, batch: Batch) -> None:
-        """Run a micro-batch and drop its gradients; see ``base.Engine``."""
+        """Run a micro-batch and discard its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
         with self._collectives.uncounted():
             self._backward(share_batches([batch], self._share)[0], 1.0)
@@ -282,7 +282,7 @@ class ZeroEngine:
         return sums.detach()
 
     def _connect_and_load(self, built: BuiltModel) -> Any:
-        """Return DeepSpeed's engine around the module with its weights. Collective."""
+        """Return DeepSpeed's engine around the module, with its weights loaded. Collective."""
         settings, device = self._settings, self._device
         config = zero_settings.deepspeed_config(built, settings.optim, settings.parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, settings.parallel)
@@ -329,11 +329,11 @@ class ZeroEngine:
 
 
 def _mark_leaf_modules(module: nn.Module) -> None:
-    """Let DeepSpeed see as one layer each what calls the layers in it as its tokens have it.
+    """Make DeepSpeed treat as one layer each module whose calls of layers depend on its tokens.
 
-    LongCat's experts call such a layer for each expert that has tokens, Qwen4's indexer for each
-    token; those differ by rank. Each call gathers weights ahead, and ranks would wait for each
-    other in other collectives.
+    LongCat's experts call a layer for each expert that has tokens, Qwen4's indexer for each token;
+    those differ by rank. Each call gathers weights ahead, so ranks would wait for each other in
+    different collectives.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -343,11 +343,11 @@ def _mark_leaf_modules(module: nn.Module) -> None:
 
 
 def _make_head_unit(module: LossModel) -> HeadUnit:
-    """Return what DeepSpeed gathers the head for, with the head's parameters as its own.
+    """Return the unit for which DeepSpeed gathers the head, with the head's parameters as its own.
 
-    A head is called for each chunk of tokens with loss, and ranks differ in their number: see
-    ``_mark_leaf_modules``. It can be no such leaf, whose gradients are sent where its own backward
-    pass ends: those of an embedding that is tied to the head come later.
+    A head is called for each chunk of tokens with loss, whose number differs by rank: see
+    ``_mark_leaf_modules``. It cannot be such a leaf: a leaf sends its gradients when its own
+    backward pass ends, and those of an embedding that is tied to the head come later.
     """
     head = module.causal_lm().get_output_embeddings()
     unit = HeadUnit(head)
@@ -359,7 +359,7 @@ def _make_head_unit(module: LossModel) -> HeadUnit:
 
 @contextmanager
 def _without_new_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove the hooks of forward passes that a module and its parts get meanwhile."""
+    """Remove the forward hooks that a module and its parts get within the block."""
     names = "_forward_pre_hooks", "_forward_hooks"
     hooks = [getattr(part, name) for part in module.modules() for name in names]
     before = [dict(of_part) for of_part in hooks]
@@ -389,24 +389,24 @@ def _set_up_deepspeed(
         from deepspeed.utils import groups
     except ImportError as error:
         raise ConfigError(
-            f"parallel.zero_stage needs DeepSpeed, which cannot be imported ({error}): python -m "
-            "pip install deepspeed, or in an environment over a centre's torch python3 "
+            f"parallel.zero_stage needs DeepSpeed, which cannot be imported ({error}): run python "
+            "-m pip install deepspeed or, in an environment on top of the site's torch, python3 "
             "tools/install.py --zero"
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu" and real_accelerator.get_accelerator().device_name() != "cpu":
         real_accelerator.set_accelerator(CPU_Accelerator())
-    # DeepSpeed calls a function that the newest torch renames, at each use.
+    # At each use, DeepSpeed calls a function that the newest torch has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # Its shared-memory all-reduce would be compiled here; gloo does without. (An import statement
-    # would find torch itself, which the package has under the same name.)
+    # Its shared-memory all-reduce would be compiled here; gloo works without it. (An import
+    # statement would return torch itself, which the package holds under the same name.)
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
-    comm.cdb = None  # of an earlier run in this process
+    comm.cdb = None  # left by an earlier run in this process
     groups._release_process_group_references()
     comm.init_distributed(verbose=False, dist_init_required=False)
     comm.cdb = CountedBackend(comm.cdb, collectives)
-    # Else it makes a copy of the group, with a timeout of its own.
+    # Otherwise DeepSpeed makes a copy of the group, with a timeout of its own.
     groups._WORLD_GROUP = dist.group.WORLD
     if needs_aio:
         load_async_io(f"rank {dist.get_rank()}")

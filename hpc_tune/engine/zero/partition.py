@@ -1,9 +1,9 @@
-"""ZeRO stage 3: each parameter becomes this rank's part of it, one at a time.
+"""ZeRO stage 3: each parameter is replaced by this rank's part of it, one at a time.
 
     meta parameter -> DeepSpeed's parameter without values -> the rank's part, read from the files
 
 The module is never whole; ``zero.Init`` would allocate every parameter whole and broadcast it. This
-file imports DeepSpeed, and is imported once that is connected.
+file imports DeepSpeed, so it is imported only once DeepSpeed is connected.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def partition_parameters(
             owner._parameters[attribute] = parameter
     for block in find_blocks(built.module):
         for parameter in block.parameters():
-            # Else it is gathered when its own layer is called, in a message of its own.
+            # Otherwise it is gathered when its own layer is called, in a separate message.
             register_external_parameter(block, parameter)
     for owner in built.module.modules():
         for attribute, buffer in owner._buffers.items():
@@ -69,7 +69,7 @@ class _Partitioner:
         self._persistence_threshold: int = zero["stage3_param_persistence_threshold"]
         self._swapper: Any = None
         if self._offload == "nvme":
-            # Init's own would have another dtype on a CPU, whatever is passed to it.
+            # Init would make one of another dtype on a CPU, whatever is passed to it.
             self._swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(config), self._dtype)
         self._init = Init(
             config_dict_or_path=config, dtype=self._dtype, param_swapper=self._swapper
@@ -77,7 +77,7 @@ class _Partitioner:
         self._pinned: dict[str, torch.Tensor] = {}
 
     def allocate_pinned(self, named: Sequence[tuple[str, nn.Parameter]], reserve: Reserve) -> None:
-        """Allocate the parts of these that wait in host memory, if that is to be pinned."""
+        """Allocate the parts that are kept in host memory, if that is to be pinned."""
         if not self._init.pin_memory:
             return
         parts = {}
@@ -90,7 +90,7 @@ class _Partitioner:
 
     def make_partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
-        # One value in memory, expanded: it only has to have the shape.
+        # One value in memory, expanded: only the shape matters.
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
         parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)
         self._init._convert_to_deepspeed_param(parameter)
@@ -116,7 +116,7 @@ class _Partitioner:
         return -(-meta.numel() // int(self._init.dp_world_size))
 
     def _is_swapped(self, meta: nn.Parameter, num_held: int) -> bool:
-        """Whether a part waits on NVMe: buffers there have one dtype; what stays gathered stays."""
+        """Whether a part is kept on NVMe: not if it stays gathered or has another dtype."""
         return (
             self._swapper is not None
             and meta.dtype == self._dtype

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, its NVMe folder, and the variables that it reads."""
+"""DeepSpeed's configuration, its NVMe folder, and the environment variables that it reads."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def deepspeed_config(
     """Return DeepSpeed's configuration."""
     parameters = list(built.module.parameters())
     block = max(sum(p.numel() for p in b.parameters()) for b in find_blocks(built.module))
-    # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
+    # Vectors and adapters stay gathered between steps: they would need many small messages.
     named = list(built.module.named_parameters())
     adapters = [p.numel() for n, p in named if adapted_layer(n)]
     kept = adapters + [p.numel() for n, p in named if is_vector(n, p)]
@@ -49,7 +49,7 @@ def deepspeed_config(
         "allgather_bucket_size": BUCKET_VALUES,
         "sub_group_size": GROUP_VALUES,
         "memory_efficient_linear": False,  # it would replace torch's linear for the whole process
-        # What is gathered at once: the block in use, and the next one on its way.
+        # What is gathered at a time: the block in use, and the next one in advance.
         "stage3_prefetch_bucket_size": block,
         "stage3_max_live_parameters": 2 * block,
         "stage3_max_reuse_distance": block,
@@ -66,11 +66,11 @@ def deepspeed_config(
         zero["offload_param"] = {
             "device": parallel.offload_params,
             **common,
-            # In pinned memory, each as large as the largest partition of a weight: for the
-            # matrices of the block in use and of the next one, the embedding and the head.
+            # Buffers in pinned memory, each as large as the largest partition of a weight: for the
+            # matrices of the block in use and the next one, the embedding and the head.
             "buffer_count": 2 * matrices + 2,
             "buffer_size": -(-largest // dist.get_world_size()),
-            # Trained values that stay in host memory: adapters do.
+            # Trained values that stay in host memory: those of adapters.
             "max_in_cpu": sum(adapters),
         }
     return {
@@ -83,7 +83,7 @@ def deepspeed_config(
 
 
 def swap_folder(parallel: ParallelConfig) -> Path | None:
-    """Return the folder of this rank's tensors on NVMe, None without offload to it."""
+    """Return the folder for this rank's tensors on NVMe, or None without offload to NVMe."""
     if parallel.offload_path is None:
         return None
     return Path(parallel.offload_path) / "hpc_tune-zero" / f"rank-{dist.get_rank():05d}"
@@ -126,18 +126,18 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
     if free < node_bytes:
         raise ConfigError(
             f"parallel.offload_path={root}: {format_bytes(free)} are free on "
-            f"{socket.gethostname()}, {format_bytes(node_bytes)} are needed by its ranks; use "
-            "more nodes, another folder, or cpu"
+            f"{socket.gethostname()}, but its ranks need {format_bytes(node_bytes)}; use more "
+            "nodes or another folder, or offload to cpu"
         )
     return folder
 
 
 @contextmanager
 def setting_local_rank(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's device, which DeepSpeed reads from there alone.
+    """Set LOCAL_RANK to the index of this rank's device, which DeepSpeed reads only from there.
 
-    It does at every forward pass of stage 3. While it starts it requires Open MPI's variable, which
-    need not be the index, to be equal.
+    It reads it at every forward pass of stage 3. At its start it requires that Open MPI's variable,
+    which need not be the index, is equal to it.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     from_mpi = os.environ.pop(launchers.OPENMPI_LOCAL_RANK, None)
@@ -148,10 +148,10 @@ def setting_local_rank(device: torch.device) -> Iterator[None]:
             os.environ[launchers.OPENMPI_LOCAL_RANK] = from_mpi
 
 
-# -- DeepSpeed's library for NVMe: compiled at its first use, under a lock file of torch's.
+# -- DeepSpeed's library for NVMe: compiled at its first use, under a lock file of torch.
 #
 # torch's extension loader waits for that file without a timeout, and a compiler that is killed (a
-# cancelled job, a node that fails) leaves it behind: every later run would wait for ever.
+# canceled job, a failed node) leaves it behind: every later run would wait forever.
 
 
 LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
@@ -159,7 +159,7 @@ DEAD_AFTER_S = 300.0  # a compiler at work writes a file in one or two minutes
 
 
 def load_async_io(who: str) -> None:
-    """Load DeepSpeed's async_io, compiling it if need be; ends the world after 20 minutes.
+    """Load DeepSpeed's async_io, compiling it if needed; end the world after 20 minutes.
 
     ``who`` is named in messages.
 
@@ -172,9 +172,9 @@ def load_async_io(who: str) -> None:
     builder = AsyncIOBuilder()
     folder = Path(_get_build_directory(builder.name, False))
     log.info(
-        "loading DeepSpeed's async_io; at its first use it is compiled for minutes, %s", folder
+        "loading DeepSpeed's async_io; its first use compiles it, which takes minutes: %s", folder
     )
-    hint = f"if no other job compiles it, remove {folder}"
+    hint = f"if no other job is compiling it, remove {folder}"
     try:
         with time_limit("DeepSpeed's async_io", LIMIT_S, hint, who):
             wait_for_compiler(folder / "lock")
@@ -183,30 +183,30 @@ def load_async_io(who: str) -> None:
         raise ConfigError(
             "offload to nvme: DeepSpeed's async_io cannot be built "
             f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
-            "of libaio (Debian: libaio-dev, Red Hat: libaio-devel), else use cpu"
+            "of libaio (Debian: libaio-dev, Red Hat: libaio-devel); or offload to cpu"
         ) from None
 
 
 def wait_for_compiler(lock: Path, dead_after_s: float = DEAD_AFTER_S, every_s: float = 0.5) -> None:
     """Return once ``lock`` is gone; remove it if its compiler was killed.
 
-    It counts as killed when nothing in its folder was written for ``dead_after_s``. Several ranks
-    may remove the lock: DeepSpeed checks its compiler before it makes the next one.
+    The compiler counts as killed if nothing in its folder was written for ``dead_after_s``. Several
+    ranks may remove the lock: DeepSpeed checks its compiler before it makes the next one.
     """
     while lock.exists():
         if _idle_s(lock.parent) > dead_after_s:
-            log.warning("a killed compiler left %s: it is removed", lock)
+            log.warning("a killed compiler left %s behind; removing it", lock)
             lock.unlink(missing_ok=True)
             return
         time.sleep(every_s)
 
 
 def _idle_s(folder: Path) -> float:
-    """Return the seconds since a file in ``folder`` was written."""
+    """Return the seconds since a file in ``folder`` was last written."""
     written = 0.0
     for path in folder.iterdir():
         try:
             written = max(written, path.stat().st_mtime)
-        except FileNotFoundError:  # the compiler's own, gone meanwhile
+        except FileNotFoundError:  # a file of the compiler, gone meanwhile
             continue
     return time.time() - written

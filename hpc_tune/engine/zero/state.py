@@ -1,9 +1,9 @@
 """The flat buffers in which ZeRO keeps weights, as boxes of the tensors they are cut from.
 
-ZeRO concatenates flattened tensors and gives each rank a run of consecutive values. Such a run is a
-few boxes (the rest of a row, whole rows, the start of a row), and boxes are what model files and
-checkpoints are read and written by. So each rank reads and writes its own values and nothing is
-gathered. What DeepSpeed (0.19.8) keeps private of its optimizers is used in this file alone.
+ZeRO concatenates flattened tensors and gives each rank a run of consecutive values. Such a run
+consists of a few boxes (the rest of a row, whole rows, the start of a row), and model files and
+checkpoints are read and written by boxes. So each rank reads and writes its own values and nothing
+is gathered. Private attributes of DeepSpeed's (0.19.8) optimizers are used only in this file.
 
     FlatSpan: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
     split_into_boxes: the boxes of such a run, in the order of the values
@@ -41,7 +41,7 @@ class FlatSpan:
     at: int
 
     def iter_boxes(self) -> Iterator[tuple[slice, Box]]:
-        """Yield the boxes that the run makes up, and where the values of each are in the buffer."""
+        """Yield the place in the buffer, and the box, of each box that makes up the run."""
         at = self.at
         for box in split_into_boxes(self.shape, self.start, self.start + self.num):
             yield slice(at, at + box.num_values), box
@@ -61,7 +61,7 @@ class Partition:
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that the values [start, stop) of a tensor make up.
+    """Yield the boxes that make up the values [start, stop) of a tensor.
 
     They come in the order of the values; a matrix gives at most three.
     """
@@ -114,7 +114,7 @@ def fill_parameter(
     start: int,
     reserve: Reserve,
 ) -> None:
-    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0.
+    """Fill ``flat`` with a parameter's values from ``start`` on; what is beyond its end is 0.
 
     Raises:
         DataError: if the file is damaged, or a value is NaN or inf.
@@ -138,7 +138,7 @@ def _require_finite(
 
 
 def span_regions(name: str, span: FlatSpan, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
-    """Yield what is to be written of a span under ``name``; ``values`` gives the flat buffer."""
+    """Yield the regions of a span, to be written as ``name``; ``values`` gives the flat buffer."""
     for number, (place, box) in enumerate(span.iter_boxes()):
         stored_name = f"{name}#{number}" if number else ""
         cut = partial(_slice_values, values, place)
@@ -152,7 +152,7 @@ def _slice_values(values: Callable[[], torch.Tensor], place: slice) -> torch.Ten
 def find_partitions(
     zero: Any, stage: int, trained: Mapping[str, nn.Parameter]
 ) -> tuple[Partition, ...]:
-    """Return which values of the tensors ``trained`` this rank's optimizer updates."""
+    """Return which values of the ``trained`` tensors this rank's optimizer updates."""
     names = {parameter: name for name, parameter in trained.items()}
     buffers = []
     if stage == 3:
@@ -181,7 +181,7 @@ def find_partitions(
 
 
 class PartitionReader:
-    """Reads partitions; of those on NVMe one at a time is in memory."""
+    """Reads partitions; of those on NVMe, only one at a time is in memory."""
 
     def __init__(self, zero: Any, stage: int) -> None:
         self._zero, self._stage = zero, stage
@@ -199,7 +199,7 @@ class PartitionReader:
         return state[part] if state else torch.zeros_like(partition.flat)
 
     def release(self) -> None:
-        """Free the memory of the partition from NVMe."""
+        """Free the memory of the partition that was read from NVMe."""
         if self._held is not None:
             self._zero._release_swap_buffers(self._held)
             self._held = None
@@ -209,9 +209,9 @@ class PartitionReader:
 def writable_state(
     zero: Any, stage: int, partition: Partition, reserve: Reserve
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the optimizer state of a partition, to be written to like its buffer in the block.
+    """Yield a partition's optimizer state; the block may write to it and to the partition's buffer.
 
-    Stage 3's weights are updated from the buffer at its end.
+    At the end of the block, stage 3's weights are updated from the buffer.
     """
     swapped = _is_swapped(zero, stage, partition)
     if swapped:
@@ -227,10 +227,10 @@ def writable_state(
 
 
 def saving_weights_by_reference() -> Any:
-    """Return a context in which autograd saves a reference to each weight, and not its values.
+    """Return a context in which autograd saves a reference to each weight instead of its values.
 
-    A linear layer saves a view of its weight for the backward pass, which would keep the weight
-    that stage 3 has gathered in memory on every rank. DeepSpeed gathers it again in time.
+    A linear layer saves a view of its weight for the backward pass, which would keep the gathered
+    weight of stage 3 in memory on every rank. DeepSpeed gathers it again in time.
     """
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -251,7 +251,7 @@ def saving_weights_by_reference() -> Any:
 
 
 def drop_gradients(zero: Any, stage: int) -> None:
-    """Forget what backward passes have left since the last update."""
+    """Discard what backward passes have left since the last update."""
     zero.zero_grad(set_to_none=True)
     offloaded = zero.offload_optimizer if stage == 3 else zero.cpu_offload
     if offloaded:
@@ -266,15 +266,15 @@ def drop_gradients(zero: Any, stage: int) -> None:
 
 
 def release_gathered_parameters(zero: Any) -> None:
-    """Let each rank have its own part of stage 3's weights alone."""
+    """Leave each rank only its own part of stage 3's weights."""
     zero._partition_all_parameters()
 
 
 def prevent_prefetching(zero: Any) -> None:
-    """Let stage 3 read weights from NVMe as they are needed.
+    """Make stage 3 read weights from NVMe only as they are needed.
 
     DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for the passes
-    of an evaluation that is over, or for a tied weight twice.
+    of an evaluation that has ended, or for a tied weight twice.
     """
     coordinator = zero.parameter_offload.get_param_coordinator()
     coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
@@ -283,8 +283,8 @@ def prevent_prefetching(zero: Any) -> None:
 def hide_gathering(zero: Any) -> None:
     """Hide stage 3's gathering of weights from selective recompute.
 
-    That counts the operations within a block, and fails where the forward pass gathers a weight
-    that is still there when the block is recomputed, or the other way round.
+    Selective recompute counts the operations within a block, and fails if the forward pass gathers
+    a weight that is still there when the block is recomputed, or the other way around.
     """
     coordinator = zero.parameter_offload.get_param_coordinator()
     for name in ("fetch_sub_module", "release_sub_module"):

@@ -64,7 +64,7 @@ def config_of(kind, **said):
 )
 def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
     found = check_architecture(config_of(kind, **said))
-    own_mask = "its attention takes masks of its own, which are not of whole rows"
+    own_mask = "its attention uses its own masks, which do not cover whole rows"
     assert found == ArchitectureCheck(context=own_mask if kind in ("opt", "bloom") else "")
 
 
