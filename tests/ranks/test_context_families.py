@@ -100,7 +100,7 @@ REFUSED = {
     ("gpt_oss", "tensor"): "no plan for splitting a gpt_oss model's matrices",
     ("gpt_oss", "pipeline"): "of different kinds by their number",
     ("gemma2", "pipeline"): "of different kinds by their number",
-    ("llama", "expert"): "the experts of a llama model can be split over no ranks",
+    ("llama", "expert"): "the experts of a llama model cannot be split over ranks",
 }
 
 
