@@ -219,8 +219,8 @@ class RouterWatch:
     def __init__(
         self, routers: Sequence[Router], score: Score, tune: TuneConfig, counts: bool = True
     ) -> None:
-        """Watch ``routers``, those of the whole model. Of the ranks that work on the same rows, one
-        ``counts`` them.
+        """Watch ``routers``, those of the whole model. ``counts``: whether this rank counts tokens;
+        of the ranks that work on the same rows, one does.
         """
         self._routers, self._score, self._counts = routers, score, counts
         self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0

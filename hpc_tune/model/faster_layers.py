@@ -162,7 +162,7 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             normalised = (x_fp32 * inverse).to(x.dtype)
             grad_weight = (grad * normalised).flatten(0, -2).sum(0)
-        # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalised values
+        # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalized values
         by_norm = (grad * weight).float()
         shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)
         shared *= inverse**3 / x.shape[-1]

@@ -103,7 +103,7 @@ def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_with_loop(device, dtype)
-    except (RuntimeError, TypeError, ValueError) as error:  # or another interface
+    except (RuntimeError, TypeError, ValueError) as error:  # or its interface differs
         why = f"torch's grouped matmul fails here ({first_line(error)})"
     else:
         wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
@@ -198,7 +198,7 @@ def _gradient_of_piece(
 
 
 def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
-    """Return where ranges of rows of ``width`` values begin and end that the kernel can take."""
+    """Return begin and end of ranges of rows, ``width`` values each, that the kernel can take."""
     rows = len(x)
     most = max(1, _max_values(x) // width)
     return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
