@@ -48,7 +48,7 @@ def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AdaptedTensor:
-    """A tensor that peft adapts as a parameter: a stack of experts, or a matrix (``num_experts`` 1).
+    """A tensor peft adapts as a parameter: a stack of experts, or a matrix (``num_experts`` 1).
 
     ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs. ``form``: how gate
     and up are arranged in a stack that joins them, if transformers tells.
