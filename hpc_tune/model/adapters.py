@@ -1,7 +1,7 @@
-"""peft's adapters in a language model on the meta device: on which layers, and of what rank.
+"""Add peft's adapters to a language model on the meta device: on which layers, and of what rank.
 
-tune.targets -> linear layers, and the tensors of experts and routers that are no layers
--> peft puts an adapter on each -> in the dtype of what is trained
+tune.targets -> linear layers, and expert and router tensors that are not linear layers
+-> peft adds an adapter to each -> cast to the dtype of trained parameters
 """
 
 import difflib
@@ -34,18 +34,18 @@ from hpc_tune.model.weights import adapted_layer
 from hpc_tune.packages import fast_imports
 
 ALL_LINEAR = "all-linear"
-# What experts and routers were called as linear layers, in transformers 4.
+# Names of experts and routers in transformers 4, where they were linear layers.
 EXPERT_NAMES = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-_WEIGHT_PATTERN = ("(?:", r")(?:\.weight)?")  # around a pattern
+_WEIGHT_PATTERN = ("(?:", r")(?:\.weight)?")  # prefix and suffix of a pattern
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What of a model gets adapters: linear layers by name, and tensors by path.
+    """The parts of a model that get adapters: linear layers by name, and tensors by path.
 
-    ``parameters``: stacks of experts, and the weights of the layers ``weight_layers``, such as
-    routers that are no linear layers. ``stacks``: the paths of modules with adapters on stacks,
-    ``expert_rank``: their rank.
+    ``parameters``: expert stacks, and the weights of ``weight_layers``, such as routers that are
+    not linear layers. ``stacks``: paths of the modules whose expert stacks get adapters;
+    ``expert_rank``: the rank of these.
     """
 
     modules: list[str] | str
@@ -58,10 +58,10 @@ class Targets:
 def add_adapters(
     language: LanguageModel, tune: TuneConfig, dtype: torch.dtype, directory: Path
 ) -> nn.Module:
-    """Return the peft model around a language model: its adapters, and what is trained beside them.
+    """Wrap a language model in peft's model, with its adapters and all else that is trained.
 
     Raises:
-        ConfigError: if tune.targets match no layer, or one that can have no adapter.
+        ConfigError: if tune.targets match no layer, or a layer that cannot have an adapter.
     """
     model, kinds = language.model, (nn.Linear, _conv1d_class())
     linear = sorted(
@@ -75,7 +75,7 @@ def add_adapters(
         advice = f"name them, as in [all-linear, {', '.join(names)}], or " if names else ""
         raise ConfigError(
             f"tune.expert_rank={tune.expert_rank} has no effect: tune.targets={tune.targets} name "
-            f"no routed experts{'' if names else ', of which this model has none'}; {advice}leave "
+            f"no routed experts{'' if names else ', and this model has none'}; {advice}leave "
             "it out"
         )
     try:
@@ -122,15 +122,15 @@ def _conv1d_class() -> type[nn.Module]:
 
 
 def _wrap_by_peft(model: Any, config: Any) -> nn.Module:
-    """Return peft's model around ``model``, without what it warns of in vain."""
+    """Return peft's model around ``model``; suppress peft's irrelevant warnings."""
     with fast_imports():
         from peft import get_peft_model
 
     with warnings.catch_warnings(), fast_imports(), without_target_conversion():
-        # peft asks transformers for an attribute that has a new name, once per rank.
+        # peft reads an attribute of transformers by its deprecated name, once per rank.
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
-        warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it
+        warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused later
         wrapped: nn.Module = get_peft_model(
             model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True
         )
@@ -142,10 +142,10 @@ def _adapter_dtype(tune: TuneConfig) -> torch.dtype:
 
 
 def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
-    """Return what ``tune.targets`` means in a model, before it has adapters.
+    """Resolve ``tune.targets`` in a model that has no adapters yet.
 
-    In a mixture of experts all-linear means attention, dense layers and shared experts; stacks of
-    experts and routers are adapted where they are named. It leaves out ``find_uncalled_linears``.
+    In a mixture of experts, all-linear means attention, dense layers and shared experts, without
+    ``find_uncalled_linears``. Expert stacks and routers get adapters only if they are named.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
@@ -158,8 +158,9 @@ def resolve_targets(model: nn.Module, tune: TuneConfig) -> Targets:
     modules = [name for name in named if name != ALL_LINEAR]
     if unstacked := [p for p in _find_unstacked_experts(model) if _is_named(p, modules)]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: {unstacked[0]} has no adapters: the experts in it are "
-            "neither linear layers nor a stack of them; leave them out, or use tune.method=full"
+            f"tune.targets={tune.targets}: {unstacked[0]} cannot have adapters: its experts are "
+            "neither linear layers nor stacked in one tensor; leave them out, or use "
+            "tune.method=full"
         )
     adapted = tuple(path for path in stacks if _is_named(path, modules))
     bare = [path for path, router in routers.items() if _is_bare_router(router)]
@@ -181,7 +182,7 @@ def _is_named(path: str, names: list[str]) -> bool:
 
 
 def _find_unstacked_experts(model: nn.Module) -> list[str]:
-    """Return the paths of modules, and of what they are in, whose experts can have no adapters."""
+    """Return the paths of modules whose experts cannot have adapters, and of their parents."""
     stacks = {path for path, _ in find_stacks(model)}
     held = [
         (p, m)
@@ -192,7 +193,7 @@ def _find_unstacked_experts(model: nn.Module) -> list[str]:
 
 
 def _is_bare_router(router: nn.Module) -> bool:
-    """Whether a router is no linear layer but holds a matrix as one."""
+    """Whether a router is not a linear layer, but holds a weight matrix like one."""
     weight = getattr(router, "weight", None)
     return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
@@ -203,14 +204,14 @@ def _refuse_uncalled_linears(tune: TuneConfig, model: nn.Module) -> None:
     special = list(find_uncalled_linears(model))
     if bad := [name for name in named if any(_is_named(path, [name]) for path in special)]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: {bad[0]} is not called as a linear layer is: a fused "
-            "kernel takes its weight, or the product is of groups, so that its adapter would not "
-            f"be trained; leave {', '.join(bad)} out (all-linear does)"
+            f"tune.targets={tune.targets}: {bad[0]} is not called like other linear layers: a "
+            "fused kernel takes its weight, or its matmul is grouped, so its adapter would not be "
+            f"trained; leave {', '.join(bad)} out (all-linear does)"
         )
 
 
 def _find_linears(model: Any, others: set[str]) -> list[str]:
-    """Return the paths of all linear layers but these and the output head."""
+    """Return the paths of all linear layers except ``others`` and the output head."""
     head = model.get_output_embeddings()
     return [
         path
@@ -220,7 +221,7 @@ def _find_linears(model: Any, others: set[str]) -> list[str]:
 
 
 def _refuse_unsupported_on_stacks(tune: TuneConfig) -> None:
-    """Refuse adapters on stacks of experts in a form that they do not have."""
+    """Refuse settings that adapters on expert stacks do not support."""
     if tune.method == "dora":
         raise ConfigError(
             f"tune.method=dora with experts in tune.targets={tune.targets}: DoRA's magnitudes are "
@@ -228,21 +229,21 @@ def _refuse_unsupported_on_stacks(tune: TuneConfig) -> None:
         )
     if tune.dropout:
         raise ConfigError(
-            f"tune.dropout={tune.dropout:g} with experts in tune.targets={tune.targets}: their "
-            "adapters have none, as peft's; set tune.dropout=0, or leave the experts out"
+            f"tune.dropout={tune.dropout:g} with experts in tune.targets={tune.targets}: adapters "
+            "on experts have no dropout, as in peft; set tune.dropout=0, or leave the experts out"
         )
 
 
 @contextmanager
 def without_target_conversion() -> Iterator[None]:
-    """Let peft take target names as they are.
+    """Keep peft from converting target names.
 
-    For families whose experts were linear layers in transformers 4 it takes gate_proj for the
-    stacks of experts and all-linear for routers too, and passes over layers of these names.
+    In families whose experts were linear layers in transformers 4, peft takes gate_proj to mean the
+    expert stacks, lets all-linear include routers, and skips linear layers with these names.
     """
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # of before it did
+    except ImportError:  # a version before this conversion
         yield
         return
     theirs = conversion.convert_peft_config_for_transformers
@@ -254,9 +255,9 @@ def without_target_conversion() -> Iterator[None]:
 
 
 def find_names_taken_for_stacks(directory: Path) -> set[str]:
-    """Return the names that stock peft takes for stacks of experts in the model of a directory.
+    """Return the names that stock peft takes for expert stacks in the model of a directory.
 
-    It goes by the model's type, whether or not a shared expert or a dense layer has such a name.
+    peft decides by the model type, even if a shared expert or a dense layer has such a name.
     """
     names = {*EXPERT_NAMES}
     with fast_imports():
@@ -264,7 +265,7 @@ def find_names_taken_for_stacks(directory: Path) -> set[str]:
 
         try:
             from peft.utils import transformers_weight_conversion as conversion
-        except ImportError:  # of before it did; those who load the adapter may have another
+        except ImportError:  # an older peft; who loads the adapter may have a newer one
             return names
     asked = LoraConfig(target_modules=[*names])
     like = SimpleNamespace(config=read_config(directory))
@@ -273,7 +274,7 @@ def find_names_taken_for_stacks(directory: Path) -> set[str]:
 
 
 def _require_loadable(tune: TuneConfig, layers: list[str], directory: Path) -> None:
-    """Refuse DoRA on layers that peft takes for stacks of experts, which it adapts without DoRA."""
+    """Refuse DoRA on layers that peft takes for expert stacks, for which it has no DoRA."""
     if tune.method != "dora" or {_last_part(layer) for layer in layers}.isdisjoint(EXPERT_NAMES):
         return
     taken = find_names_taken_for_stacks(directory)
@@ -308,7 +309,7 @@ def _require_own_head(language: LanguageModel, tune: TuneConfig) -> None:
 
 
 def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> None:
-    """Refuse a target that is no module's name, which peft passes over beside one that is."""
+    """Refuse a target that names no module; peft ignores such a target if another one matches."""
     named = [] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name, _ in model.named_modules()]
     unknown = [
@@ -320,8 +321,8 @@ def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> N
         near = difflib.get_close_matches(unknown[0], linear, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         experts = _find_stack_names(model)
-        # Files have other names for them, one by one: w1, gate_proj.
-        routed = f"; its routed experts, as one: {', '.join(experts)}" if experts else ""
+        # Files store experts one by one, under other names: w1, gate_proj.
+        routed = f"; its routed experts, as stacks: {', '.join(experts)}" if experts else ""
         raise ConfigError(
             f"tune.targets={tune.targets}: no layer of this model is called "
             f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}{routed}"
@@ -333,14 +334,14 @@ def _find_stack_names(model: nn.Module) -> list[str]:
 
 
 def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]) -> None:
-    """Refuse a pattern that is no adapted layer's, and two of one: their order is not kept."""
+    """Refuse a pattern that matches no adapted layer, and two for one layer: they have no order."""
     plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
         if of_experts := [key for path in stacks for key in match_patterns(patterns, path)]:
             raise ConfigError(
-                f"tune.{setting}: {of_experts[0]} matches {stacks[0]}; the rank of experts is "
-                "tune.expert_rank, and their scale that of the other adapters"
+                f"tune.{setting}: {of_experts[0]} matches {stacks[0]}; the rank of experts is set "
+                "by tune.expert_rank, and they have the scale of the other adapters"
             )
         found = {layer: match_patterns(patterns, layer) for layer in plain}
         used = {key for keys in found.values() for key in keys}
@@ -353,14 +354,14 @@ def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ..
             if len(keys) > 1:
                 raise ConfigError(
                     f"tune.{setting}: {' and '.join(keys)} both match {layer}; write them so that "
-                    "one matches"
+                    "only one matches"
                 )
 
 
 def _require_whole_model_patterns(tune: TuneConfig, in_whole: Mapping[str, str]) -> None:
-    """Refuse a pattern that means a layer by its path in the language model, and not in the whole.
+    """Refuse a pattern that matches only one of a layer's paths in language model and whole model.
 
-    Adapters are trained in the one, and exported and merged for the other.
+    Adapters are trained in the language model, but exported and merged for the whole model.
     """
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(tune, setting)
@@ -368,9 +369,9 @@ def _require_whole_model_patterns(tune: TuneConfig, in_whole: Mapping[str, str])
             if odd := {*match_patterns(patterns, layer)} ^ {*match_patterns(patterns, whole)}:
                 end = os.path.commonprefix([layer[::-1], whole[::-1]])[::-1].partition(".")[2]
                 raise ConfigError(
-                    f"tune.{setting}: {min(odd)} matches one of {layer} and {whole}, which are one "
-                    "layer, in the language model and in the whole model of exports; write it so "
-                    f"that it matches both, as {end} does"
+                    f"tune.{setting}: {min(odd)} matches only one of {layer} and {whole}, which "
+                    "are the same layer in the language model and in the whole model of exports; "
+                    f"write it so that it matches both, as {end} does"
                 )
 
 
@@ -383,7 +384,7 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
     alphas = _add_weight_patterns(tune.alpha_pattern, targets.weight_layers)
     if targets.stacks:
         grown = targets.expert_rank / tune.rank
-        alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # the scale of the others
+        alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # for the same scale
         for name in targets.parameters:
             if name.rpartition(".")[0] in targets.stacks:
                 ranks[name], alphas[name] = targets.expert_rank, alpha
@@ -403,7 +404,7 @@ def make_lora_config(tune: TuneConfig, targets: Targets) -> Any:
 
 
 def _add_weight_patterns(patterns: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
-    """Return patterns that match the weights of ``layers``, by which peft knows these, too."""
+    """Make patterns also match the weights of ``layers``, by which peft identifies these layers."""
     changed = {key for layer in layers for key in match_patterns(patterns, layer)}
     before, behind = _WEIGHT_PATTERN
     return {
@@ -413,7 +414,7 @@ def _add_weight_patterns(patterns: Mapping[str, Any], layers: Sequence[str]) -> 
 
 
 def strip_weight_patterns(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an adapter's patterns as they were before they matched the weights of layers, too."""
+    """Undo ``_add_weight_patterns`` in an adapter's patterns."""
     before, behind = _WEIGHT_PATTERN
     return {
         key.removeprefix(before).removesuffix(behind) if key.endswith(behind) else key: value

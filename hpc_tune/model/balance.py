@@ -1,19 +1,19 @@
-"""How evenly routers spread tokens over experts: counted, and where it is asked for learned.
+"""Count how evenly routers spread tokens over experts, and train it if losses for that are set.
 
-    a router's logits, what it has chosen -> tokens of each expert
-                                          -> losses of balance and of the logits' size
-    its weights  -> _LossCarrier -> experts   backward: the losses' gradient, to the logits
+    a router's logits and choices -> tokens per expert
+                                  -> balance loss, and z loss (on the size of the logits)
+    its weights  -> _LossCarrier -> experts   backward: the losses' gradient goes to the logits
 
-Of a packed row with T tokens without padding, n_e of which one of the router's k choices gives to
-expert e of E, with the probabilities p_te (Megatron-LM's seq_aux_loss, moe_utils.py; with T more,
-so that rows add up like tokens):
+For a packed row with T tokens (padding excluded), E experts, k choices per token, n_e tokens that
+go to expert e, and the probabilities p_te (Megatron-LM's seq_aux_loss, moe_utils.py, times T, so
+that rows add up like tokens):
 
-    balance = T * E / (k T^2) * sum_e n_e sum_t p_te       1 per token where all is even
+    balance = T * E / (k T^2) * sum_e n_e sum_t p_te       1 per token if perfectly even
     z       = sum_t logsumexp(logits_t)^2                  arXiv:2202.08906, equation 5
 
-Counts are those of whole rows, also where ranks share them, so neither depends on micro-batches,
-ranks or layouts. The gradient goes into a pass where the experts' weights are, and no loss has to
-travel from stage to stage.
+Counts cover whole rows, even if ranks share a row, so neither loss depends on micro-batches, ranks
+or layouts. The losses' gradient enters the backward pass at the routers' weights, so that no loss
+has to travel from stage to stage.
 
 Shapes: B rows, T tokens, N = B x T, E experts, K chosen of them, L routers.
 """
@@ -37,7 +37,7 @@ from hpc_tune.model.shared_rows import SharedRows
 Score = Literal["softmax", "sigmoid", ""]
 _ROUTER_NAME = re.compile(r"(^|\.)(router|gate)$")
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-_TOLERANCE = 1e-3  # of a weight: some families add 1e-6 to what they divide by
+_TOLERANCE = 1e-3  # relative: some families add 1e-6 to the denominator of weights
 _NUM_LOSSES = 2
 
 
@@ -52,9 +52,9 @@ class Router:
 
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums over a step: both losses of all tokens and routers, and each router's tokens by expert.
+    """Sums over a step: both losses over all tokens and routers, each router's tokens by expert.
 
-    The losses are 0 where they are not learned.
+    A loss that is not trained is 0.
     """
 
     balance: float
@@ -75,7 +75,7 @@ def find_router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def list_routers(model: nn.Module) -> tuple[Router, ...]:
-    """Return a whole model's routers, in its order."""
+    """Return the routers of a whole model, in the model's order."""
     routers: list[Router] = []
     for path, module in find_router_modules(model).items():
         weight = next(p for p in module.parameters() if p.dim() == 2)
@@ -86,9 +86,10 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
 
 
 def find_router_score(model: nn.Module, run: Any) -> Score:
-    """Return by which function the routers of a mixture weigh experts, tried by ``run()``.
+    """Return the function with which a mixture's routers weight experts, found by a ``run()``.
 
-    "" where a router does not return logits, weights and choices, or weighs in another way.
+    "" if routers differ. If the function is unknown, softmax if transformers has a loss for the
+    family, else "".
     """
     found: list[Score] = []
 
@@ -125,7 +126,7 @@ def _is_known_output(out: Any) -> bool:
 def _infer_score(
     logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor
 ) -> Score:
-    """Return of which scores the weights are multiples: by one factor per token, or one in all."""
+    """Return which scores the weights are multiples of, by a factor per token (K = 1: one)."""
     own_NK = weights_NK.float()
     scores: dict[Score, torch.Tensor] = {
         "softmax": logits_NE.float().softmax(-1),
@@ -140,13 +141,13 @@ def _infer_score(
 
 
 def _stock_score(model: Any) -> Score:
-    """Return softmax for a family that weighs in its own way and has transformers' own loss."""
+    """Return softmax for a family with its own weighting if transformers has a loss for it."""
     modules = (sys.modules.get(type(m).__module__) for m in model.modules())
     return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
 
 
 def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
-    """Return which tokens of a batch are no padding, [B, T]; the host waits for no device."""
+    """Return a mask of a batch's tokens that are not padding, [B, T], without a device sync."""
     num_rows, num_own = batch.tokens_BT.shape
     shape = num_rows, num_own * (share.part.size if share else 1)
     real_BT = torch.ones(shape, dtype=torch.bool, device=batch.tokens_BT.device)
@@ -159,7 +160,7 @@ def real_tokens(batch: Batch, share: SharedRows | None = None) -> torch.Tensor:
 def count_expert_tokens(
     chosen_NK: torch.Tensor, real_BT: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """Return how many tokens of each row each expert has, [B, E]."""
+    """Return how many real tokens of each row go to each expert, [B, E]."""
     is_chosen_NE = torch.zeros(
         len(chosen_NK), num_experts, dtype=torch.bool, device=chosen_NK.device
     )
@@ -171,7 +172,7 @@ def count_expert_tokens(
 def _count_whole_rows(
     counts_BE: torch.Tensor, real_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of each row by expert, and in all, on all ranks that share the rows."""
+    """Return each row's tokens by expert and in total, summed over the ranks that share rows."""
     tokens_B, share = real_BT.sum(1), batch_context.batch.share
     if share is None:
         return counts_BE, tokens_B
@@ -187,10 +188,10 @@ def balance_loss(
     score: Score,
     tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum of T * L over rows, see above; scores of a sigmoid add up to 1, too.
+    """Return the sum over rows of ``balance`` (see the top); sigmoid scores are normalized to 1.
 
-    Where ranks share rows, ``counts_BE`` and ``tokens_B`` are of whole rows, and the sum over the
-    ranks is that of T * L.
+    If ranks share rows, ``counts_BE`` and ``tokens_B`` are those of whole rows, and the results of
+    these ranks add up to that sum.
     """
     logits_BTE = logits_NE.float().view(*real_BT.shape, -1)
     probs_BTE = logits_BTE.sigmoid() if score == "sigmoid" else logits_BTE.softmax(-1)
@@ -203,23 +204,23 @@ def balance_loss(
 
 
 def z_loss(logits_NE: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
-    """Return the sum over tokens of the squared logarithm of what a softmax divides by."""
+    """Return the sum over tokens of the squared logsumexp of the logits."""
     squares_N = logits_NE.float().logsumexp(-1).square()
     return squares_N.masked_fill(~real_BT.flatten(), 0.0).sum()
 
 
 class RouterWatch:
-    """Adds up what the routers of this rank's stages do in a step, and lets them learn balance.
+    """Adds up what the routers of this rank's stages do in a step, and trains their losses.
 
-    ``sums`` is one vector, to be added up over the ranks with whatever else is; ``read`` tells what
-    it means. Of dense models, and where ``score`` is "", it is empty.
+    ``sums`` is one vector, to be summed over the ranks with other values; ``read`` interprets it.
+    It is empty if there are no ``routers``: in dense models, and if routers cannot be watched.
     """
 
     def __init__(
         self, routers: Sequence[Router], score: Score, tune: TuneConfig, counts: bool = True
     ) -> None:
-        """``routers``: those of the whole model. ``counts``: of the ranks that work on the same
-        rows, this one counts them.
+        """Watch ``routers``, those of the whole model. ``counts``: whether this rank counts tokens;
+        of the ranks that work on the same rows, one does.
         """
         self._routers, self._score, self._counts = routers, score, counts
         self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0
@@ -228,11 +229,11 @@ class RouterWatch:
         self.sums = torch.zeros(0)
 
     def attach(self, stages: Sequence[Any], device: torch.device) -> None:
-        """Look at the routers of these parts of the model, which are ``LossModel``s."""
+        """Hook the routers of ``stages``, this rank's parts of the model (``LossModel``s)."""
         self.sums = torch.zeros(num_router_sums(self._routers), dtype=torch.float32, device=device)
         for stage in stages if self._routers else ():
             stage.watch = self
-            # By path: where an engine has taken parameters apart, no stack of experts is seen.
+            # By path: once an engine has partitioned parameters, their shapes show no experts.
             held = dict(stage.named_modules())
             for number, router in enumerate(self._routers):
                 if router.path in held:
@@ -240,16 +241,16 @@ class RouterWatch:
                     held[router.path].register_forward_hook(look)
 
     def begin(self, scale: float) -> None:
-        """Begin a step, whose losses of all tokens are multiplied by ``scale`` in backward passes.
+        """Begin a step; its backward passes multiply the losses, summed over tokens, by ``scale``.
 
-        That is 1 / the step's tokens, or what an engine makes of it that divides gradients.
+        ``scale`` is 1 / the step's tokens, adjusted if the engine divides gradients itself.
         """
         self.scale = scale
         self.sums.zero_()
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Count what routers choose: a block that is recomputed runs outside of this."""
+        """Count routers' choices in this context; blocks are recomputed outside of it."""
         self._is_first_pass = True
         try:
             yield
@@ -257,7 +258,7 @@ class RouterWatch:
             self._is_first_pass = False
 
     def read(self, sums: Sequence[float]) -> RouterSums | None:
-        """Return what ``sums`` means, or None where nothing is watched."""
+        """Interpret ``sums``; return None if no router is watched."""
         if not self._routers:
             return None
         balance, z, *counts = sums
@@ -300,7 +301,7 @@ class RouterWatch:
 
 
 class _LossCarrier(torch.autograd.Function):
-    """Passes weights on; in the backward pass a loss beside them gets its gradient."""
+    """Returns the weights unchanged; its backward pass also gives ``loss`` its gradient."""
 
     @staticmethod
     def forward(
@@ -322,10 +323,10 @@ def num_router_sums(routers: Sequence[Router]) -> int:
 
 
 def summarise_load(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
-    """Return how uneven a step's tokens are spread, in numbers; None of a dense model.
+    """Return numbers that tell how unevenly a step's tokens are spread; None for a dense model.
 
-    ``largest``: the tokens of the fullest expert by the mean of its layer. ``unused``: the share of
-    all experts without a token. And the losses that are learned, per token.
+    ``largest``: tokens of the fullest expert, relative to the mean of its layer. ``unused``: the
+    share of all experts without a token. The losses that are trained are given per token.
     """
     if routers is None:
         return None

@@ -1,7 +1,7 @@
-"""A model directory -> a model on the meta device -> weights in their place.
+"""Build the model of a directory on the meta device, before its weights are loaded.
 
-build   the module tree with adapters, no byte of weights
-(the engine shards it; then see load.py)
+build   the module tree with adapters, without any weights
+(then the engine shards it, and load.py fills it)
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that ``model.dtype`` means on this device (auto: bf16 on a GPU with it)."""
+    """Return the dtype that ``model.dtype`` means on this device (auto: bf16 if a GPU has it)."""
     if name == "auto":
         architecture = find_architecture(device)
         has_bf16 = architecture is not None and architecture.has_bf16
@@ -62,7 +62,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 class Slice:
     """Where a slice lies in its full tensor: from ``start`` along ``dim``.
 
-    ``parts``: the full tensor is so many equal ones along ``dim``, and a slice is one of each.
+    ``parts``: the full tensor has so many equal parts along ``dim``, and a slice has some of each.
     """
 
     dim: int
@@ -73,7 +73,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class LocalRegion:
-    """The values that this rank holds of a tensor, where they begin in it, and its whole shape."""
+    """This rank's values of a tensor, their offset in it, and the full tensor's shape."""
 
     local: torch.Tensor
     offset: tuple[int, ...]
@@ -81,7 +81,7 @@ class LocalRegion:
 
     @property
     def box(self) -> Box:
-        """Which values they are."""
+        """The region of the full tensor."""
         return Box(self.offset, tuple(self.local.shape))
 
 
@@ -89,18 +89,18 @@ class LocalRegion:
 class BuiltModel:
     """A model on the meta device and where its weights are.
 
-    ``base_names`` maps the name that a parameter or a persistent buffer has in ``module`` to its
-    name in the model directory.
-    ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
-    peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
-    of which this rank has only a slice, beside those that are DTensors. ``tied`` is the stored name
-    of the weight that is both the embedding and the output head. ``start`` holds the first values
-    of adapters, where they are not new. ``dropout`` holds config.json's rates of dropout and of
-    routers' noise by name, which are not applied. Rotary positions that are scaled by a text's
-    length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's
-    tensors to their names in the whole model of the directory; ``others`` are parts of its files
-    that are not trained. ``routers``: those of a mixture that are watched, and ``router_score``, by
-    which function they weigh experts. ``rope_scaling``: model.rope_scaling, which ``config`` has.
+    ``base_names`` maps the name of a parameter or persistent buffer in ``module`` to its name in
+    the model directory.
+    ``saved_names`` maps a trained parameter's name to its name in checkpoints and exports: peft's
+    for adapters, the model directory's for full fine-tuning. ``slices``: parameters of which this
+    rank has only a slice, apart from DTensors. ``tied`` is the stored name of the weight that is
+    both the embedding and the output head. ``start`` holds the initial values of adapters that
+    continue saved ones. ``dropout`` maps names of config.json's dropout and router noise settings
+    to their values, which are not applied. Rotary positions that depend on the length of a text are
+    scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to
+    their names in the whole model of the directory; ``others`` are parts of its files that are not
+    trained. ``routers``: those that are watched; ``router_score``: the function with which they
+    weight experts. ``rope_scaling``: model.rope_scaling, already applied to ``config``.
     """
 
     module: LossModel
@@ -125,15 +125,15 @@ class BuiltModel:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Numbers of the tokens whose rows of the embedding are trained, rising."""
+        """Ids of the tokens whose embedding rows are trained, in ascending order."""
         embedding = self.module.causal_lm().get_input_embeddings()
         rows = getattr(embedding, "token_adapter", None)
         return rows.ids if isinstance(rows, TokenRows) else ()
 
     def find_stored(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
-        """Return the files that hold a tensor's first values, and its name there.
+        """Return the files that hold a tensor's initial values, and its name in them.
 
-        None if it has new ones.
+        None if no file holds them.
         """
         if self.start is not None and name in self.saved_names:
             return self.start, self.saved_names[name]
@@ -143,10 +143,10 @@ class BuiltModel:
     def regions(
         self, name: str, parameter: torch.Tensor, values: torch.Tensor | None = None
     ) -> list[LocalRegion]:
-        """Return what this rank holds of ``parameter``, or of ``values`` laid out as it is.
+        """Return this rank's regions of ``parameter``, or of ``values`` of the same layout.
 
-        ``values`` may be this rank's part alone: optimizer state on the host is no DTensor. One
-        region, but for a slice of each of several parts. They are views of the tensor.
+        ``values`` may be this rank's part only: optimizer state on the host is not a DTensor. There
+        is one region, or one for each part that this rank has a slice of. Regions are views.
         """
         local, offset = local_region(parameter.detach())
         if values is not None:
@@ -172,9 +172,9 @@ class BuiltModel:
 
     @property
     def weights_fingerprint(self) -> str:
-        """See ``fingerprint_weights``; "" where a run that goes on does not need the base's values.
+        """See ``fingerprint_weights``; "" if a resumed run does not need the base's values.
 
-        Full fine-tuning does where answers are compared with the model as it was.
+        Full fine-tuning needs them only if the initial model is the reference for answers.
         """
         is_needed = self.tune.method != "full" or self.tune.has_reference
         if not is_needed or not isinstance(self.index, TensorIndex):
@@ -193,12 +193,12 @@ def build(
 ) -> BuiltModel:
     """Build the model of ``directory`` with its adapters on the meta device.
 
-    Frozen weights have ``dtype``, trained ones (with tune.method=full all) tune.param_dtype. With
-    ``weights=False`` only config.json is read, and loading leaves memory uninitialised.
+    Frozen weights have ``dtype``, trained ones (all with tune.method=full) tune.param_dtype. With
+    ``weights=False`` only config.json is read, and loading leaves memory uninitialized.
 
     Raises:
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or
-            weights would be trained too coarsely, or positions cannot be scaled so.
+            tune.param_dtype is bf16 in an fp32 model, or positions cannot be scaled in this way.
     """
     _require_precision(tune, dtype)
     full = tune.method == "full"
@@ -247,7 +247,7 @@ def build(
 def _make_language_model(
     directory: Path, dtype: torch.dtype, weights: bool, rope_scaling: Mapping[str, Any] | None
 ) -> tuple[LanguageModel, dict[str, float]]:
-    """Return the language model of ``directory``, and its own rates of dropout, which are off."""
+    """Return the language model of ``directory``, and its dropout rates, which are turned off."""
     config = read_config(directory, rope_scaling)
     dropout = disable_dropout(language_config(config, directory))
     index = index_model_directory(directory) if weights else None
@@ -273,12 +273,12 @@ def _find_stored_names(
     shapes: Mapping[str, tuple[int, ...]],
     tied: str | None,
 ) -> dict[str, str]:
-    """Return what the files call each tensor of the language model, whose ``shapes`` are by name.
+    """Map each tensor of the language model, as listed in ``shapes``, to its name in the files.
 
-    ``tied``: the one that is both the embedding and the output head.
+    ``tied``: the tensor that is both the embedding and the output head.
 
     Raises:
-        DataError: if one is not there, or has another shape.
+        DataError: if a tensor is missing or has another shape.
     """
     names: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -305,30 +305,30 @@ def _find_stored_names(
 def _require_known_conversion(
     directory: Path, missing: Sequence[str], names: TensorNames, index: TensorIndex | ShapeIndex
 ) -> None:
-    """Refuse a model of which transformers makes a tensor of others in a way not known here."""
+    """Refuse a model if transformers makes a missing tensor from stored ones in an unknown way."""
     unfollowed = getattr(index, "unfollowed", {})
     found = next((name for name in missing if names.name_in_whole(name) in unfollowed), None)
     if found is not None:
         raise DataError(
-            f"{directory}: transformers makes {found} of tensors of its files by "
-            f"{unfollowed[names.name_in_whole(found)]}, which is not supported, so such files are "
-            "not read"
+            f"{directory}: transformers makes {found} from tensors in these files by "
+            f"{unfollowed[names.name_in_whole(found)]}, which is not supported here, so this model "
+            "cannot be read"
         )
 
 
 def _advise_on_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
-    """Return what to do where a tensor is stored under the name of a module around the model."""
+    """Return advice if a tensor is stored with the name of a wrapper module before its own."""
     found = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
     if found is None:
         return ""
     return (
-        f". {found} is: the model was saved in a wrapper of torch.compile, DDP or peft; "
+        f". {found} is there: the model was saved inside a wrapper of torch.compile, DDP or peft; "
         "unwrap it and save it again"
     )
 
 
 def _peft_name(name: str, names: TensorNames) -> str:
-    """Return the name that peft saves a parameter of its adapter ``default`` under."""
+    """Return the name under which peft saves a parameter of its adapter ``default``."""
     inside = names.name_in_whole(name.removeprefix(f"model.{ADAPTER_PREFIX}"))
     plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
     return ADAPTER_PREFIX + plain.replace(".default", "")

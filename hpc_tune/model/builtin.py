@@ -38,7 +38,7 @@ def write_tiny(directory: Path) -> None:
     one), so that they are the same bits on every machine.
 
     Raises:
-        ConfigError: if the file system refuses.
+        ConfigError: if the files cannot be written.
     """
     if (directory / "config.json").exists():
         return
@@ -74,9 +74,9 @@ def _write_model(directory: Path) -> None:
         )
         for name, shape in _weight_shapes().items()
     }
-    # Not save_file, which lets nobody but this user read the file, whatever the umask.
+    # Not save_file: it makes the file readable for this user only, whatever the umask.
     (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
-    # Last: a directory with config.json is a whole one.
+    # Written last: a directory with config.json counts as complete.
     config.save_pretrained(directory)
 
 

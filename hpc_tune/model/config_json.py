@@ -1,6 +1,4 @@
-"""config.json of a model directory, and those of published models (shape:NAME), which have no
-weights.
-"""
+"""Read config.json of a model directory, or of a published model without weights (shape:NAME)."""
 
 import difflib
 import functools
@@ -17,15 +15,15 @@ import torch
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.files import raise_if_out_of_files
 
-# Where config.json may name kernels of the hub, as OWNER/NAME.
+# Keys of config.json that may name a kernel of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 _COUNT_KEY = re.compile(r"(layers?|experts|blocks|^depth)$")
-MAX_PARTS = 10_000  # layers of a model, or experts of a layer; ten times what there is
+MAX_PARTS = 10_000  # layers of a model, or experts of a layer; ten times what any model has
 
 
 def read_config_json(directory: Path) -> Any:
-    """Return the content of a directory's config.json; not to be changed.
+    """Return the content of a directory's config.json. It is cached: do not modify it.
 
     Raises:
         OSError, ValueError: if it cannot be read.
@@ -40,7 +38,7 @@ def _read_cached(file: Path, changed_ns: int) -> Any:
 
 
 def try_read_config_json(directory: Path) -> dict[str, Any]:
-    """Return what ``read_config_json`` does; empty where it cannot be read or is no object.
+    """Call ``read_config_json``, but return {} if the file cannot be read or holds no object.
 
     Raises:
         OSError: if no more files can be opened.
@@ -54,32 +52,32 @@ def try_read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def config_parts(settings: Any) -> list[dict[str, Any]]:
-    """Return the content of a config.json, and the dicts in it: of its language model, and more."""
+    """Return the content of a config.json and the dicts in it: its language model's, and others."""
     several = [settings, *settings.values()] if isinstance(settings, dict) else []
     return [part for part in several if isinstance(part, dict)]
 
 
 def common_value(config: Any, name: str) -> Any:
-    """Return a value of transformers' ``config`` that all layers have, None where they differ."""
+    """Return a value of transformers' ``config`` that all layers share; None if they differ."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # it is said for each layer, and transformers gives none for all
+    except RuntimeError:  # it is set per layer, so transformers has no common value
         return None
 
 
 def has_router_losses(directory: Path) -> bool:
-    """Whether config.json asks transformers for a loss of the routers."""
+    """Whether config.json turns on transformers' own loss for the routers."""
     parts = config_parts(read_config_json(directory))
     return any(part.get("output_router_logits") for part in parts)
 
 
 def refuse_huge_counts(directory: Path) -> None:
-    """Refuse a number of layers or experts, one by one made, that no model has.
+    """Refuse more layers or experts than any model has: they would be built one by one.
 
     Raises:
-        DataError: which names it.
+        DataError: names the setting and its value.
     """
-    settings = try_read_config_json(directory)  # transformers says what is wrong
+    settings = try_read_config_json(directory)  # transformers reports an unreadable file
     counts = (part.items() for part in config_parts(settings))
     for name, value in itertools.chain.from_iterable(counts):
         if _COUNT_KEY.search(name) and isinstance(value, int | float) and value > MAX_PARTS:
@@ -90,7 +88,7 @@ def refuse_huge_counts(directory: Path) -> None:
 
 
 def refuse_hub_kernels(directory: Path) -> None:
-    """Refuse a config.json that names code of the hub, which transformers would load and run."""
+    """Refuse a config.json that names code on the hub, which transformers would load and run."""
     parts = config_parts(read_config_json(directory))
     for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
         if "/" in name:
@@ -125,12 +123,12 @@ def shape_directory(path: str) -> Path:
     name = path.removeprefix(SHAPE_PREFIX)
     if name not in shape_names():
         near = difflib.get_close_matches(name, shape_names(), n=3) or shape_names()
-        raise ConfigError(f"model.path={path}: no such shape; there is {', '.join(near)}")
+        raise ConfigError(f"model.path={path}: no such shape; available: {', '.join(near)}")
     return _shapes() / name
 
 
 def find_nearest_shape(path: str) -> str:
-    """Return the published shape that is likest to the name of a model, such as shape:llama3-8b."""
+    """Return the shape whose name is closest to that of a model, such as shape:llama3-8b."""
     name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
     size = re.search(r"\d+b", name)
     names = [shape for shape in shape_names() if size and shape.endswith(f"-{size[0]}")]

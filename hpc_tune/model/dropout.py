@@ -2,9 +2,8 @@
 
 A mask is a function of (seed, row of the global stream, layer), so a run that resumes with another
 number of ranks, micro-batch size or engine drops the same values; a rank that holds a slice of the
-features drops those of its slice. On a GPU, where random numbers
-depend on the size of the tensor, rows must also be padded to the same width, as packed ones mostly
-are.
+features applies its slice of the mask. On a GPU, random numbers depend on the size of the tensor,
+so rows must also be padded to the same width there; packed rows mostly are.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ class RowDropout(nn.Module):
         self._slice, self._num_slices = 0, 1
 
     def take_slice(self, number: int, of: int) -> None:
-        """Take inputs to be slice ``number`` of the features, which lie in ``of`` slices."""
+        """Treat inputs as slice ``number`` of the features, which are cut into ``of`` slices."""
         self._slice, self._num_slices = number, of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ class RowDropout(nn.Module):
         kept = x.new_empty(len(rows), num_tokens, x.shape[-1] * self._num_slices)
         for row, mask in zip(rows, kept, strict=True):
             mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
-        # Copies: the backward pass keeps the own part, and need not keep all.
+        # Copies, so that the backward pass keeps this rank's part of the mask instead of all.
         if share:
             kept = share.part.cut(kept).clone()
         kept = kept.reshape(*x.shape[:-1], -1)
@@ -49,7 +48,7 @@ class RowDropout(nn.Module):
 
 
 def row_generator(key: str, row: int, device: torch.device) -> torch.Generator:
-    """Return a source of random numbers for a row of the global stream; ``key``: seed and use."""
+    """Return a random generator for a row of the global stream; ``key``: seed and purpose."""
     digest = hashlib.blake2b(f"{key} {row}".encode(), digest_size=7)
     return torch.Generator(device).manual_seed(int(digest.hexdigest(), 16))
 
@@ -82,21 +81,21 @@ def disable_dropout(config: Any) -> dict[str, float]:
 #
 #     e + noise, uniform in ± alpha / sqrt(T x D)
 #
-# T is the tokens of the document, of which a packed row has several; padding, which other tools
-# count where they do not pack, is no part of it. The noise is a function of (seed, row of the
-# global stream, position in it) as the masks of ``RowDropout`` are.
+# T is the number of tokens of the document (a packed row has several documents), without padding,
+# which other tools count if they do not pack. The noise is a function of (seed, row of the global
+# stream, position in it), like the masks of ``RowDropout``.
 #
 # Shapes: B rows, T tokens, D values of an embedding.
 
 
 class EmbeddingNoise:
-    """A forward hook of an embedding. A tensor-parallel one has whole vectors by then."""
+    """A forward hook of an embedding; if that is tensor-parallel, its output is whole by then."""
 
     def __init__(self, alpha: float, seed: int) -> None:
         self._alpha, self._key = alpha, f"{seed} neftune"
 
     def __call__(self, module: nn.Module, _: object, embeddings_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings with noise, in training."""
+        """Return the embeddings, with noise in training."""
         batch, share = batch_context.batch, batch_context.batch.share
         if not module.training or batch.positions_BT is None:
             return embeddings_BTD
@@ -116,7 +115,7 @@ class EmbeddingNoise:
 
 
 def document_lengths(positions_BT: torch.Tensor) -> torch.Tensor:
-    """Return of each token how many its document has; the host need not wait for a device."""
+    """Return the number of tokens in each token's document, without a device sync."""
     positions_BT = positions_BT.long()
     document_BT = (positions_BT == 0).cumsum(1)
     last_BT = positions_BT.new_zeros(positions_BT.shape[0], positions_BT.shape[1] + 1)

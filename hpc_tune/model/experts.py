@@ -1,7 +1,7 @@
-"""Mixtures of experts: what in a model is a router, and what an expert.
+"""Mixtures of experts: find the routers and the experts of a model.
 
-A layer's experts are stacked in tensors of three dimensions, one for each product; a router gives
-each token a few of them. Families differ in where both are, so they are found by shape and name.
+A layer's experts are stacked in 3-dimensional tensors, one per matmul; a router assigns each token
+to a few of them. Families place both differently, so they are found by shape and name.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from torch import nn
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.config_json import common_value
 
-# The module between a stack of experts and the tokens, or a part of it, in its path.
+# In a path: the module that assigns tokens to a stack of experts, or a part of this module.
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
-_STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe's are linears
+_STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe: *_linear
 _INSIDE_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _SHARED = re.compile(r"shared_(expert|mlp)")
 CORRECTION_BIASES = {"e_score_correction_bias", "expert_bias"}
@@ -32,7 +32,7 @@ _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitt
 def find_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold stacks of experts, with their paths.
 
-    By name too: dense models have tensors of three dimensions as well (RWKV, RecurrentGemma).
+    Names count too, since dense models also have 3-dimensional tensors (RWKV, RecurrentGemma).
     """
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
@@ -41,17 +41,17 @@ def find_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def list_stacked_tensors(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the stacks that a module of ``find_stacks`` holds, in its order."""
+    """Return the paths of the stacks in a module of ``find_stacks``, in the module's order."""
     own = model.get_submodule(path).named_parameters(recurse=False)
     return [f"{path}.{name}" for name, parameter in own if parameter.dim() == 3]
 
 
 @dataclass(frozen=True)
 class AdaptedTensor:
-    """A tensor that peft adapts by itself: a stack of experts, or a matrix (``num_experts`` 1).
+    """A tensor peft adapts as a parameter: a stack of experts, or a matrix (``num_experts`` 1).
 
     ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs. ``form``: how gate
-    and up lie in one that is of both, where transformers says it.
+    and up are arranged in a stack that joins them, if transformers tells.
     """
 
     tensor: str
@@ -61,9 +61,9 @@ class AdaptedTensor:
 
 
 def find_adapted_tensors(model: nn.Module) -> dict[str, AdaptedTensor]:
-    """Return, for each stack of experts, by the path that peft gives its adapter's layer.
+    """Return the stacks of experts, each by the path that peft gives to the layer of its adapter.
 
-    It wraps a module once for each tensor, the first one inside.
+    peft wraps a module once for each tensor; the wrapper of the first tensor is the innermost.
     """
     found = {}
     for path, module in find_stacks(model):
@@ -80,7 +80,7 @@ def find_adapted_tensors(model: nn.Module) -> dict[str, AdaptedTensor]:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a model's configuration has a number of experts above one."""
+    """Whether a model's configuration has more than one expert."""
     return bool(_expert_counts(config))
 
 
@@ -91,7 +91,7 @@ def _expert_counts(config: Any) -> list[int]:
 
 
 def _config_parts(config: Any) -> list[Any]:
-    """Return a language model's configuration and the parts of it, as DBRX has for its experts."""
+    """Return a language model's configuration and its parts (DBRX has one for its experts)."""
     names = getattr(config, "sub_configs", ())
     return [config, *(part for name in names if (part := getattr(config, name, None)) is not None)]
 
@@ -102,12 +102,12 @@ def num_experts(config: Any) -> int:
 
 
 def chosen_expert_share(config: Any) -> float:
-    """Return which share of a layer's routed experts a token goes through; 1 in a dense model."""
+    """Return the share of a layer's routed experts that a token uses; 1 in a dense model."""
     return num_chosen_experts(config) / num_experts(config) if has_experts(config) else 1.0
 
 
 def num_chosen_experts(config: Any) -> int:
-    """Return how many experts a router gives a token, by a model's configuration; 1 if unknown."""
+    """Return the number of experts per token from a model's configuration; 1 if unknown."""
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
     for part, name in itertools.product(_config_parts(config), names):
         value = common_value(part, name)
@@ -119,9 +119,9 @@ def num_chosen_experts(config: Any) -> int:
 
 
 def num_shardable_experts(model: nn.Module) -> int:
-    """Return a number whose divisors are the numbers of ranks that experts can be split over.
+    """Return a number N: experts can be split over any number of ranks that divides N.
 
-    1 for a dense model, and where a layer's experts do not say which tokens they want.
+    1 for a dense model, and if a layer's experts do not tell which tokens they take.
     """
     counts = [
         getattr(stack, name).shape[0] if hasattr(stack, "has_gate") else 1
@@ -136,21 +136,22 @@ def require_shardable_experts(model: Any, ranks: int) -> int:
     """Return ``num_shardable_experts`` of a model with a ``config``; ``ranks`` must divide it.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if ``ranks`` does not divide it.
     """
     found = num_shardable_experts(model)
     if found % ranks:
         raise ConfigError(
-            f"parallel.expert={ranks}: the experts of a {model.config.model_type} model can be "
-            f"split over {f'a divisor of {found}' if found > 1 else 'no'} ranks; leave it out"
+            f"parallel.expert={ranks}: the experts of a {model.config.model_type} model "
+            f"{f'need ranks that divide {found}' if found > 1 else 'cannot be split over ranks'}; "
+            "leave it out"
         )
     return found
 
 
 def disable_router_losses(config: Any) -> None:
-    """Ask no loss of its routers of a transformers configuration: it is ``tune.router_aux_loss``.
+    """Turn off transformers' router loss in a configuration: tune.router_aux_loss replaces it.
 
-    Tools that train with one leave that they asked for it in config.json.
+    Tools that train with that loss leave it turned on in config.json.
     """
     parts: list[Any] = [config, getattr(config, "text_config", None)]
     for part in parts:
@@ -164,7 +165,7 @@ def is_mixture(model: nn.Module) -> bool:
 
 
 def find_expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold experts, also where these are no stacks (DBRX), with paths."""
+    """Yield the modules that hold experts, with their paths; DBRX's experts are not stacks."""
     stacks = {path for path, _ in find_stacks(model)}
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)
@@ -183,11 +184,11 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def make_routers_deterministic(model: nn.Module) -> dict[str, float]:
-    """Let routers choose in training as they do in evaluation; return what was drawn, by name.
+    """Make routers choose in training as in evaluation; return the noise turned off, by name.
 
-    Some families multiply a router's input with noise or draw experts at random, anew in each
-    micro-batch: losses would depend on the number of ranks, and a resumed run would differ. The
-    biases that correct a router's choice get no gradient: they are made buffers, and stay.
+    Some families multiply a router's input by noise or draw experts at random in each micro-batch:
+    losses would depend on the number of ranks, and a resumed run would differ. The biases that
+    correct a router's choice get no gradient: they become buffers and keep their values.
     """
     removed: dict[str, float] = {}
     for module in model.modules():
@@ -210,9 +211,9 @@ def _stay_in_eval(self: Any, mode: bool = True) -> Any:
 
 
 def group_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return what each parameter of a mixture belongs to, in words; empty for a dense model.
+    """Return, in words, the part of a mixture that each parameter belongs to; empty if dense.
 
-    Adapters belong to what they are on.
+    An adapter belongs to the part that it adapts.
     """
     roots = {path.replace(".base_layer", "") for path, _ in find_expert_modules(model)}
     kinds = {}
@@ -231,9 +232,9 @@ def group_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 @contextlib.contextmanager
 def looping_over_experts_in_fp32() -> Iterator[None]:
-    """Let transformers multiply experts one by one in 32 bits, where all of them are trained.
+    """Make transformers multiply experts one by one if they are fp32, as trained ones may be.
 
-    For traces: torch's fake grouped product has bf16 alone. What is kept has the same sizes.
+    For traces: torch's fake grouped matmul supports only bf16. Saved activations have equal sizes.
     """
     from transformers.integrations import moe
 

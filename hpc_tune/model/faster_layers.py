@@ -1,8 +1,8 @@
-"""RMS norms, SwiGLU MLPs and shared casts, faster than transformers', where a trial on a few
-values shows that they compute the same.
+"""RMS norms, SwiGLU MLPs and shared casts that are faster than transformers', used if a trial on a
+few values shows that they compute the same.
 
-The name of a class tells nothing for certain, and its source may change with a version. Where the
-two differ, or the layer cannot be tried, transformers' own runs.
+The name of a class proves nothing, and its source may change between versions. If the results
+differ, or the layer cannot be tried, transformers' own code runs.
 """
 
 import types
@@ -18,7 +18,7 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def make_like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
-    """Return a layer of the class of ``module``, with its plain attributes, made of ``parts``."""
+    """Return a new layer of ``module``'s class, with its plain attributes but these ``parts``."""
     layer = type(module).__new__(type(module))
     nn.Module.__init__(layer)
     for name, value in vars(module).items():
@@ -36,11 +36,11 @@ def find_equal_layers(
     forward: Forward,
     agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> list[nn.Module]:
-    """Return the layers of ``blocks`` that ``may_be`` and whose class computes as ``forward`` does.
+    """Return the layers of ``blocks`` that pass ``may_be`` and compute the same as ``forward``.
 
-    ``make`` returns a layer like one of them (see ``make_like``), and an input; the results of the
-    class's own forward and of ``forward`` must ``agree``. Layers of one class with the same plain
-    attributes are tried once.
+    ``make`` returns a small layer like the given one (see ``make_like``) and an input; the results
+    of its class's forward and of ``forward`` must ``agree``. Layers of one class with the same
+    plain attributes are tried once.
     """
     tried: dict[tuple[Any, ...], bool] = {}
     found = []
@@ -54,7 +54,7 @@ def find_equal_layers(
 
 
 def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
-    """Return what tells a layer from others of its class: values, or which object it is."""
+    """Return what distinguishes a layer from others of its class: values, or ids of objects."""
     return [
         (name, value if isinstance(value, (int, float, str, type(None))) else id(value))
         for name, value in vars(layer).items()
@@ -82,19 +82,19 @@ def _computes_as(
 #     y = x / sqrt(mean(x^2) + eps) * weight
 #
 # Computed in fp32 and rounded where transformers rounds. Only ``x`` is kept for the backward pass,
-# in its own dtype; autograd keeps it in fp32, and the normalised values too. A GPU has one kernel
-# for each pass, ``F.rms_norm``, which keeps as much, and rounds once, after the weight; on a CPU
-# that is no kernel of its own.
+# in its own dtype; autograd would keep it in fp32, and the normalized values too. On a GPU,
+# ``F.rms_norm`` is one kernel per pass; it keeps no more, and rounds once, after the weight. On a
+# CPU it is not a fused kernel.
 
 
-# Of results in 16 bits. Rounded in another place, about a third of them would differ.
+# The share of 16-bit results that must be equal. Rounded elsewhere, about a third would differ.
 _EQUAL_SHARE = 0.95
 
 
 def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
-    """Replace the forward of each RMS norm of Llama's form in ``blocks``; return how many.
+    """Replace the forward of each RMS norm of Llama's form in ``blocks``; return their number.
 
-    ``torchs``: by ``F.rms_norm``.
+    ``torchs``: use ``F.rms_norm`` instead of our own.
     """
     forward = _torch_forward if torchs else _rms_norm_forward
     norms = find_equal_layers(
@@ -139,8 +139,8 @@ def _torch_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != self.weight.dtype:
         stock: torch.Tensor = type(self).forward(self, x)
         return stock
-    # It computes in fp32 inside. Since torch 2.12 a GPU's autocast also has copies of x and of the
-    # result in fp32, even where both are in 16 bits.
+    # It computes in fp32 internally. Since torch 2.12, autocast on a GPU would also make fp32
+    # copies of x and of the result, even if both are in 16 bits.
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
@@ -152,7 +152,7 @@ class _RmsNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True).square_()
         inverse = mean_square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        # Not x_fp32 in place: of an x in fp32 it is x itself.
+        # Not in place on x_fp32: if x is in fp32, that is x itself.
         return (x_fp32 * inverse).to(x.dtype).mul_(weight)
 
     @staticmethod
@@ -162,7 +162,7 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             normalised = (x_fp32 * inverse).to(x.dtype)
             grad_weight = (grad * normalised).flatten(0, -2).sum(0)
-        # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalised values
+        # dx = g / rms - x (g . x) / (rms^3 D), where g is the gradient of the normalized values
         by_norm = (grad * weight).float()
         shared = torch.linalg.vecdot(by_norm, x_fp32).unsqueeze(-1)
         shared *= inverse**3 / x.shape[-1]
@@ -170,17 +170,17 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-# -- SwiGLU MLPs (arXiv:2002.05202) that keep one tensor less per block for the backward pass.
+# -- SwiGLU MLPs (arXiv:2002.05202) that keep one tensor fewer per block for the backward pass.
 #
 #     y = down(silu(gate(x)) * up(x))
 #
-# Autograd keeps the gate for silu, and its result and ``up`` for the product. Here the backward
-# pass recomputes silu, which takes less time than reading its result: only gate and ``up`` are
-# kept. The same operations on the same values give the same bits.
+# Autograd keeps the gate for silu, and silu's result and ``up`` for the multiplication. Here the
+# backward pass recomputes silu, which is faster than reading its result, so only gate and ``up``
+# are kept. The same operations on the same values give the same bits.
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them would show
+_WIDTH, _SCALE = 16, 8.0  # of the trial's input: large values would reveal a clamp
 
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
@@ -234,18 +234,18 @@ class _SwiGlu(torch.autograd.Function):
 # -- One cast of the input that several linear layers of a module share, under autocast.
 #
 #     norm, in fp32 -> cast once -> queries, keys and values; or gate and up
-#     their gradients, in the dtype of products -> added up in fp32
+#     their gradients, in the dtype of matmuls -> added up in fp32
 #
-# With master weights in fp32 a norm's result is fp32 too. torch's autocast remembers casts of
-# weights alone: each layer would cast its input anew, keep a copy of its own for the backward pass,
-# and cast its gradient to fp32 before these are added up. The values are the same. A compiler finds
+# With fp32 master weights a norm's result is fp32 too. torch's autocast caches casts of weights
+# only: each layer would cast the input again, keep its own copy for the backward pass, and cast
+# its gradient to fp32 before the gradients are added up. The values are the same. A compiler merges
 # equal casts by itself.
 
 
 def share_casts(blocks: Iterable[nn.Module]) -> int:
-    """Let linear layers that a module in ``blocks`` calls with one tensor cast it once.
+    """Cast an input once for all linear layers that a module in ``blocks`` calls with it.
 
-    Returns how many modules have several such layers. Without autocast nothing is cast.
+    Returns the number of modules with several such layers. Without autocast nothing is cast.
     """
     found = 0
     modules: Any = (part for block in blocks for part in block.modules())
@@ -256,7 +256,7 @@ def share_casts(blocks: Iterable[nn.Module]) -> int:
             for layer in layers:
                 layer.register_forward_pre_hook(shared.cast)
             module.register_forward_hook(shared.forget, always_call=True)
-            module.forget_casts = shared.forget  # for who calls ``forward``, which runs no hooks
+            module.forget_casts = shared.forget  # for callers of ``forward``, which runs no hooks
             found += 1
     return found
 
@@ -266,16 +266,16 @@ def _may_be_cast(part: nn.Module) -> bool:
 
 
 class _SharedInputs:
-    """Inputs of a module's linear layers while it runs, and what is left of the casts of each."""
+    """Inputs of a module's linear layers while it runs, with the casts that are not yet used."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        # By the input's id, with the input, so that no other has its id.
+        # By the input's id; holding the input keeps its id from being reused.
         self._casts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def cast(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Give a layer its input in the dtype of autocast."""
-        if not args:  # a call by name, which torch's own cast is left to
+        """Return a layer's arguments with the input in the dtype of autocast."""
+        if not args:  # called with keywords: left to torch's own cast
             return args
         x, device_type = args[0], args[0].device.type
         if x.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
@@ -291,7 +291,7 @@ class _SharedInputs:
         return cast, *args[1:]
 
     def forget(self, *_: Any) -> None:
-        """Let go of inputs that not all layers have been called with."""
+        """Drop inputs that not all layers have been called with."""
         self._casts.clear()
 
 
@@ -309,7 +309,7 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        # Those of layers that were called; the first sum is in memory of its own.
+        # Only from layers that were called; ``to`` puts the first one into new memory.
         first, *others = (grad for grad in reversed(grads) if grad is not None)
         total = first.to(ctx.dtype)
         for grad in others:

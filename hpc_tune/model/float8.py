@@ -1,17 +1,17 @@
-"""float8: a frozen base in 8 bits (tune.base_dtype=fp8), and products (train.float8).
+"""float8: a frozen base in 8 bits (tune.base_dtype=fp8), and matmuls in float8 (train.float8).
 
 A frozen base has float8 values, with a scale for each row.
 
     w_OI = scale_O * code_OI    codes in e4m3, |code| <= 448; scale: the least power of two for that
 
-Powers of two lose no digit, so that values are the same in bf16 and fp32, and rounded once. A row's
-scale follows its codes, so that whoever holds a row can make its values: weights are sharded by
-rows, and a rank reads those that it keeps and no others.
+Scaling by powers of two is exact, so values are the same in bf16 and fp32, and rounded only once. A
+row's scale is stored behind its codes, so whoever holds a row can dequantize it: weights are
+sharded by rows, and a rank reads only the rows that it keeps.
 
-Where a GPU multiplies float8, so are the products: the rows of the input are scaled and cast as
-those of the weight are, in the backward pass those of the gradient, and both scales are factors of
-the result (arXiv:2209.05433 for the formats, arXiv:2405.18710 for scales of rows). Elsewhere values
-are made for each product, and only the weight has been rounded.
+On a GPU with float8 matmuls, these are used: the rows of the input (in the backward pass, of the
+gradient) are scaled and cast like the rows of the weight, and the result is multiplied by both
+scales (arXiv:2209.05433 for the formats, arXiv:2405.18710 for scales of rows). Elsewhere the weight
+is dequantized for each matmul, and nothing else is rounded to float8.
 
 Shapes: N tokens of all rows, I and O features in and out, E experts, C bytes of a row.
 """
@@ -33,17 +33,17 @@ from hpc_tune.world.device import find_architecture
 CODE_DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(CODE_DTYPE).max
 _MANTISSA = (1 << 23) - 1  # the bits of an fp32 that are not sign or exponent
-_SCALE_BYTES = 16  # four of them an fp32; rows of codes begin where float8 products want them
-_MULTIPLE = 16  # of both sides of a weight, as float8 products want them
-_MIN_SCALE = 2.0**-100  # the largest value of a row is taken to be this at least
-TRIAL_BOUND = 0.01  # of the norm: results are rounded to bf16
+_SCALE_BYTES = 16  # the fp32 scale, four times: keeps rows of codes aligned for float8 matmuls
+_MULTIPLE = 16  # float8 matmuls need both sides of a weight to be multiples of this
+_MIN_SCALE = 2.0**-100  # lower bound for the largest value of a row
+TRIAL_BOUND = 0.01  # error relative to the norm: results are rounded to bf16
 
 
 class Float8Linear(nn.Linear):
     """A frozen linear layer whose ``weight`` holds the bytes of its rows, O x C."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        """Take the shape, the bias and the device of ``linear``; ``dtype`` is computed in."""
+        """Take shape, bias and device from ``linear``; ``dtype`` is that of computation."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = dtype
@@ -59,11 +59,11 @@ class Float8Linear(nn.Linear):
 
     @property
     def num_values(self) -> int:
-        """Values of the weight."""
+        """Number of values of the weight."""
         return self.out_features * self.in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T + bias; the backward pass reaches x alone."""
+        """Return x @ weight.T + bias; only x gets a gradient."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         given = x.to(self.compute_dtype)
         out: torch.Tensor = _Float8Matmul.apply(self, given, self.weight, bias)
@@ -76,20 +76,20 @@ class Float8Linear(nn.Linear):
     def product(
         self, rows: "Float8Rows", packed_OC: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the product of rows in float8 with the weight, N x O."""
+        """Multiply float8 rows by the weight; return N x O."""
         codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
         return _scaled_matmul(rows, codes_OI.t(), scales_O1.t(), self.compute_dtype, bias)
 
     def gradient(self, grad_NO: torch.Tensor, packed_OC: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input, N x I.
 
-        The scales of the weight's rows are factors of the features that are summed over, so they
-        go into the gradient before it is cast.
+        The scales of the weight's rows vary along the features that are summed over, so the
+        gradient is multiplied by them before it is cast.
         """
         codes_OI, scales_O1 = _split_packed(packed_OC, self.in_features)
         rows = float8_rows(_multiply(grad_NO, scales_O1.t()))
         ones_1I = scales_O1.new_ones(1, self.in_features)
-        columns = codes_OI.t().contiguous().t()  # the hardware reads along what is summed over
+        columns = codes_OI.t().contiguous().t()  # hardware reads along the summed dimension
         return _scaled_matmul(rows, columns, ones_1I, self.compute_dtype)
 
     @torch.no_grad()
@@ -110,10 +110,10 @@ class Float8Linear(nn.Linear):
 
 
 class Float8Stack(nn.Module):
-    """What the bytes of a stack of experts mean, E x O x C; they stay the experts' parameter."""
+    """Unpacks the bytes of a stack of experts, E x O x C, which stay a parameter of the experts."""
 
     def __init__(self, stack: torch.Tensor, dtype: torch.dtype) -> None:
-        """Take the shape of ``stack``; ``dtype`` is computed in."""
+        """Take the shape of ``stack``; ``dtype`` is that of computation."""
         super().__init__()
         self.shape, self.compute_dtype = stack.shape, dtype
 
@@ -124,11 +124,11 @@ class Float8Stack(nn.Module):
 
     @property
     def num_values(self) -> int:
-        """Values of the stack."""
+        """Number of values of the stack."""
         return self.shape.numel()
 
     def unpack(self, packed_EOC: torch.Tensor) -> torch.Tensor:
-        """Return the values of a stack, or of the experts of it that ``packed`` has."""
+        """Return the values of a stack, or of some of its experts."""
         return _dequantise(packed_EOC, self.shape[2], self.compute_dtype)
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class Float8Stack(nn.Module):
 
 
 class Float8Rows:
-    """Rows in float8, and what each is multiplied with: N x K and N x 1."""
+    """Rows in float8, N x K, and the scale of each, N x 1."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         self.codes, self.scales = codes, scales
@@ -163,7 +163,7 @@ def float8_rows(values_NK: torch.Tensor) -> Float8Rows:
         values_NK, float("inf"), dim=1, keepdim=True, dtype=torch.float32
     )
     least_N1 = largest_N1.clamp(min=_MIN_SCALE) / _LARGEST
-    # The next power of two: a mantissa that is not zero carries into the exponent.
+    # Round up to a power of two: a nonzero mantissa carries into the exponent.
     bits_N1 = (least_N1.view(torch.int32) + _MANTISSA) & ~_MANTISSA
     scales_N1 = bits_N1.view(torch.float32)
     return Float8Rows(_multiply(values_NK, scales_N1.reciprocal()).to(CODE_DTYPE), scales_N1)
@@ -172,7 +172,7 @@ def float8_rows(values_NK: torch.Tensor) -> Float8Rows:
 def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Let the layers in ``blocks`` multiply in float8 if the device can.
 
-    But those with a side that is no multiple of 16, which the hardware asks for.
+    Layers with a side that is not a multiple of 16 are left out: the hardware requires it.
     """
     layers = [m for block in blocks for m in block.modules() if isinstance(m, Float8Linear)]
     if not layers or why_no_float8_matmuls(device, layers[0].compute_dtype):
@@ -184,25 +184,25 @@ def use_float8_matmuls(blocks: Iterable[nn.Module], device: torch.device) -> Non
 
 @functools.cache
 def why_no_float8_matmuls(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why products are not in float8 on a device: "" if they are, and a trial was right."""
+    """Return why a device does not multiply in float8; "" if it does and a trial was right."""
     architecture = find_architecture(device)
     if architecture is None:
-        return "this is no GPU"
+        return "this device is not a GPU"
     if not architecture.has_float8:
-        return f"{architecture} has none in float8"
+        return f"{architecture} has no float8 matmuls"
     if architecture.gfx.startswith("gfx94"):
-        return f"the float8 of {architecture} is another one (e4m3fnuz)"
+        return f"{architecture} has another float8 format (e4m3fnuz)"
     if dtype == torch.float32:
         return "model.dtype=fp32"
     try:
         gap = measure_float8_error(device, dtype)
-    except Exception as error:  # noqa: BLE001 - a torch or a driver without these products
-        return f"those in float8 fail here ({first_line(error)})"
-    return "" if gap <= TRIAL_BOUND else f"those in float8 are off by {gap:.1e} of the norm here"
+    except Exception as error:  # noqa: BLE001 - a torch or a driver without these matmuls
+        return f"float8 matmuls fail here ({first_line(error)})"
+    return "" if gap <= TRIAL_BOUND else f"float8 matmuls are off by {gap:.1e} of the norm here"
 
 
 def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return how far float8 products are from those of the same values, relative to the norm."""
+    """Return the error of float8 matmuls against fp32 ones of the same values, by the norm."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32))]
     x_NI, w_OI, grad_NO = (values.to(device, dtype) for values in given)
@@ -224,7 +224,7 @@ def measure_float8_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of rows of values."""
+    """Quantize rows of values; return their bytes."""
     rows = float8_rows(values_OI.float())
     num, width = values_OI.shape
     packed = values_OI.new_zeros(num, _row_bytes(width), dtype=torch.uint8)
@@ -234,7 +234,7 @@ def pack_float8(values_OI: torch.Tensor) -> torch.Tensor:
 
 
 class _Float8Matmul(torch.autograd.Function):
-    """x @ weight.T + bias of packed rows."""
+    """x @ weight.T + bias for a packed weight."""
 
     @staticmethod
     def forward(
@@ -297,7 +297,7 @@ def _dequantise(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.T
 
 
 def _multiply(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply with powers of two, which no dtype rounds."""
+    """Multiply by powers of two, which is exact in each dtype."""
     return values * scales.to(values.dtype)
 
 
@@ -314,7 +314,7 @@ def _fill_rows(
     stored: str,
     reserve: Reserve,
 ) -> None:
-    """Fill the rows ``local`` from row ``start`` on, of the matrix at ``place`` in a stack."""
+    """Fill ``local`` with rows from ``start`` on, of the matrix at ``place`` in a stack."""
     step = max(1, PIECE_BYTES // (4 * width))
     for first in range(0, len(local), step):
         rows = min(step, len(local) - first)
@@ -325,14 +325,14 @@ def _fill_rows(
         local[first : first + rows].copy_(pack_float8(piece.view(rows, width).to(local.device)))
 
 
-# -- Products of a base that is not in 8 bits (train.float8), by torchao.
+# -- float8 matmuls by torchao (train.float8), with a base that is not stored in 8 bits.
 #
-# Weights and activations are scaled and cast for each product. Only the base's linear layers inside
-# of the decoder blocks are converted: adapters are too small to gain, and the output head too
-# sensitive to lose digits. Weights stay what they are in memory and in checkpoints.
+# Weights and activations are scaled and cast for each matmul. Only the base's linear layers inside
+# the decoder blocks are converted: adapters are too small to gain from it, and the output head is
+# too sensitive to rounding. Weights do not change in memory or in checkpoints.
 
 
-SIDE_MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
+SIDE_MULTIPLE = 16  # the hardware's float8 matmul needs both sides of a weight to be multiples
 
 
 def check_float8(device: torch.device) -> None:
@@ -343,7 +343,7 @@ def check_float8(device: torch.device) -> None:
     """
     instead = "set train.float8=false (model.dtype=bf16 is the fastest that it can do)"
     needs = (
-        "train.float8=true needs a GPU with float8 products (NVIDIA's H100, L40, RTX 40 or later, "
+        "train.float8=true needs a GPU with float8 matmuls (NVIDIA's H100, L40, RTX 40 or later, "
         "AMD's MI300 or later)"
     )
     architecture = find_architecture(device)
@@ -364,17 +364,17 @@ def check_float8(device: torch.device) -> None:
 def use_float8(
     blocks: Sequence[nn.Module], exact: Collection[nn.Module] = (), emulate: bool = False
 ) -> int:
-    """Make the products of the blocks' base layers float8; return how many layers that are.
+    """Convert the blocks' base layers to float8 matmuls; return the number of converted layers.
 
-    But those of ``exact`` (``find_unquantised_layers``): experts would be chosen by scores of
-    8 bits. It works on the meta device and inside of peft's layers, and changes no parameter's
-    name. ``emulate`` rounds to float8 without the hardware, for tests.
+    Layers in ``exact`` (``find_unquantised_layers``) are skipped: experts would be chosen by 8-bit
+    scores. Works on the meta device and inside peft's layers, and does not rename parameters.
+    ``emulate`` rounds to float8 without the hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    # Padding is for the eager product of an odd number of tokens; compiled ones need none, since a
-    # frozen weight's gradient is not computed there.
+    # Padding is for eager matmuls with an odd number of tokens; compiled ones need none, since they
+    # do not compute the gradient of a frozen weight.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     for block in blocks:
         convert_to_float8_training(

@@ -1,23 +1,23 @@
-"""Routed experts, and adapters on them, in products grouped by expert.
+"""Routed experts and their adapters, computed by matmuls that are grouped by expert.
 
     tokens sorted by expert -> h = x U + s (x A) B -> act = gate(h) -> y = act D + s (act A) B
     -> out = sum of weight * y over the experts of a token
 
 peft adds its adapters to whole stacks of experts in each forward pass, and makes a dense gradient
-of each in the backward pass. Here adapters are products with the sorted tokens, as the experts are.
-Kept for the backward pass are the tokens, h, and the narrow x A and act A: gating is
-done again, and the gradient of a routing weight is that of act, times act. transformers keeps each
-token once for each of its experts, h, act and y. Under autocast, which torch's grouped products do
-not know, trained weights are cast for each product, and tokens once.
+of each stack in the backward pass. Here adapters multiply the sorted tokens, as the experts do.
+The tokens, h, and the narrow x A and act A are kept for the backward pass. It recomputes the
+gating; the gradient of a routing weight is act times the gradient of act. transformers keeps each
+token once for each of its experts, h, act and y. torch's grouped matmuls ignore autocast: under it
+trained weights are cast for each matmul, and tokens once.
 
-Experts that transformers decorates (``use_experts_implementation``) are replaced, in all its
-variants but with a norm after the experts; others keep their own forward, and peft's around it.
+Experts that transformers decorates (``use_experts_implementation``) are replaced in all variants,
+except with a norm after the experts; others keep their own forward, inside peft's.
 
-In 16 bits on a CPU adapters, whose products are narrow, are computed in fp32
+In 16 bits on a CPU, adapters are computed in fp32, since their matmuls are narrow
 (``grouped_matmul.py``).
 
 Shapes: T tokens, K experts of a token, S rows sorted by expert (T K, and padding), E experts, I and
-O features in and out of a product, M between the two, R the rank, padded to whole rows of 16 bytes.
+O features in and out of a matmul, M between the two, R the rank, padded to whole rows of 16 bytes.
 """
 
 import types
@@ -39,8 +39,8 @@ _DECORATOR_FIELDS = {"has_gate", "has_bias", "is_transposed"}
 def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> int:
     """Replace the forward of the routed experts in ``blocks``; return how many there were.
 
-    Stacks and adapters must be whole when the experts are called, as in ``use_lora_linear``. In
-    blocks that are ``compiled`` theirs stay outside of the graph.
+    Stacks and adapters must be gathered when the experts are called, as in ``use_lora_linear``. In
+    ``compiled`` blocks the experts stay outside the graph.
     """
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
@@ -49,7 +49,7 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
         mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
         if not mine.keys() <= {*stack_names(experts)}:
             continue
-        # Not as parts of the experts: they are around them.
+        # Not as submodules: the wrappers are around the experts.
         experts.__dict__[_WRAPPERS_ATTRIBUTE] = tuple(
             mine.get(name) for name in stack_names(experts)
         )
@@ -65,24 +65,24 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
 def has_grouped_form(part: Any) -> bool:
     """Whether a module is routed experts that are computed here.
 
-    Experts with a norm after them are not; transformers before 5.20 has none.
+    Experts followed by a norm are not; transformers before 5.20 has none of these.
     """
     has_norm = getattr(part, "has_post_expert_norm", False)
     return vars(part).keys() >= _DECORATOR_FIELDS and not has_norm
 
 
 def stack_names(experts: Any) -> tuple[str, str]:
-    """Return the names of the stacks that take the tokens, and what is between the products."""
+    """Return the names of the stacks of the first matmul (of tokens) and of the second one."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def packing_name(stack: str) -> str:
-    """Return the name of the module that unpacks a stack, where it is in 4 bits."""
+    """Return the name of the module that unpacks a stack of 4 or 8 bits."""
     return f"{stack}_packing"
 
 
 def _call_base(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Be the forward of peft's wrapper: the experts inside add its adapter themselves."""
+    """Serve as forward of peft's wrapper: the experts inside add the adapter themselves."""
     return self.base_layer(*args, **kwargs)
 
 
@@ -97,14 +97,14 @@ class _ExpertLayer:
         return [getattr(self.experts, name) for name in stack_names(self.experts)]
 
     def biases(self) -> list[torch.Tensor | None]:
-        """Return what is added to both products, None where nothing is."""
+        """Return the biases of both matmuls, each None without one."""
         names = stack_names(self.experts)
         return [
             getattr(self.experts, f"{n}_bias") if self.experts.has_bias else None for n in names
         ]
 
     def lora_factors(self) -> list[torch.Tensor | None]:
-        """Return A and B of both stacks as peft has them."""
+        """Return A and B of both stacks in peft's layout."""
         found: list[torch.Tensor | None] = []
         for one in self.wrappers:
             if one is None:
@@ -114,15 +114,15 @@ class _ExpertLayer:
         return found
 
     def weights(self) -> list[torch.Tensor | None]:
-        """Return all of these, as ``product`` takes them."""
+        """Return stacks, biases and LoRA factors in the order that ``product`` takes."""
         return [*self.stacks(), *self.biases(), *self.lora_factors()]
 
     def product(
         self, i: int, weights: Sequence[torch.Tensor | None], dtype: torch.dtype | None = None
     ) -> "_ExpertMatmul":
-        """Return the first or second product in ``dtype``, that of its stack unless it is said.
+        """Return the first or second matmul in ``dtype``, by default the dtype of its stack.
 
-        A stack in 4 bits is made whole for it: the bytes of its values in the computed dtype.
+        A packed stack is unpacked for it: this takes the bytes of its values in the compute dtype.
         """
         stack, bias, (a, b) = weights[i], weights[2 + i], weights[4 + 2 * i : 6 + 2 * i]
         assert stack is not None
@@ -140,7 +140,7 @@ class _ExpertLayer:
         return _ExpertMatmul(weight_EIO, bias, adapter)
 
     def gate(self, h_SM: torch.Tensor) -> torch.Tensor:
-        """Return what goes into the second product."""
+        """Return the input of the second matmul."""
         act = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
         act_SM: torch.Tensor = act(h_SM)
         return act_SM
@@ -148,7 +148,7 @@ class _ExpertLayer:
 
 @dataclass(frozen=True)
 class _ExpertAdapter:
-    """A and B of each expert, of a padded rank; B has the adapter's scale in it."""
+    """A and B of each expert, with a padded rank; B includes the adapter's scale."""
 
     a_EIR: torch.Tensor
     b_ERO: torch.Tensor
@@ -159,7 +159,7 @@ class _ExpertAdapter:
     def from_peft(
         cls, a: torch.Tensor, b: torch.Tensor, scale: float, weight_EIO: torch.Tensor
     ) -> "_ExpertAdapter":
-        """Cut what peft has in one matrix each: A's rows by expert, B's columns by rank."""
+        """Split peft's two matrices: A's rows are ordered by expert, B's columns by rank."""
         num_experts, dtype = len(weight_EIO), weight_EIO.dtype
         if weight_EIO.device.type == "cpu":
             dtype = torch.promote_types(dtype, torch.float32)
@@ -193,7 +193,7 @@ class _ExpertMatmul:
     def forward(
         self, x_SI: torch.Tensor, rows: SortedRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the product, and x A."""
+        """Return the result, and x A."""
         out_SO = rows.multiply_by_expert(x_SI, self.weight_EIO)
         if self.bias_EO is not None:
             out_SO = out_SO + self.bias_EO.index_select(0, rows.experts())
@@ -201,7 +201,7 @@ class _ExpertMatmul:
             return out_SO, None
         low_SR = rows.multiply_by_expert(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
         more_SO = rows.multiply_by_expert(low_SR, self.adapter.b_ERO)
-        # Selective recompute keeps the product with W, which must not be changed in place then.
+        # Selective recompute keeps the result of W, which must not be changed in place then.
         is_traced = _get_current_dispatch_mode() is not None
         sum_SO = torch.add(out_SO, more_SO) if is_traced else out_SO.add_(more_SO)
         return sum_SO.to(x_SI.dtype), low_SR
@@ -213,7 +213,7 @@ class _ExpertMatmul:
         grad_SO: torch.Tensor,
         rows: SortedRows,
     ) -> tuple[torch.Tensor, _Gradients]:
-        """Return the gradients of x, and of A and B as peft has them; ``x_SI`` is for A alone."""
+        """Return the gradients of x, and of A and B in peft's layout; only A needs ``x_SI``."""
         grad_SI = rows.multiply_by_expert(grad_SO, self.weight_EIO.transpose(1, 2))
         if self.adapter is None or low_SR is None or x_SI is None:
             return grad_SI, (None, None)
@@ -249,9 +249,9 @@ def _forward(
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """The experts' output; backward, the gradients of tokens, routing weights and what is trained.
+    """The experts' output; backward, gradients of tokens, routing weights and trained weights.
 
-    Weights come as ``_Layer.weights`` has them: two stacks, two biases, A and B of both.
+    Weights come in the order of ``_ExpertLayer.weights``: two stacks, two biases, A and B of both.
     """
 
     @staticmethod
@@ -291,7 +291,7 @@ class _GroupedExperts(torch.autograd.Function):
             h_SM = h_SM.detach().requires_grad_()
             gated_SM = ctx.layer.gate(h_SM)
         act_SM = gated_SM.detach()
-        # The gradient is that of y before it is weighted: the weight is put on what is narrower.
+        # Routing weights are not multiplied into this gradient, but into narrower tensors.
         weight_S1 = rows.row_weights(weights_TK.to(dtype))
         grad_SO = grad_TO.index_select(0, token_S).to(dtype)
         low_down_SR = None if low_down_SR is None else low_down_SR * weight_S1
@@ -327,7 +327,7 @@ class _GroupedExperts(torch.autograd.Function):
 def _autocast_dtype(
     device: torch.device, weights: Sequence[torch.Tensor | None]
 ) -> torch.dtype | None:
-    """Return the dtype that autocast would compute in, if it is on and there is a trained stack."""
+    """Return the dtype of autocast if it is on and a stack is trained, else None."""
     is_cast = torch.is_autocast_enabled(device.type) and any(
         stack is not None and stack.requires_grad for stack in weights[:2]
     )

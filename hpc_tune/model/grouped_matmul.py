@@ -1,16 +1,16 @@
-"""Products grouped by expert: torch's kernel, or expert by expert where it has none or is wrong.
+"""Matmuls grouped by expert: torch's kernel, or a loop over experts if that is missing or wrong.
 
-    rows of an expert after one another -> grouped_matmul: each row by its expert's matrix
-                                        -> gradient: each expert's sum of outer products
+    rows sorted by expert -> grouped_matmul: each row times its expert's matrix
+                          -> gradient: each expert's sum of outer products
 
-On a GPU the kernel may leave what was in memory before as the gradient of an expert without rows
-(https://github.com/pytorch/pytorch/issues/172439 on Blackwell, 174314 on MI300), which is not a
-number at times (193633). Such gradients are filled with zeros, without a question to the device.
-A wrong kernel would train a wrong model without an error: it is compared once with a loop. It
-counts values in 32 bits, and reads elsewhere where there are more
-(https://github.com/pytorch/torchtitan/issues/1932): such products are cut between rows.
+On a GPU the kernel may leave uninitialized memory as the gradient of an expert without rows
+(https://github.com/pytorch/pytorch/issues/172439 on Blackwell, 174314 on MI300), which may be NaN
+(193633). Such gradients are filled with zeros, without a device sync. A wrong kernel would train a
+wrong model without an error, so it is compared once with a loop. The kernel indexes values with 32
+bits, and reads from wrong addresses if there are more
+(https://github.com/pytorch/torchtitan/issues/1932): such matmuls are split by rows.
 
-Shapes: S rows, E experts, I and O features in and out of a product, R and N the two sides of a
+Shapes: S rows, E experts, I and O features in and out of a matmul, R and N the two sides of a
 gradient.
 """
 
@@ -30,12 +30,12 @@ from hpc_tune.log import log
 
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define("sums_of_outer_products(Tensor low, Tensor wide, Tensor ends) -> Tensor")
-ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
+ROW_BYTES = 16  # a grouped matmul needs rows of a multiple of this
 MAX_VALUES = (1 << 31) - 1
-# Of a norm: rounding results to the dtype makes 0.3 eps, a single row at another expert 30.
+# Error relative to the norm: rounding to the dtype causes 0.3 eps, one row at a wrong expert 30.
 MAX_EPS = 4
-# The rows of experts: the first, two in the middle and the last have none, others one, less than a
-# tile of the kernel (16 to 128), and more.
+# Rows per expert: none for the first, two in the middle and the last; for the others one, less than
+# a tile of the kernel (16 to 128), and more.
 CHECKED_ROWS = (0, 1, 40, 0, 0, 130, 17, 0)
 _WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
 
@@ -43,7 +43,7 @@ _WIDE, _NARROW = 96, 16  # features, and the rank of an adapter
 def grouped_matmul(
     x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    """Return each row times the matrix of its expert, whose rows end at ``ends_E``."""
+    """Return each row times the matrix of its expert; the experts' rows end at ``ends_E``."""
     out_SO: torch.Tensor
     if has_grouped_matmul(x_SI, weight_EIO) and not _is_kernel_refused(x_SI):
         out_SO = _matmul_by_kernel(x_SI, weight_EIO, ends_E)
@@ -68,9 +68,9 @@ def grouped_weight_gradient(
 def sums_of_outer_products(
     low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``grouped_weight_gradient`` expert by expert; transformers has this since 5.23 alone.
+    """Return ``grouped_weight_gradient``, computed expert by expert.
 
-    That also makes the gradient of the rows, which nothing here asks it for.
+    transformers has this only since 5.23, and also makes the gradient of the rows, unused here.
     """
     out_ERN, start = _fake_sums(low_SR, wide_SN, ends_E), 0
     for expert, end in enumerate(ends_E.tolist()):
@@ -85,7 +85,7 @@ def _fake_sums(low_SR: torch.Tensor, wide_SN: torch.Tensor, ends_E: torch.Tensor
 
 
 def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
+    """Whether torch has a grouped matmul for these tensors; in traces only for bf16."""
     is_traced = isinstance(x, FakeTensor)
     is_bound = (
         x.device.type == "cpu" and not torch_versions.GROUPED_MM_ANY_ADDRESS and not is_traced
@@ -99,19 +99,19 @@ def has_grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, *others: torch
 
 @functools.cache
 def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the kernel must not be used in ``dtype`` on this device, also as a warning."""
+    """Return and log why the kernel must not be used in ``dtype`` on this device; "" if it may."""
     most = MAX_EPS * torch.finfo(dtype).eps
     try:
         gaps = compare_with_loop(device, dtype)
-    except (RuntimeError, TypeError, ValueError) as error:  # or another interface
-        why = f"torch's grouped product fails here ({first_line(error)})"
+    except (RuntimeError, TypeError, ValueError) as error:  # or its interface differs
+        why = f"torch's grouped matmul fails here ({first_line(error)})"
     else:
         wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
         if not wrong:
             return ""
         name = str(dtype).removeprefix("torch.")
         why = (
-            f"torch's grouped product is wrong here: it differs from a loop over experts in "
+            f"torch's grouped matmul is wrong here: it differs from a loop over experts in "
             f"{', '.join(wrong)} of the norm, where rounding to {name} explains {most:.1e}"
         )
     log.warning("experts are computed in a loop: %s", why)
@@ -119,9 +119,9 @@ def grouped_kernel_fault(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Return how far the kernel is from a loop over experts in fp64, as shares of the norms.
+    """Return the kernel's differences from a loop over experts in fp64, relative to the norms.
 
-    Memory that it may leave as it was holds no numbers.
+    Memory that the kernel may leave uninitialized holds NaN.
     """
     generator, counts = torch.Generator().manual_seed(0), CHECKED_ROWS
     ends_E = torch.tensor(counts).cumsum(0).int().to(device)
@@ -135,7 +135,7 @@ def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, flo
 
     def result(out_shape: tuple[int, ...], product: Callable[..., torch.Tensor]) -> torch.Tensor:
         no_numbers = torch.full(out_shape, torch.nan, dtype=dtype, device=device)
-        del no_numbers  # a result of that size is put where it was
+        del no_numbers  # the allocator gives this memory to the result, of the same size
         return product()
 
     narrow, up_EIR = (rows, _NARROW), up_ERI.transpose(1, 2)
@@ -151,7 +151,7 @@ def compare_with_loop(device: torch.device, dtype: torch.dtype) -> dict[str, flo
             torch.cat([x @ w for x, w in zip(x_by_E, up_EIR.double(), strict=True)]),
             torch.stack([grad.t() @ x for grad, x in zip(grad_by_E, x_by_E, strict=True)]),
         ]
-    names = ("its result", "that by transposed weights", "the gradient of weights")
+    names = ("its result", "its result with transposed weights", "the gradient of weights")
     return {
         name: float((one.double() - true).norm() / true.norm())
         for name, one, true in zip(names, found, wanted, strict=True)
@@ -193,19 +193,19 @@ def _gradient_of_piece(
     out_ERN: torch.Tensor = torch_versions.grouped_mm(low_SR.t(), wide_SN, offs=ends_E)
     if _may_leave_memory(low_SR):
         is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
-        out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not a product: 0 x nan is nan
+        out_ERN.masked_fill_(is_empty_E.view(-1, 1, 1), 0)  # not times 0: 0 x nan is nan
     return out_ERN
 
 
 def _split_rows(x: torch.Tensor, width: int) -> list[tuple[int, int]]:
-    """Return where rows of up to ``width`` values begin and end, of which the kernel takes each."""
+    """Return begin and end of ranges of rows, ``width`` values each, that the kernel can take."""
     rows = len(x)
     most = max(1, _max_values(x) // width)
     return [(begin, min(begin + most, rows)) for begin in range(0, rows, most)] or [(0, 0)]
 
 
 def _clip_ends(ends_E: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return where the experts' rows end, counted from ``begin`` on."""
+    """Return where the experts' rows end among those from ``begin`` to ``end``."""
     return (ends_E - begin).clamp_(0, end - begin)
 
 
@@ -225,22 +225,22 @@ def _is_kernel_refused(x: torch.Tensor) -> bool:
 
 # -- Tokens sorted by the experts that they go to.
 #
-# On a CPU a product in 16 bits has a kernel for each number of rows, which takes as long to make as
-# five products: there an expert's rows are padded to one of few numbers.
+# On a CPU, a 16-bit matmul generates a kernel for each number of rows, which takes as long as five
+# matmuls: there an expert's rows are padded to one of a few numbers.
 #
 # Shapes: T tokens, K experts of a token, S rows sorted by expert (T K, and padding), E experts, I
-# and O features in and out of a product, R and N the two sides of a gradient.
+# and O features in and out of a matmul, R and N the two sides of a gradient.
 
 
 MIN_PADDING_STEP, NUM_PADDING_STEPS = (
     16,
     4,
-)  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
+)  # a padded expert's rows: multiples of 16, at most 4 numbers per power of two
 
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Behind which row each expert's end, and in which row each token is for its experts."""
+    """Where each expert's rows end, and in which row each token lies for each of its experts."""
 
     ends_E: torch.Tensor
     rows_TK: torch.Tensor
@@ -250,7 +250,7 @@ class SortedRows:
     def sort_by_expert(
         cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
     ) -> "SortedRows":
-        """Sort tokens by expert; in 16 bits on a CPU, with padding after those of each."""
+        """Sort tokens by expert; in 16 bits on a CPU, add padding after the rows of each expert."""
         expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
         numbers_E = torch.arange(num_experts, device=expert_S.device)
         ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
@@ -268,7 +268,7 @@ class SortedRows:
         return cls(ends_E, places_S.view_as(index_TK), num_rows)
 
     def tokens(self) -> torch.Tensor:
-        """Return which token each row is of; of padding, the first one."""
+        """Return the token of each row; for padding, the first one."""
         token_S = self.rows_TK.new_zeros(self.num_rows)
         num_tokens, num_chosen = self.rows_TK.shape
         numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
@@ -276,18 +276,18 @@ class SortedRows:
         return token_S.scatter_(0, places_S, numbers_TK.expand(-1, num_chosen).flatten())
 
     def experts(self) -> torch.Tensor:
-        """Return which expert each row is for."""
+        """Return the expert of each row."""
         numbers_S = torch.arange(self.num_rows, device=self.ends_E.device, dtype=torch.int32)
         return torch.searchsorted(self.ends_E, numbers_S, right=True)
 
     def row_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each row, S x 1; of padding, 0."""
+        """Return the weight of each row, S x 1; 0 for padding."""
         weight_S = weights_TK.new_zeros(self.num_rows)
         return weight_S.scatter_(0, self.rows_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
 
     def clear_padding(self, x_SI: torch.Tensor) -> None:
-        """Make rows of padding zero, so that nothing in them can overflow."""
-        is_fake = isinstance(x_SI, FakeTensor)  # whose padding is in no place
+        """Zero the rows of padding, so that nothing in them can overflow."""
+        is_fake = isinstance(x_SI, FakeTensor)  # its padding has no position
         if self.num_rows > self.rows_TK.numel() and not is_fake:
             is_padding_S = torch.ones(self.num_rows, dtype=torch.bool)
             is_padding_S[self.rows_TK.flatten()] = False
@@ -308,7 +308,7 @@ class SortedRows:
     ) -> torch.Tensor:
         """Return, for each expert, the sum of its rows' outer products, in the shape of a weight.
 
-        The narrow side first: the other way round takes up to five times as long on a CPU.
+        Pass the narrow side first: the reverse takes up to five times as long on a CPU.
         """
         return grouped_weight_gradient(low_SR, wide_SN, weight_ERN, self.ends_E)
 
@@ -322,24 +322,24 @@ class SortedRows:
 
 
 def pad_rows(num_rows: int) -> int:
-    """Return as how many rows a CPU computes an expert's in 16 bits: at most a quarter more, or 16.
+    """Return the padded number of an expert's rows in 16 bits on a CPU: up to a quarter or 15 more.
 
-    Up to 64 a row is nearly free: reading an expert takes as long as computing 36 rows.
+    Up to 64, a row is nearly free: reading an expert takes as long as computing 36 rows.
     """
     step = _padding_step(num_rows)
     return -(-num_rows // step) * step
 
 
 def traced_padding(num_rows: int, num_experts: int) -> int:
-    """Return the rows of padding in a trace, in which experts have no numbers of tokens: none.
+    """Return the rows of padding in a trace: 0, since it has no token counts of experts.
 
-    A trace for CPUs puts ``likely_padding`` in its place.
+    A trace for CPUs replaces this function by ``likely_padding``.
     """
     return 0
 
 
 def likely_padding(num_rows: int, num_experts: int) -> int:
-    """Return about how many rows of padding there are in 16 bits on a CPU: half a step for each."""
+    """Estimate the rows of padding in 16 bits on a CPU: half a step for each expert."""
     return num_experts * _padding_step(num_rows // num_experts) // 2
 
 

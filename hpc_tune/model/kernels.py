@@ -1,4 +1,4 @@
-"""Which implementation computes each part of a decoder block: one decision for a device.
+"""Choose the implementation of each part of a decoder block: one decision for a device.
 
                   CPU                 CPU, compiled    GPU                 GPU, compiled
     attention     tiles               mask             varlen              varlen
@@ -7,13 +7,13 @@
     SwiGLU        own                 transformers     own                 transformers
     LoRA          own                 own              own                 own
 
-A GPU whose kernel cannot take a model's heads, or is wrong, has masks. A compiler fuses norms and
-SwiGLU, and chooses what to keep of them. Without one torch has a fused norm for GPUs alone, and no
-fused SwiGLU, of which our own keeps one tensor less. torch 2.11 to 2.13 do not differ in any of it.
+If a GPU's kernel does not take a model's heads, or is wrong, masks are used. A compiler fuses norms
+and SwiGLU, and chooses which activations to keep. Without a compiler, torch has a fused norm for
+GPUs only, and no fused SwiGLU; our own keeps one tensor fewer. torch 2.11 to 2.13 are alike here.
 
-Experts are grouped products everywhere. On a GPU torch has a kernel for these in bf16 alone, from
-Hopper on; elsewhere (on AMD's too, unless ROCM_ALLOW_GROUP_GEMM_CK=1) it asks the device for the
-numbers of rows and multiplies expert by expert.
+Experts are grouped matmuls everywhere. On a GPU torch has a kernel for these only in bf16, from
+Hopper on; elsewhere (on AMD too, unless ROCM_ALLOW_GROUP_GEMM_CK=1) it reads the numbers of rows
+from the device and multiplies expert by expert.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from hpc_tune.model.varlen_attention import DTYPES, HEAD_MULTIPLE, MAX_VALUES
 from hpc_tune.world.device import Architecture, find_architecture
 
 Implementation = Literal["own", "F.rms_norm", "transformers"]
-_CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
+_CHECKED_WINDOW = 70  # tokens: its edge falls inside the kernel's blocks, at varying places
 _ATTENTION = {
     "varlen": "varlen (torch.nn.attention.varlen)",
     "tiles": "document by document (hpc_tune's tiles)",
@@ -39,13 +39,13 @@ _ATTENTION = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a model's decoder blocks.
+    """The implementations that compute a model's decoder blocks.
 
-    ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
-    where there are none. ``mask_reason``: why one of both has a T x T mask, "" if neither has.
-    ``lora``: of the adapters' products, None without adapters. ``loop_reason``: why the experts of
-    a mixture are multiplied one after the other, "" if they are not. ``flash``: what torch calls in
-    the place of its own kernel of attention, "" for that.
+    ``attention``: for packed rows. ``window``: for layers with a sliding window, None if the model
+    has none. ``mask_reason``: why one of these two uses a T x T mask, "" if neither does.
+    ``lora``: for adapters, None without adapters. ``loop_reason``: why the experts of a mixture are
+    multiplied one by one, "" if they are not. ``flash``: what torch calls instead of its own
+    attention kernel, "" if nothing.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
@@ -58,7 +58,7 @@ class Kernels:
     flash: str = ""
 
     def __str__(self) -> str:
-        """Return it in words, as a run's start says it."""
+        """Describe the implementations in words, for the log of a run's start."""
         attention = _ATTENTION[self.attention]
         attention += f" by {self.flash}" if self.flash else ""
         if self.window == "mask" and self.attention != "mask":
@@ -78,8 +78,8 @@ def choose_kernels(
 ) -> Kernels:
     """Return what computes a model's blocks on a device.
 
-    ``windows``: it has layers with a sliding window. ``mask_reason``: why its attention cannot run
-    by document there; ``why_no_window``: why a GPU's kernel takes no sliding window.
+    ``windows``: the model has layers with a sliding window. ``mask_reason``: why attention cannot
+    run by document on the device; ``why_no_window``: why a GPU's kernel takes no sliding window.
     """
     on_gpu = device_type == "cuda"
     norm: Implementation = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
@@ -102,11 +102,11 @@ def choose_model_kernels(
     device: torch.device | None = None,
     mask_reason: str = "",
 ) -> Kernels:
-    """Return what computes the blocks of a model, by its transformers configuration.
+    """Return what computes the blocks of a model with this transformers configuration.
 
-    ``dtype`` is that of attention, ``mask_reason`` why it cannot run by document on any device. A
-    GPU is asked what it is, and the kernel is tried on it; a ``device`` of None stands for a GPU of
-    a plan.
+    ``dtype``: of attention; ``mask_reason``: why attention cannot run by document on any device. On
+    a GPU, the architecture is looked up and the kernel is tried; a ``device`` of None stands for
+    the GPU of a plan.
     """
     windows = any(layer_windows(config))
     if device is not None and device.type != "cuda":
@@ -128,9 +128,9 @@ def choose_model_kernels(
 
 
 def why_no_parts(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Return why a GPU's kernel, which takes a model's documents, takes no parts; "" if it does.
+    """Return why a GPU's kernel takes a model's documents, but no parts of them; "" if it does.
 
-    Of a part the queries are the last tokens alone: rows of which ranks gather keys.
+    A part has only its last tokens as queries: ranks that share a row gather its keys.
     """
     if device.type != "cuda" or _why_heads_unsupported(config, dtype):
         return ""
@@ -144,7 +144,7 @@ def _queries_per_key(config: Any) -> int:
 
 
 def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
-    """Return why a device multiplies experts in ``dtype`` one after the other; "" if not."""
+    """Return why a device multiplies experts in ``dtype`` one by one; "" if it does not."""
     architecture = find_architecture(device)
     if architecture is None or (dtype == torch.bfloat16 and architecture.has_grouped_mm()):
         return ""
@@ -156,7 +156,7 @@ def why_experts_loop(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Return how many tokens each layer's sliding window has, None for a layer without one."""
+    """Return the tokens in each layer's sliding window, None for a layer without one."""
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -165,7 +165,7 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
-    """Return why the variable-length kernel takes no such heads; "" where it does."""
+    """Return why the variable-length kernel does not take a model's heads; "" if it does."""
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
         return f"the kernel takes bfloat16 and float16, not {found}"
@@ -178,7 +178,7 @@ def _why_heads_unsupported(config: Any, dtype: torch.dtype) -> str:
 
 
 def _head_size(config: Any) -> int:
-    """Return the values of a head; the larger, where values have others than queries and keys."""
+    """Return the size of a head: the larger one, if values differ from queries and keys."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     without, with_position, of_values = (getattr(config, name, None) or 0 for name in names)
     plain = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -191,18 +191,18 @@ def _head_size(config: Any) -> int:
 def multiplies_in_tf32(
     train: TrainConfig, dtype: torch.dtype, architecture: Architecture | None
 ) -> bool:
-    """Whether a model of ``dtype`` is to be multiplied in TF32 on a GPU; None stands for a CPU."""
+    """Whether a model of ``dtype`` uses TF32 matmuls; an ``architecture`` of None is a CPU."""
     is_possible = dtype == torch.float32 and architecture is not None and architecture.has_tf32
     return is_possible and train.tf32 and not train.deterministic
 
 
 def use_tf32(module: nn.Module) -> None:
-    """Multiply fp32 matrices in TF32, but for those of rotary positions.
+    """Multiply fp32 matrices in TF32, except for rotary positions.
 
-    Where transformers computes those as a product of positions and frequencies, they would be
-    wrong: TF32 has no whole number between 2,048 and 2,050.
+    transformers may compute these as a matmul of positions and frequencies, which would be wrong in
+    TF32: it has no whole number between 2,048 and 2,050.
     """
-    # The one of torch's two interfaces that torch.compile reads; it raises if they are mixed.
+    # torch has two interfaces for this; torch.compile reads this one and raises if they are mixed.
     torch.set_float32_matmul_precision("high")
     for part in module.modules():
         if any(name.endswith("inv_freq") for name, _ in part.named_buffers(recurse=False)):

@@ -1,12 +1,12 @@
-"""The language model of a directory, by itself or as a part of one that reads images as well.
+"""The language model of a directory, alone or as a part of a model that also reads images.
 
 read_config           config.json, as transformers reads it
-read_language_config  the language model's part: what can be checked before any rank starts work
-make_language_model   the language model with its output head, and the names that files have for it
+read_language_config  the language model's part of it, checked before any rank starts work
+make_language_model   the language model with its output head, and its tensors' names in the files
 
-Gemma 3, Qwen3.5 or Mistral Small are published as one model with an encoder of images. Their
-language model is what is trained here; the other parts stay as they are, in the model directory and
-in a merged export. Files and adapters name its tensors as parts of the whole model
+Gemma 3, Qwen3.5 and Mistral Small are published as one model with an image encoder. Only their
+language model is trained here; the other parts stay unchanged in the model directory and in a
+merged export. Files and adapters name its tensors as parts of the whole model
 (``model.language_model.layers.0...``), and so do checkpoints and exports here.
 """
 
@@ -60,11 +60,11 @@ def require_directory(directory: Path) -> None:
 def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
     """Return the transformers config of a model directory; nothing is fetched or executed.
 
-    ``rope_scaling``: model.rope_scaling, which takes the place of what is written there.
+    ``rope_scaling``: model.rope_scaling, which overrides the scaling in config.json.
 
     Raises:
         DataError: if the directory or its config.json is missing or cannot be used. ConfigError: if
-        the family takes no such scaling.
+        the family does not support this scaling.
     """
     require_directory(directory)
     if not (directory / "config.json").is_file():
@@ -80,7 +80,7 @@ def read_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) 
             config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # whatever the classes of transformers raise for odd values
+    except Exception as error:  # transformers' classes raise anything for odd values
         refuse_code(directory, "config.json", error)
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
@@ -96,7 +96,7 @@ def why_too_long(
 ) -> str:
     """Return why texts of ``longest`` tokens are too long for a model's positions; "" if not.
 
-    ``config`` is the language model's, with ``rope_scaling``; ``what`` the texts are called.
+    ``config`` is the language model's, with ``rope_scaling``; ``what`` describes the length.
     """
     positions = position_limit(config, rope_scaling)
     if positions is None or longest <= positions:
@@ -112,12 +112,12 @@ def why_too_long(
 def advise_rope_scaling(
     directory: Path, said: Mapping[str, Any] | None, longest: int
 ) -> str | None:
-    """Return the setting with which a model takes texts of ``longest`` tokens; None without one.
+    """Return the setting that lets a model take texts of ``longest`` tokens; None if none does.
 
-    ``said``: the model.rope_scaling there is, whose factor is raised if it is one of lengths.
+    ``said``: the current model.rope_scaling; its factor is raised if it is a ratio of lengths.
     """
     trained = position_limit(read_language_config(directory), None)
-    # That of llama3 is no ratio of lengths.
+    # llama3's factor is not a ratio of lengths.
     is_raised = said is not None and "factor" in said and said["rope_type"] != "llama3"
     if said is not None and is_raised:
         trained = said.get(ORIGINAL, trained)
@@ -143,13 +143,13 @@ def _advise_instead(directory: Path) -> str:
         return "is it a model directory?"
     base = read_json_object(settings).get("base_model_name_or_path", "its base")
     return (
-        f"it holds an adapter of {base}. Name the directory of that model, and to go on from the "
-        f"adapter tune.init_from={directory}"
+        f"it holds an adapter of {base}. Name the directory of that model; to continue from the "
+        f"adapter, set tune.init_from={directory}"
     )
 
 
 def refuse_code(directory: Path, file: str, error: Exception) -> None:
-    """Raise a DataError where transformers' ``error`` is that it needs code of the directory."""
+    """Raise a DataError if transformers' ``error`` says that it needs code from the directory."""
     if "trust_remote_code" in str(error):
         raise DataError(
             f"{directory}/{file} needs Python code that is in the directory (auto_map), and no "
@@ -167,7 +167,7 @@ def read_language_config(directory: Path, rope_scaling: Mapping[str, Any] | None
 
 
 def language_config(config: Any, directory: Path) -> Any:
-    """Return the part of ``config`` that is the language model's: often all of it.
+    """Return the language model's part of ``config``, which is often all of it.
 
     Raises:
         DataError: if it is not a causal LM's.
@@ -179,12 +179,12 @@ def language_config(config: Any, directory: Path) -> Any:
         )
 
     kind = config.model_type
-    # Mistral 4 is one by its class, and listed among others alone.
+    # Mistral 4 has the class of a causal LM, but is listed only among image models.
     of_class = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
     is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or of_class.endswith("ForCausalLM")
     try:
         text = config.get_text_config()
-    except ValueError:  # it has several: an encoder's and a decoder's
+    except ValueError:  # several text configs: an encoder's and a decoder's
         raise DataError(f"{directory}: model_type {kind} is not a causal LM") from None
     if text is config and not is_causal:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
@@ -196,7 +196,7 @@ def language_config(config: Any, directory: Path) -> Any:
     if stock_class(config) is None:
         raise DataError(
             f"{directory}: a {kind} model has parts for other things than text or images, which "
-            "hpc_tune cannot take apart; take a checkpoint of this family that has text alone"
+            "hpc_tune cannot separate; use a text-only checkpoint of this family"
         )
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
@@ -210,9 +210,9 @@ def language_config(config: Any, directory: Path) -> Any:
 
 
 def stock_class(config: Any) -> Any:
-    """Return the class of transformers that loads the whole model, None if it is of no such kind.
+    """Return the class of transformers that loads the whole model; None if there is no such class.
 
-    It is the one that a user would load a merged export, or the base of an adapter, with.
+    Users load a merged export, or the base of an adapter, with this class.
     """
     with fast_imports():
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -223,7 +223,7 @@ def stock_class(config: Any) -> Any:
 
     kind, held = config.model_type, config.architectures
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
-    # Of some (Qwen3.5, Llama 4) both are listed: one of text alone, and what their files hold.
+    # Some families (Qwen3.5, Llama 4) are listed twice: text-only, and as their files are.
     is_held = isinstance(held, list) and whole in held
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_held:
         return AutoModelForCausalLM
@@ -241,11 +241,11 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What the tensors of a language model are called elsewhere.
+    """The names of a language model's tensors in the whole model and in the files.
 
-    ``decoder`` and ``head`` are the paths of its decoder and output head in itself, ``in_whole``
-    and ``head_in_whole`` those in the whole model. ``renamed`` maps a name of the whole model to
-    that in the files, where transformers renames it; these may have ``prefix``, or not, before it.
+    ``decoder`` and ``head`` are the paths of decoder and output head in the language model,
+    ``in_whole`` and ``head_in_whole`` in the whole model. ``renamed`` maps a name in the whole
+    model to the name in the files if transformers renames it. Files may add or omit ``prefix``.
     """
 
     decoder: str = ""
@@ -256,16 +256,16 @@ class TensorNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def name_in_whole(self, name: str) -> str:
-        """Return what the whole model calls a tensor of the language model."""
+        """Return the name in the whole model of a tensor of the language model."""
         for own, whole in ((self.decoder, self.in_whole), (self.head, self.head_in_whole)):
             if whole and name.startswith(f"{own}."):
                 return whole + name.removeprefix(own)
         return name
 
     def stored(self, name: str, index: Any, tied: bool = False) -> str | None:
-        """Return what the files call a tensor of the language model; None if they have none.
+        """Return the name in the files of a tensor of the language model; None if not stored.
 
-        ``tied``: it is an embedding, which may be stored as the output head that it is, too.
+        ``tied``: it is an embedding that is also the output head, and may be stored as the head.
         """
         whole = self.name_in_whole(name)
         if whole in self.renamed:
@@ -280,7 +280,7 @@ class TensorNames:
 class LanguageModel:
     """transformers' model on the meta device: the language model of a directory with its head.
 
-    ``config`` is its own. ``index`` of the files knows what is joined of several of their tensors.
+    ``config`` is its own. The files' ``index`` knows which tensors are joined from stored ones.
     """
 
     model: Any
@@ -298,11 +298,11 @@ class LanguageModel:
 def make_language_model(
     config: Any, directory: Path, dtype: torch.dtype, index: TensorIndex | None
 ) -> LanguageModel:
-    """Make the language model of a directory whose whole configuration is ``config``.
+    """Make the language model of a directory, given the whole model's ``config``.
 
-    Where ``config`` ties the output head to the embedding and the files hold both, they are tied if
-    they have the same values, as transformers does. Without an ``index`` of the files no names of
-    theirs are known.
+    If ``config`` ties the output head to the embedding but the files hold both, they are tied only
+    if their values are equal, as in transformers. Without an ``index`` of the files, the names in
+    the files are not known.
 
     Raises:
         DataError: if it is not a causal LM.
@@ -331,7 +331,7 @@ def make_whole_model(config: Any) -> Any:
 
 def _make_on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with fast_imports(), torch.device("meta"):
-        # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
+        # By default transformers uses sdpa if the family supports it, else eager (Gemma 2).
         try:
             model = auto.from_config(config, dtype=dtype)
         except Exception as error:  # whatever the model's own code raises for odd sizes
@@ -350,7 +350,7 @@ def _make_text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
 
     if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _make_on_meta(AutoModelForCausalLM, text, dtype)
-    # transformers has no class for it (Qwen-VL): the whole model without what is around it.
+    # transformers has no class for the text model (Qwen-VL): keep the whole model's decoder only.
     model = _make_on_meta(stock_class(config), config, dtype)
     model.model, model.config = find_decoder(model), text
     return model
@@ -370,11 +370,11 @@ def _find_names(model: Any, whole: Any, index: TensorIndex | None) -> TensorName
 
 
 def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
-    """Return what files hold beside the tensors ``used``, by the beginnings of their names.
+    """Return what the files hold besides the tensors ``used``, grouped by the start of the names.
 
-    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read; of blocks after
-    the last one (of prediction of several tokens), their number. Constants that transformers
-    computes itself, and which old versions have stored, are left out.
+    For example ``("model.vision_tower (437 tensors)",)``, followed by files that are not read;
+    blocks after the last one (for multi-token prediction) are listed by number. Constants that
+    transformers computes itself, but that old versions stored, are left out.
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
@@ -394,7 +394,7 @@ def list_other_parts(index: TensorIndex, used: Collection[str]) -> tuple[str, ..
 
 
 def _cut_at_number(name: str) -> str:
-    """Return the beginning of a tensor's name before a number, such as of its block."""
+    """Return the part of a tensor's name before a number, such as the number of its block."""
     return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
 
 
@@ -421,10 +421,10 @@ def _has_own_head(language: LanguageModel, index: TensorIndex) -> bool:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the tensors of a directory's language model lie in its files, of which it has an index.
+    """How a directory's files, with their ``index``, store the tensors of its language model.
 
-    ``transposed``: those that are stored transposed (Conv1D). ``copied_head``: an output head that
-    is stored beside the embedding that it is. ``stacks``: of experts, by an adapter's layer.
+    ``transposed``: tensors that are stored transposed (Conv1D). ``copied_head``: a tied output head
+    that is stored in addition to the embedding. ``stacks``: of experts, by an adapter's layer.
     """
 
     index: TensorIndex

@@ -1,15 +1,16 @@
-"""Which layers of a model are special, where its decoder blocks are, and what is replaced in them.
+"""Special layers of a model, its decoder blocks, and the layers that are replaced in these.
 
-Some linear layers are not called as linear layers are: they have no adapters and stay whole. What
-peft or bitsandbytes would put in their place is wrong there, on any device, as a run may go on
-anywhere:
+Some linear layers are not called like other linear layers. They get no adapters and are not
+quantized, since the replacements by peft or bitsandbytes would be wrong. This holds on every
+device, since a run may resume anywhere:
 
-- A fused kernel takes the weight as it is. Where mamba_ssm is installed, Mamba 2's does the output
-  projection too, and Mamba 1's all after the first: an adapter would not be trained, without a word
-  (https://github.com/huggingface/peft/issues/2274 and 2556), and 4-bit codes be taken for weights.
-- The product is of groups of inputs, each with its part of the weight (DeepSeek V4).
-- An indexer of sparse attention (DeepSeek V3.2, GLM-5) chooses keys by scores that no loss reaches;
-  some cast to the dtype of a weight, which of 4-bit codes is that of bytes.
+- A fused kernel takes the weight as it is. If mamba_ssm is installed, Mamba 2's kernel includes the
+  output projection, and Mamba 1's all projections after the first: an adapter would silently not be
+  trained (https://github.com/huggingface/peft/issues/2274 and 2556), and 4-bit codes would be taken
+  for weights.
+- The matmul is grouped: each group of inputs has its own part of the weight (DeepSeek V4).
+- An indexer of sparse attention (DeepSeek V3.2, GLM-5) chooses keys by scores that get no gradient;
+  some cast to the dtype of a weight, which is that of bytes for 4-bit codes.
 """
 
 import re
@@ -28,15 +29,15 @@ from hpc_tune.model.lora_linear import AdapterCopies, use_lora_linear
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import find_indexers
 
-# -- Tensors that transformers loads in fp32 whatever the dtype of the model, kept so here too.
+# -- Tensors that transformers loads in fp32 whatever the model's dtype; they are fp32 here too.
 
 
 def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
-    """Give a model of ``dtype`` on the meta device fp32 tensors where its family wants them.
+    """Make tensors of a meta-device model of ``dtype`` fp32, if its family wants them in fp32.
 
-    Such as the biases that DeepSeek-V3's routers choose by: rounded to bf16 they are further apart
-    than the scores that they are added to, so that other experts would be chosen. With ``is_full``
-    parameters keep their dtype, which is that of what is trained.
+    For example the biases by which DeepSeek-V3's routers choose: bf16 steps of them are larger than
+    the gaps between the scores that they are added to, so other experts would be chosen.
+    With ``is_full`` parameters keep their dtype, that of trained weights.
     """
     from transformers.core_model_loading import build_glob_alternation
 
@@ -56,7 +57,7 @@ def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
 
 
 def find_fp32_linears(model: Any) -> list[nn.Module]:
-    """Return the linear layers that a family wants in fp32, which stock tools do not quantise."""
+    """Return the linear layers that a family wants in fp32; stock tools do not quantize them."""
     from transformers.core_model_loading import build_glob_alternation
 
     lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -69,25 +70,25 @@ def find_fp32_linears(model: Any) -> list[nn.Module]:
     ]
 
 
-# -- Linear layers that are not called as linear layers are.
+# -- Linear layers that are not called like other linear layers.
 
 
-# With norms between its projections Jamba's Mamba 1 calls each, and has another slow form.
+# Not Jamba's Mamba 1: with norms between its projections, it calls each and has another slow form.
 _MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
 
 
 def find_unquantised_layers(model: nn.Module, blocks: nn.Module) -> set[nn.Module]:
-    """Return the layers in a model's decoder blocks whose products keep their digits.
+    """Return the layers in a model's decoder blocks that are not quantized.
 
-    Those of routers, layers that are not called as linear layers are, and those that a family keeps
-    in fp32.
+    These are routers, layers that are not called like other linear layers, and layers that a family
+    keeps in fp32.
     """
     paths = {*find_routers(blocks), *find_uncalled_linears(blocks)}
     return {*find_fp32_linears(model), *(blocks.get_submodule(path) for path in paths)}
 
 
 def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of linear layers that are not called as linear layers are."""
+    """Yield the paths of linear layers that are not called like other linear layers."""
     choosing = {layer for indexer in find_indexers(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
         own = module._parameters.keys()
@@ -99,22 +100,22 @@ def find_uncalled_linears(model: nn.Module) -> Iterator[str]:
             yield path
 
 
-# -- Norms and biases: by their names too, since a family may give them two dimensions.
+# -- Norms and biases, recognized by name too, since a family may give them two dimensions.
 #
 # Cohere's norms of heads are [heads, dim], gpt-oss's biases of experts [experts, dim].
 
 
-# As transformers' Trainer (get_decay_parameter_names), which knows them by name alone.
+# As in transformers' Trainer (get_decay_parameter_names), which goes by the name only.
 _NORM = re.compile(r"layernorm|rmsnorm|(^|[._])norm(\.|$)")
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
-    """Whether the parameter ``name`` is of a norm, or has one dimension at most."""
+    """Whether the parameter ``name`` belongs to a norm, or has at most one dimension."""
     return parameter.dim() < 2 or _NORM.search(name.lower()) is not None
 
 
 def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay is meant for it: neither a norm nor a bias."""
+    """Whether weight decay applies to a parameter: it is neither a norm nor a bias."""
     return not is_vector(name, parameter) and "bias" not in name.lower()
 
 
@@ -124,7 +125,7 @@ def has_weight_decay(name: str, parameter: torch.Tensor) -> bool:
 def find_blocks(model: Any) -> nn.ModuleList:
     """Return the list of the decoder blocks of a ``LossModel``: its largest ``nn.ModuleList``.
 
-    Every causal LM of transformers has one; expert lists are inside of its entries.
+    Every causal LM of transformers has one; lists of experts are inside its entries.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
@@ -141,8 +142,8 @@ def use_own_layers(
 ) -> None:
     """Replace layers of ``blocks`` by what ``kernels.py`` chooses for ``dtype`` on ``device``.
 
-    These take fewer passes and keep fewer activations. ``copies``: of an engine that says when
-    adapters change. ``shares_inputs``: see ``use_lora_linear``.
+    The new layers take fewer passes and keep fewer activations. ``copies``: from an engine that
+    reports changes of adapters. ``shares_inputs``: see ``use_lora_linear``.
     """
     mask_reason = "" if module.within_documents else "its attention needs it"
     kernels = choose_model_kernels(module.config, dtype, compiled, device, mask_reason)

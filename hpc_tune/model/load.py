@@ -1,8 +1,8 @@
-"""Memory for a model that was built on the meta device, and the values that belong in it.
+"""Allocate a model that was built on the meta device, and fill in its values.
 
-allocate        uninitialised memory, after the engine has cut and sharded the module
-load_weights    each rank reads its own regions; adapters and buffers get their first values
-finish_dora     first values that need the weights of several ranks
+allocate        uninitialized memory, after the engine has cut and sharded the module
+load_weights    each rank reads its own regions; adapters and buffers get their initial values
+finish_dora     initial values that need the weights of several ranks
 """
 
 import json
@@ -39,13 +39,13 @@ from hpc_tune.model.weights import (
 )
 from hpc_tune.world.pinned import empty_pinned_like, pinned_blocks_bytes
 
-# -- Adapters that go on from ones that peft, or the Hugging Face Trainer, has saved.
+# -- Adapters that continue from ones saved by peft or the Hugging Face Trainer.
 
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
 _FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
-# Fields of peft's that say nothing about what an adapter of given tensors computes: names, how it
-# was begun, and which tensors there are, which are compared one by one.
+# peft's fields that do not change what an adapter with given tensors computes: names, how it was
+# initialized, and which tensors there are (the tensors are compared one by one).
 _IGNORED_FIELDS = frozenset(
     (
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -56,15 +56,15 @@ _IGNORED_FIELDS = frozenset(
         *("lora_dropout", "bias", "qalora_group_size"),
     )
 )
-# As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
+# peft's names of initializations that leave the base unchanged; pissa, olora and others change it.
 _INITS_KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def use_init_adapter(built: BuiltModel, directory: Path) -> BuiltModel:
-    """Return the model, its adapters to begin with those of a peft directory.
+    """Return the model with adapters that will start from those of a peft directory.
 
     Raises:
-        ConfigError: lists every way in which they are not adapters of this model and ``tune``.
+        ConfigError: lists every way in which the saved adapters do not fit this model and ``tune``.
         DataError: if their file is damaged.
     """
     file, saved = directory / ADAPTER_FILE, _read_adapter_config(directory)
@@ -132,9 +132,9 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex:
-    """Give an adapter that was made on a language model by itself its names in the whole model.
+    """Give the tensors of an adapter made on a language model alone their whole-model names.
 
-    In a checkpoint the optimizer's state has them as well.
+    In a checkpoint the optimizer state is renamed as well.
     """
 
     def in_whole(name: str) -> str:
@@ -147,7 +147,7 @@ def use_whole_model_names(index: TensorIndex, names: TensorNames) -> TensorIndex
 
 
 def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
-    """Refuse an adapter with a pair of tensors for each expert, as for vLLM or transformers 4."""
+    """Refuse an adapter with a pair of tensors per expert, the form for vLLM and transformers 4."""
     names = (name for name in index.shapes if re.search(r"\.experts\.\d+\.", name))
     if (first := next(names, None)) is not None and first not in {*known}:
         raise ConfigError(
@@ -160,9 +160,9 @@ def _refuse_unstacked_experts(directory: Path, index: TensorIndex, known: Iterab
 def _compare_expert_ranks(
     fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig
 ) -> list[str]:
-    """Return how the ranks and scales of experts differ, and take experts out of the patterns.
+    """Return how the ranks and scales of experts differ, and remove experts from the patterns.
 
-    peft's own adapters have a pattern for them only where they have another rank than the others.
+    peft's own adapters have a pattern for experts only if their rank differs from the others.
     """
     problems = []
     for key, every, said in (
@@ -179,7 +179,7 @@ def _compare_expert_ranks(
 
 
 def _expand_paths(patterns: Any, paths: Iterable[str]) -> Any:
-    """Return patterns with the paths among ``paths`` in place of those that are the end of some."""
+    """Replace each pattern that is the end of some of ``paths`` by these paths."""
     found: dict[str, Any] = {}
     for key, value in patterns.items():
         ends = [path for path in paths if path.endswith(f".{key}")]
@@ -188,7 +188,7 @@ def _expand_paths(patterns: Any, paths: Iterable[str]) -> Any:
 
 
 def _compare_tokens(there: Any, here: list[int]) -> list[str]:
-    """Return what is wrong with the tokens whose rows an adapter holds; they are in that order."""
+    """Return problems if an adapter's rows are for other tokens, or in another order."""
     (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
     if there == here:
         return []
@@ -196,7 +196,7 @@ def _compare_tokens(there: Any, here: list[int]) -> list[str]:
     return [said]
 
 
-# -- Memory for a model, and the values that belong in it.
+# -- Allocating a model and filling in its values.
 
 
 def allocate(
@@ -205,10 +205,10 @@ def allocate(
     offloads: bool = False,
     reserve: Reserve = reserve_nothing,
 ) -> None:
-    """Give every parameter and buffer uninitialised memory on ``device``; tied weights stay tied.
+    """Give every parameter and buffer uninitialized memory on ``device``; tied weights stay tied.
 
-    Where a run ``offloads``, sharded parameters are on the host: in pinned memory if ``device`` is
-    a GPU. ``reserve`` is called before that is taken.
+    If a run ``offloads``, sharded parameters are on the host, in pinned memory if ``device`` is a
+    GPU; ``reserve`` is called before pinned memory is allocated.
     """
     owners = find_owners(module)
     pinned = _allocate_pinned_parts(module, reserve) if offloads and device.type == "cuda" else {}
@@ -228,10 +228,10 @@ def allocate(
 
 
 def _allocate_pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Tensor, torch.Tensor]:
-    """Return memory for this rank's part of each sharded parameter, in blocks that they share.
+    """Return pinned memory for this rank's part of each sharded parameter, in shared blocks.
 
-    FSDP2 pins what is not pinned, each tensor by itself. A part that is shorter than other ranks'
-    is left to it: it copies that into a longer one.
+    FSDP2 would pin tensors one by one. A part that is shorter than those of other ranks is left to
+    FSDP2, which copies it into a longer tensor.
     """
     parts = {
         parameter: parameter.to_local()
@@ -243,7 +243,7 @@ def _allocate_pinned_parts(module: nn.Module, reserve: Reserve) -> dict[torch.Te
 
 
 def _has_short_part(sharded: DTensor) -> bool:
-    """Return whether this rank's part has less than the first one's."""
+    """Return whether this rank's part is shorter than the first rank's."""
     mesh, local = sharded.device_mesh, sharded.to_local()
     return any(
         local.shape[placement.dim] < -(-sharded.shape[placement.dim] // mesh.size(axis))
@@ -253,7 +253,7 @@ def _has_short_part(sharded: DTensor) -> bool:
 
 
 def find_owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return each parameter's modules with its name in them; tied weights have several."""
+    """Return each parameter's modules with its name in each; tied weights have several."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -265,21 +265,21 @@ def find_owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, s
 def load_weights(
     built: BuiltModel, reserve: Reserve = reserve_nothing, parameters: bool = True
 ) -> None:
-    """Fill the allocated module: base weights from disk, adapters and buffers with first values.
+    """Fill the allocated module: base weights from disk, adapters and buffers with initial values.
 
-    Sends no messages: a rank may fail by itself. ``finish_dora`` does what needs several.
+    Not collective: a rank may fail alone. ``finish_dora`` does the part that needs several ranks.
 
-    With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
+    With ``parameters=False`` only buffers are filled, for an engine that fills parameters itself.
     ``reserve`` is called before host memory is filled.
 
     Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
-    that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
-    a node share. The first values of adapters depend on (seed, name) alone, so they are the same in
-    every layout.
+    that stay unsharded on a CPU are not read at all: they are mapped pages of the file, which the
+    ranks of a node share. The initial values of adapters depend only on (seed, name), so they are
+    the same in every layout.
 
     Raises:
-        DataError: if a file is cut off, a shape is another than config.json says, or a weight that
-            this rank keeps is NaN or inf.
+        DataError: if a file is truncated, a shape differs from config.json, or a weight that this
+            rank keeps is NaN or inf.
     """
     packed = dict(find_packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
@@ -296,7 +296,7 @@ def load_weights(
                 continue
             if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset, reserve)
-            if isinstance(parameter, nn.Parameter):  # a buffer may be inf, as Gemma 4's limits
+            if isinstance(parameter, nn.Parameter):  # buffers may be inf, such as Gemma 4's limits
                 own = built.regions(name, parameter)[number].local
                 built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
@@ -312,7 +312,7 @@ def load_weights(
 def _map_pages(
     index: TensorIndex | ShapeIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
 ) -> bool:
-    """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
+    """Map a frozen, unsharded CPU tensor to the file's own pages, if the dtype is the same."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
         return False
     pages = index.map_pages(stored, parameter.dtype)
@@ -349,7 +349,7 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
 
 
 def make_first_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return first values that no file holds as they are: of adapters, or rows of the embedding."""
+    """Return the initial values of an adapter, or of trained embedding rows (the base's rows)."""
     if not name.endswith(SUFFIX):
         return init_lora_values(name, shape, built.seed)
     rows_KD = torch.empty(shape, dtype=torch.float32)
@@ -360,26 +360,26 @@ def make_first_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> t
 
 
 def init_lora_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
+    """LoRA's initial values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
     full = torch.zeros(shape, dtype=torch.float32)
     if is_lora_a(name):
-        # A CPU generator looks at the lower 32 bits of its seed only.
+        # A CPU generator uses only the lower 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
     return full
 
 
 def _init_buffers(model: Any) -> None:
-    """Give buffers that no file stores (rotary frequencies, scales) their values, in place.
+    """Fill buffers that no file stores (rotary frequencies, scales) in place.
 
     Raises:
-        DataError: if transformers leaves one uninitialised.
+        DataError: if transformers leaves one uninitialized.
     """
     from transformers.initialization import guard_torch_init_functions
 
     stored: list[Any] = [tensor for _, tensor in stored_tensors(model)]
     for tensor in stored:
-        tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
+        tensor._is_hf_initialized = True  # so that transformers does not overwrite it
     known = {id(tensor) for tensor in stored}
     unfilled = {
         name: buffer
@@ -393,12 +393,12 @@ def _init_buffers(model: Any) -> None:
     owners: dict[str, Any] = {}
     with guard_torch_init_functions():
         for path, module in model.named_modules():
-            # The innermost model of transformers around a module knows its values.
+            # The innermost model of transformers around a module knows how to initialize it.
             inside = hasattr(module, "_init_weights") or not path
             owners[path] = module if inside else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
                 owners[path]._init_weights(module)
-        if _find_unfilled(model, unfilled):  # by the model around them (Falcon-H1)
+        if _find_unfilled(model, unfilled):  # an outer model does it (Falcon-H1)
             for owner in dict.fromkeys(owners.values()):
                 owner._init_weights(owner)
     if left := _find_unfilled(model, unfilled):
@@ -414,13 +414,13 @@ def _find_unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def finish_dora(built: BuiltModel) -> None:
-    """Give DoRA's magnitudes of sharded weights their first values. Collective."""
+    """Initialize DoRA's magnitudes of sharded weights. Collective."""
     if built.tune.method == "dora" and built.start is None:
         _init_magnitudes(built.module, sharded=True)
 
 
 def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
-    """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
+    """Set magnitudes to the L2 norm of each output row of the base weight (B is zero at first)."""
     layers: Any = module.modules()
     for layer in layers:
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
@@ -433,7 +433,7 @@ def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
 
 
 def _gather_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded weight; where one rank has all of it there is no group."""
+    """Gather a sharded weight; if one rank has all of it, there is no group to gather over."""
     if not isinstance(weight, DTensor):
         return weight
     whole: torch.Tensor = (

@@ -1,17 +1,17 @@
 """LoRA layers in as few passes over the activations as their arithmetic allows.
 
-    y = x W^T + bias + s (x A^T) B^T                       LoRA; QLoRA, whose W is made of 4 bits
+    y = x W^T + bias + s (x A^T) B^T                       LoRA; QLoRA unpacks W from 4 bits
     y = m / |W + s B A| (x W^T + s (x A^T) B^T) + bias     DoRA (arXiv:2402.09353)
 
-peft takes ``x`` to the adapters' fp32, computes the adapter's output, scales it and adds it: passes
-over tensors as wide as the layer, forward and backward, of which several are kept for the backward
-pass. Here adapters are cast to the dtype of ``x``, their products are accumulated by the matrix
-product (BLAS's alpha and beta), and only ``x`` and the low-rank ``x A^T`` are kept. With dropout
-``x A^T`` is of what is left of ``x``.
+peft casts ``x`` to the adapters' fp32, computes the adapter's output, scales it and adds it: these
+are passes over tensors as wide as the layer, forward and backward, and several of these tensors are
+kept for the backward pass. Here adapters are cast to the dtype of ``x``, their output is
+accumulated inside the matmul (BLAS's alpha and beta), and only ``x`` and the low-rank ``x A^T`` are
+kept. With dropout, ``x A^T`` takes ``x`` after dropout.
 
 Layers that share an input (queries, keys and values; gate and up) are computed together when the
 first of them is called: their A's are one matrix, and the gradient of the input is accumulated by
-the products. The last section keeps cast adapters and DoRA's norms between two updates.
+the matmuls. The last section keeps cast adapters and DoRA's norms between two updates.
 
 Shapes: N tokens of all rows, I and O features in and out, R the rank, S the sum of the ranks of the
 layers that share an input.
@@ -32,9 +32,9 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class LoraGroup:
-    """Layers that share their input, or a single one.
+    """Layers that share an input, or a single layer.
 
-    ``a_SI`` and ``bs_OR`` are their adapters as ``AdapterCopies`` keeps them, the latter scaled.
+    ``a_SI`` and ``bs_OR`` are their A's and scaled B's, if ``AdapterCopies`` keeps copies.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -47,7 +47,7 @@ class LoraGroup:
         self._is_apart = False
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of layer ``number``; the first call for an input computes all."""
+        """Return the output of layer ``number``; the first call with an input computes them all."""
         if self._is_apart:
             return _compute_outputs(self.layers[number : number + 1], x, None)[0]
         if len(self.layers) == 1:
@@ -64,25 +64,25 @@ class LoraGroup:
         return out_NO
 
     def settle_sharing(self) -> None:
-        """Compute layers apart from now on if most calls had another input than the one before.
+        """Compute layers separately from now on if most calls did not share the previous input.
 
-        To be called between steps: what is recomputed must do what the first pass did.
+        To be called between steps: recomputation must do the same as the first pass.
         """
         self._is_apart |= self._unshared > self._shared
         self._shared = self._unshared = 0
         self.forget()
 
     def forget(self) -> None:
-        """Let go of results that nobody has asked for, as after a pass that was broken off."""
+        """Drop results that no layer has taken, for example after an interrupted pass."""
         self._input, self._waiting = None, {}
 
 
 def use_lora_linear(blocks: Iterable[nn.Module], shares_inputs: bool = False) -> list[LoraGroup]:
-    """Replace the forward of each LoRA layer in ``blocks``; return the layers in their groups.
+    """Replace the forward of each LoRA layer in ``blocks``; return the groups of layers.
 
-    ``shares_inputs``: compute layers together that share their input. The base and both adapters
-    must be whole tensors when a layer is called, with ``shares_inputs`` those of its group, as they
-    are within an FSDP2 unit; ZeRO-3 gathers them at the call of each.
+    ``shares_inputs``: compute layers that share an input together. A layer's base, A and B must be
+    gathered when it is called; with ``shares_inputs``, the tensors of its whole group must be. This
+    holds within an FSDP2 unit; ZeRO-3 gathers the tensors of each layer when it is called.
     """
     groups = []
     for block in blocks:
@@ -104,12 +104,12 @@ def adapter_weight(layer: Any, part: str) -> nn.Parameter:
 
 
 def adapter_scale(layer: Any) -> float:
-    """Return what a layer's adapter is multiplied with."""
+    """Return the scale of a layer's adapter."""
     return float(layer.scaling["default"])
 
 
 def matmul_dtype(layer: Any) -> torch.dtype:
-    """Return the dtype of a layer's products."""
+    """Return the dtype of a layer's matmuls."""
     base = layer.base_layer
     return base.compute_dtype if _is_packed(base) else base.weight.dtype
 
@@ -160,9 +160,9 @@ def is_dora(layer: Any) -> bool:
 
 
 def _is_matrix(layer: Any) -> bool:
-    """Whether a layer's base is a matrix, or a packed one, and its forward is that of its class.
+    """Whether a layer's base is a plain or packed matrix, with the forward of its class.
 
-    Others are called: with float8, or as a slice whose bias is added after a sum.
+    Other bases are called instead: torchao's float8, or a slice that adds its bias after a sum.
     """
     base = layer.base_layer
     return (type(base) is nn.Linear or _is_packed(base)) and "forward" not in base.__dict__
@@ -175,19 +175,19 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if is_dora(self)
         else self.lora_group.product(self.lora_number, given)
     )
-    # Not in the function: its view may not be changed in place, as OLMo does (clip_qkv).
+    # Not in the autograd function: its views may not be changed in place, as OLMo (clip_qkv) does.
     return out.view(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
 
 def _is_packed(base: Any) -> bool:
-    """Whether ``base.unpack`` makes the values of its weight, in ``base.compute_dtype``."""
+    """Whether a base is packed: ``base.unpack`` returns its weight in ``base.compute_dtype``."""
     return hasattr(base, "unpack")
 
 
 def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return DoRA's output; with dropout that of what is left of ``x``, and the base's of the rest.
+    """Return DoRA's output; with dropout, DoRA takes d = dropout(x), and the base alone x - d.
 
-    As in peft: x W^T + (m / norm - 1) d W^T + m / norm s (d A^T) B^T, where d is what is left.
+    As in peft: x W^T + (m / norm - 1) d W^T + m / norm s (d A^T) B^T.
     """
     base, magnitude = layer.base_layer, layer.lora_magnitude_vector["default"].weight
     norms_O = layer.__dict__.get("row_norms_O")
@@ -208,8 +208,8 @@ def _dora_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return |w + s b A| for each row w of the base weight and b of B, fp32 [O].
 
-    |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow product of W, where
-    ``squares_O`` are the |w|^2.
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: one narrow matmul with W, if
+    ``squares_O``, the |w|^2, are given.
     """
     weight_OI, a_RI = base_weight(layer), adapter_weight(layer, "A")
     if squares_O is None:
@@ -223,7 +223,7 @@ def row_norms(layer: Any, squares_O: torch.Tensor | None = None) -> torch.Tensor
 
 @torch.no_grad()
 def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return the squared norm of each row, in fp32 or what is more exact."""
+    """Return the squared norm of each row, in fp32 or a more exact dtype."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     return torch.linalg.vector_norm(weight_OI, dim=1, dtype=dtype).square_()
 
@@ -231,7 +231,7 @@ def row_squares(weight_OI: torch.Tensor) -> torch.Tensor:
 def _compute_outputs(
     layers: Sequence[Any], x: torch.Tensor, group: LoraGroup | None, drops: bool = True
 ) -> Sequence[torch.Tensor]:
-    """Return the outputs of layers for one input, NO each; of DoRA's without scale and bias."""
+    """Return the outputs of layers for one input, NO each; for DoRA before magnitude and bias."""
     left = layers[0].lora_dropout["default"](x) if drops else x
     if not _is_matrix(layers[0]):
         [layer] = layers
@@ -254,9 +254,9 @@ def _compute_outputs(
 
 
 def _is_traced() -> bool:
-    """Whether a mode is selective recompute or a trace.
+    """Whether selective recompute or a trace is active.
 
-    Both know the product as addmm, and what they keep must not be changed in place.
+    Both recognize the matmul as addmm, and what they keep must not be changed in place.
     """
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
@@ -275,10 +275,10 @@ def _input_gradient(
     grads_NO: Sequence[torch.Tensor],
     by_adapters: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient of the input, NI, by the base's products and one of ``by_adapters``.
+    """Return the gradient of the input, NI, from the base's matmuls and that of ``by_adapters``.
 
-    That one comes first where it can: large products are bound by arithmetic, and what they add to
-    they read without a cost.
+    The latter comes first if possible: large matmuls are compute-bound, so that reading the tensor
+    that they add to costs nothing.
     """
     in_float8 = _multiplies_float8(packed)
     grad_x: torch.Tensor | None = None
@@ -309,9 +309,9 @@ def _cast_adapters(
 class _LoraLinear(torch.autograd.Function):
     """Outputs of layers for one input; backward, gradients of it and of each A and B.
 
-    ``left`` is what dropout leaves of ``x``, None for all of it; ``packed`` has a layer where the
-    weight is packed. ``a_SI``: all A's in the dtype of ``x``, if that is kept. Of each layer
-    follow weight, bias, A, B and, if it is kept, the scaled B in that dtype.
+    ``left`` is ``x`` after dropout, None without dropout; ``packed`` has the base of each layer
+    whose weight is packed, else None. ``a_SI``: all A's in the dtype of ``x`` if copies are kept.
+    For each layer follow weight, bias, A, B, and the scaled B in that dtype if copies are kept.
     """
 
     @staticmethod
@@ -379,7 +379,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 class _AddAdapter(torch.autograd.Function):
-    """``out_NO`` and an adapter's product of ``left``, for a base that computes by itself."""
+    """``out_NO`` plus an adapter's output for ``left``, for a base that is called by itself."""
 
     @staticmethod
     def forward(
@@ -410,7 +410,7 @@ class _AddAdapter(torch.autograd.Function):
 
 
 class _ScaleByMagnitude(torch.autograd.Function):
-    """``direction_NO`` times magnitude over norm of each feature, and a bias; norms are constant.
+    """``direction_NO`` times magnitude / norm per feature, plus a bias; norms are constant.
 
     The factors stay in fp32; results are rounded once.
     """
@@ -441,16 +441,16 @@ def _scale_features(values_NO: torch.Tensor, factors_O: torch.Tensor) -> torch.T
     return torch.mul(values_NO, factors_O, out=torch.empty_like(values_NO))
 
 
-# -- What depends on adapters alone, made once per update: copies to multiply with, DoRA's norms.
+# -- Values that change only with adapters, made once per update: cast copies, and DoRA's norms.
 #
-# A step's micro-batches and its recomputation take the same values of these. Engines that do not
-# say when adapters change have neither: each layer casts its adapters when it is called.
+# A step's micro-batches and recomputation use the same values. Engines that do not report changes
+# of adapters have neither: each layer casts its adapters when it is called.
 
 
 class AdapterCopies:
-    """Adapters in the dtype of products, as views of one buffer for each dtype.
+    """Adapters in the dtype of matmuls, as views of one buffer for each dtype.
 
-    B's are scaled, and the A's of layers that share an input follow each other, as one matrix.
+    B's are scaled; the A's of layers that share an input lie one after the other, as one matrix.
     """
 
     def __init__(self) -> None:
@@ -460,13 +460,13 @@ class AdapterCopies:
 
     @property
     def version(self) -> int:
-        """Another number after each change of adapters."""
+        """A number that changes with each change of adapters."""
         return self._version
 
     def keep_copies(self, blocks: Sequence[nn.Module], groups: Iterable[LoraGroup]) -> None:
-        """Keep copies for groups of layers in ``blocks``, and the norms of DoRA's.
+        """Keep copies for groups of layers in ``blocks``, and the norms of DoRA layers.
 
-        Adapters in the dtype of products are taken as they are.
+        Adapters that already have the dtype of the matmuls are not copied.
         """
         self._all += groups
         self._groups = [
@@ -477,15 +477,15 @@ class AdapterCopies:
         for block in blocks:
             layers = [part for part in block.modules() if hasattr(part, "lora_group")]
             if norms := [RowNorms(layer, self) for layer in layers if is_dora(layer)]:
-                # A hook of the block: FSDP2 has gathered its weights, and no graph has it.
+                # A hook of the block: FSDP2 has gathered its weights, and no graph contains it.
                 block.register_forward_pre_hook(lambda *_, norms=norms: _update_norms(norms))
 
     def mark_changed(self) -> None:
-        """Say that adapters have other values now."""
+        """Record that the values of adapters have changed."""
         self._version += 1
 
     def forget_results(self) -> None:
-        """Let go of what a pass that was broken off has left."""
+        """Drop results that an interrupted pass has left."""
         for group in self._all:
             group.forget()
 
@@ -532,7 +532,7 @@ class AdapterCopies:
 
 
 class RowNorms:
-    """The norms of DoRA's rows in one layer, of the adapters' last change."""
+    """The norms of DoRA's rows in one layer, as of the adapters' last change."""
 
     def __init__(self, layer: Any, copies: AdapterCopies) -> None:
         self._layer, self._copies = layer, copies
@@ -541,7 +541,7 @@ class RowNorms:
         layer.row_norms_O = None
 
     def update(self) -> None:
-        """Compute them anew if adapters have changed; the base's weight must be whole."""
+        """Recompute the norms if adapters have changed; the base's weight must be gathered."""
         if self._of_version == self._copies.version:
             return
         if self._squares_O is None:

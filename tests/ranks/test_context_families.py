@@ -100,7 +100,7 @@ REFUSED = {
     ("gpt_oss", "tensor"): "no plan for splitting a gpt_oss model's matrices",
     ("gpt_oss", "pipeline"): "are not all of one kind",
     ("gemma2", "pipeline"): "are not all of one kind",
-    ("llama", "expert"): "the experts of a llama model can be split over no ranks",
+    ("llama", "expert"): "the experts of a llama model cannot be split over ranks",
 }
 
 

@@ -34,7 +34,7 @@ def test_a_pattern_that_exports_would_not_know_is_refused_and_the_advised_one_is
         more = {"targets": ["q_proj"], setting: {pattern: 2}}
         return TuneConfig(method="lora", rank=4, alpha=6.0, **more)
 
-    with pytest.raises(ConfigError, match=rf"{setting}: model\.layers\.0.* matches one of") as said:
+    with pytest.raises(ConfigError, match=rf"{setting}: model\.layers\.0.* only one of") as said:
         build(base, torch.float32, tune_of("model.layers.0.self_attn.q_proj"), 0)
     (advised,) = re.findall(r"as (\S+) does$", str(said.value))
     assert advised == "layers.0.self_attn.q_proj"

@@ -52,14 +52,14 @@ def test_names_that_files_give_single_experts_are_refused_with_the_name_of_all(t
     with pytest.raises(ConfigError) as error:
         build(model, torch.float32, TuneConfig(targets=["w1", "w2"]), 0)
     assert "no layer of this model is called w1, w2. Its linear layers: " in str(error.value)
-    assert str(error.value).endswith("; its routed experts, as one: experts")
+    assert str(error.value).endswith("; its routed experts, as stacks: experts")
 
 
 @pytest.mark.parametrize(
     ("kind", "advice"),
     [
         ("jetmoe", "; name them, as in [all-linear, input_linear, output_linear], or leave it out"),
-        ("llama", ", of which this model has none; leave it out"),
+        ("llama", ", and this model has none; leave it out"),
     ],
 )
 def test_a_rank_of_experts_that_no_target_names_is_refused_with_their_names(kind, advice, tmp_path):

@@ -107,8 +107,8 @@ def refuses(product):
     ("wrong", "words"),
     [
         (one_row_off, "it differs from a loop over experts in its result by"),
-        (unwritten_result, "in its result by nan, that by transposed weights by nan of the norm"),
-        (refuses, "torch's grouped product fails here (grouped gemm is not supported here)"),
+        (unwritten_result, "in its result by nan, its result with transposed weights by nan"),
+        (refuses, "torch's grouped matmul fails here (grouped gemm is not supported here)"),
     ],
 )
 def test_a_wrong_kernel_is_told_of_once_and_experts_are_multiplied_one_by_one(

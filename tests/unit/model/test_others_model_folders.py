@@ -87,7 +87,7 @@ def test_names_behind_what_was_put_around_the_model_are_told(model, prefix):
         {prefix + name: tensor for name, tensor in tensors.items()}, model / "model.safetensors"
     )
     with pytest.raises(
-        DataError, match=rf"{prefix}model\.\S+ is: the model was saved in a wrapper"
+        DataError, match=rf"{prefix}model\.\S+ is there: the model was saved inside a wrapper"
     ):
         build(model, torch.float32, FULL, 0)
 

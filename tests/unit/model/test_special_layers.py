@@ -63,7 +63,7 @@ def test_a_named_one_is_refused(model):
     if not expected:
         assert other in adapted(build(folder, torch.float32, tune, 0))
         return
-    with pytest.raises(ConfigError, match="is not called as a linear layer is") as error:
+    with pytest.raises(ConfigError, match="is not called like other linear layers") as error:
         build(folder, torch.float32, tune, 0)
     assert f"leave {', '.join(sorted(expected))} out" in str(error.value)
 

@@ -306,7 +306,7 @@ def test_a_run_on_gpus_tells_of_settings_that_torch_has_not_read(monkeypatch):
     [
         (None, "", ""),
         ("fp8", "", "; the base is multiplied in float8"),
-        ("fp8", "this is no GPU", "; the base is multiplied in bfloat16: this is no GPU"),
+        ("fp8", "no GPU", "; the base is multiplied in bfloat16: no GPU"),
     ],
 )
 def test_it_is_said_how_a_float8_base_is_multiplied(monkeypatch, base_dtype, why, said):
