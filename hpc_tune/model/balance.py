@@ -88,13 +88,13 @@ def list_routers(model: nn.Module) -> tuple[Router, ...]:
 def find_router_score(model: nn.Module, run: Any) -> Score:
     """Return the function with which a mixture's routers weight experts, found by a ``run()``.
 
-    "" if routers differ. If the function is unknown, softmax if transformers has a loss for the
-    family, else "".
+    "" if routers differ, or do not return (logits, weights, choices). If the function is unknown,
+    softmax if transformers has a loss for the family, else "".
     """
-    found: list[Score] = []
+    found: list[Score | None] = []
 
     def look(_module: nn.Module, _inputs: Any, out: Any) -> None:
-        found.append(_infer_score(*out) if _is_known_output(out) else "")
+        found.append(_infer_score(*out) if _is_known_output(out) else None)
 
     choosers = find_router_modules(model)
     handles = [module.register_forward_hook(look) for module in choosers.values()]
@@ -104,7 +104,7 @@ def find_router_score(model: nn.Module, run: Any) -> Score:
     finally:
         for handle in handles:
             handle.remove()
-    if len(found) != len(choosers) or len(set(found)) != 1:
+    if len(found) != len(choosers) or len(set(found)) != 1 or found[0] is None:
         return ""
     return found[0] or _stock_score(model)
 

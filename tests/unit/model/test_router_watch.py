@@ -8,7 +8,12 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.balance import RouterWatch, find_router_score, list_routers
+from hpc_tune.model.balance import (
+    RouterWatch,
+    find_router_modules,
+    find_router_score,
+    list_routers,
+)
 from hpc_tune.model.build import build
 from hpc_tune.model.layers import find_blocks
 from hpc_tune.model.load import allocate, load_weights
@@ -165,3 +170,18 @@ def test_what_a_familys_routers_weigh_by_is_tried(mixtures, family):
     built, _ = loaded(mixtures[family], TuneConfig(**TUNE), FAMILIES[family])
     run = lambda: built.module.eval()(batches(4)[0])  # noqa: E731
     assert find_router_score(built.module, run) == FAMILIES[family]
+
+
+def test_routers_of_an_unknown_form_are_not_watched_though_transformers_has_a_loss(mixtures):
+    built, _ = loaded(mixtures["mixtral"], TuneConfig(**TUNE), "softmax")
+    routers = find_router_modules(built.module).values()
+
+    def run():
+        for router in routers:
+            router(torch.zeros(4, router.weight.shape[1]))
+
+    handles = [r.register_forward_hook(lambda _module, _given, out: out[:2]) for r in routers]
+    assert find_router_score(built.module, run) == ""
+    for handle in handles:
+        handle.remove()
+    assert find_router_score(built.module, run) == "softmax"
