@@ -612,4 +612,4 @@ def test_show_prints_the_label_of_an_answer(tmp_path):
         text = "\n".join(lines)
         assert "question 0\ndesirable: «answer 0<|im_end|>»" in text
         assert "question 1\nundesirable: «answer 1<|im_end|>»" in text
-        assert "without another's" not in text
+        assert "without another row's" not in text
