@@ -121,7 +121,7 @@ class RenderedChat:
 
 
 ESCAPE = "\U000f0000"
-ESCAPED_IN_JSON = "\\udb80\\udc00"  # ``ESCAPE`` as templates write it that output ASCII JSON
+ESCAPED_IN_JSON = "\\udb80\\udc00"  # ``ESCAPE`` in ASCII JSON, which some templates write
 _FIRST = ord(ESCAPE) + 1
 _REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
 
@@ -267,7 +267,7 @@ class AnswerFinder:
         self._next_special = re.compile(rf"\s*({self.special.pattern})")
 
     def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
-        """Return the span of each of ``answers`` (numbers of messages); None if it is unsure."""
+        """Return the span of each of ``answers`` (numbers of messages); None where unsure."""
         spans = [self._find_by_beginnings(chat, number) for number in answers]
         if None in spans:  # beginnings cannot be trusted in this chat: try the others first
             spans = [

@@ -111,7 +111,7 @@ class Renderer:
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
             example, full = self._write(example)
-        except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
+        except TemplateSyntaxError as error:  # the model's own; a file's was parsed before
             where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
             raise DataError(
                 f"{where}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "

@@ -50,7 +50,7 @@ from hpc_tune.errors import DataError
 #
 #     9 bytes   MMIDIDX and two zeros       int32 [sequences]      tokens of each
 #     uint64    the version, 1              int64 [sequences]      where each begins, in bytes
-#     uint8     the type of the tokens      int64 [documents + 1]  sequence numbers, from 0
+#     uint8     the type of the tokens      int64 [documents + 1]  first sequence of each
 #     uint64    sequences                   (int8 [sequences]      modes, of images: not read)
 #     uint64    documents + 1
 #

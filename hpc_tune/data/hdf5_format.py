@@ -9,7 +9,7 @@ is one range of bytes that can be read without HDF5::
        +- tokens               uint16 or uint32 [num_tokens]    the documents one after the other
        +- loss_mask            uint8 [num_tokens]               1: learned as a target
        +- documents/offsets    int64 [num_documents + 1]        i: tokens[offsets[i]:offsets[i + 1]]
-       +- documents/by_length  uint32 or int64 [num_documents]  documents, stably sorted by length
+       +- documents/by_length  uint32 or int64 [num_documents]  document numbers by length, stable
        +- lengths/values       int64 [num_lengths]              the distinct lengths, rising
        +- lengths/counts       int64 [num_lengths]              how many documents have each
     (at the end)           a checksum of everything but the datasets: see below
@@ -58,8 +58,7 @@ from hpc_tune.files import why_pointer
 #
 # The HDF5 library trusts the structure of a file, and some damaged bytes in it crash the process.
 # So the structure (superblock, headers, attributes: some kilobytes) is compared with its checksum
-# before the library sees it. Datasets are left out: the time to read them all would grow with the
-# file.
+# before the library sees it. Datasets are left out: it would take too long to read large ones.
 #
 # After HDF5's last byte, where its readers do not look::
 #

@@ -1,12 +1,11 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
     PackedSampler (order.py): stream row -> documents
-    step: rows [start, start + global_size) -> every size-th is this rank's -> micro-batches
+    step: rows [start, start + global_size) -> this rank's every size-th -> micro-batches -> Batch
 
-The rows of a step depend only on the number of rows consumed before: not on the number of ranks,
-not on the micro-batch size. So the whole state is one number, and resuming at any row takes no
-time. A thread prefetches steps under a byte budget; a step counts as consumed when it is handed
-out.
+The rows of a step depend only on the number of rows consumed before: not on the number of ranks or
+the micro-batch size. So the whole state is one number, and resuming at any row takes no time. A
+thread prefetches steps under a byte budget; a step counts as consumed when it is handed out.
 
 Shapes: B rows, T tokens per row.
 """

@@ -233,10 +233,10 @@ def _hash_64_bits(value: int) -> int:
 #     stream row -> phase -> source, and which row of that source's own stream
 #
 # Two sources take turns by the largest deficit: the next row comes from the source that is further
-# behind its share, so that after n rows each has its share of n to within half a row. If there are
-# more, the two with the smallest rates are merged into one, repeatedly, as in Huffman coding, which
-# gives a binary tree. A row's source follows from the row's number alone, by integer arithmetic,
-# without counting. Three sources are within one row of their shares; any number of them within 1.68
+# behind its share, so that after n rows each has its share of n to within half a row. Among more
+# sources, the two with the smallest rates are merged into one, repeatedly, as in Huffman coding: a
+# tree of such pairs. A row's source follows from the row's number alone, by integer arithmetic, not
+# by counting. Three sources are within one row of their shares; any number of them within 1.68
 # rows, half the sum of the reciprocals of the Fibonacci numbers. (Always choosing the largest
 # deficit of all sources is off by as much, and a row is found only by counting from the first.)
 #

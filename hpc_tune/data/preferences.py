@@ -250,7 +250,7 @@ def has_label(record: dict[str, Any]) -> bool:
 
 
 def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
-    """Return ``example`` with its answer replaced by that of ``other``, including all messages."""
+    """Return ``example`` with its answer replaced by all messages of the answer in ``other``."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
@@ -387,7 +387,7 @@ def _read_side(record: dict[str, Any], field: str) -> Answer:
 
 
 def _read_turns(value: Any, field: str) -> Messages:
-    """Return messages without keys that have no value, so that the same messages are equal."""
+    """Return messages without keys that have no value, so that messages can be compared."""
     return [
         {key: item for key, item in message.items() if key == "content" or not is_unset(item)}
         for message in read_turns(value, field)

@@ -1,4 +1,4 @@
-"""Read the rows of JSON, as lines or as one array, plain text and tables, compressed or not.
+"""Read rows from JSON (lines or one array), plain text and tables, compressed or not.
 
 Each reader yields (position, row). A row that cannot be read is replaced by a ``WrongRecord``, and
 the rows after it are read; if these cannot be found, it is an error.

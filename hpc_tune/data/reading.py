@@ -247,7 +247,7 @@ def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bo
         return True
     try:
         if reading.part == "all" and isinstance(example, Text):
-            example.text.encode()  # checks all that can be wrong; JSON would take the memory again
+            example.text.encode()  # all that can be wrong is checked; JSON would double the memory
             return True
         data = _content_bytes(example)
     except RecursionError:
@@ -267,7 +267,7 @@ def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bo
 
 
 def _content_bytes(example: Row) -> bytes:
-    """Return bytes that two examples share if, and only if, they are duplicates."""
+    """Return bytes that are the same for two examples if they are duplicates."""
     if isinstance(example, Tokens):
         return example.numbers.astype("<i8").tobytes()
     text = json.dumps(_json_value(example), ensure_ascii=False, sort_keys=True, default=_json_value)

@@ -84,7 +84,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, learned as a whole, or a part of one: its beginning, end, or neither."""
+    """Plain text, learned as a whole; ``begins``, ``ends``: whether its start and end are in it."""
 
     text: str
     begins: bool = True

@@ -102,7 +102,7 @@ def show_documents(
     findings = ReadFindings()
     for label, example in _read_examples(paths, reading, findings):
         counters = encoder.counters
-        counters.unmatched = 0  # here, each row is encoded without others
+        counters.unmatched = 0  # each row is encoded alone, without other rows' answers
         is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
         if num_shown >= num_rows and is_enough:
             is_all = False
