@@ -1,16 +1,17 @@
-"""Which characters of a rendered chat the assistant wrote.
+"""Find which characters of a rendered chat the assistant wrote.
 
     {% generation %} blocks of the template -> beginnings -> calls -> probes: the first that fits
 
-*Blocks* are the template's own word. *Beginnings*: answer i is the text between
-render(messages[:i], with the generation prompt) and render(messages[:i + 1]), where both are
-beginnings of the whole text: what the model has to write after the prompt that it gets in use.
+*Blocks* are marked by the template itself. *Beginnings*: answer i is the text between
+render(messages[:i], with the generation prompt) and render(messages[:i + 1]), if both are prefixes
+of the whole text: it is what the model must write after the prompt that it gets at inference.
 Templates that render a turn differently once others follow (they drop earlier reasoning, or append
-an end to the whole) break that. *Calls* of tools lie between the contents of their neighbours, and
-end as they do alone. *Probes*: the whole chat is rendered again with another text in place of
-answer i. What the two have in common before and after it is not the answer's.
+an end to the whole chat) break this. *Calls*: an answer that calls tools lies between the contents
+of its neighbors, and ends as it does when it ends the chat. *Probes*: the whole chat is rendered
+again with another text in place of answer i. What both texts share before and after that place is
+not part of the answer.
 
-An answer ends with the special token that ends its turn, which the model has to learn as well.
+An answer ends with the special token that ends its turn, which the model must learn as well.
 """
 
 import os
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 from hpc_tune.data.counts import Counters
 
-# -- A chat as its template renders it: whole, its beginnings, and with another text in places.
+# -- A chat as its template renders it: whole, only its first messages, or with probes in it.
 
 
 PROBE = "xPr0be7Qx"
@@ -33,17 +34,17 @@ Span = tuple[int, int]
 
 
 class Render(Protocol):
-    """Renders messages to text; None where the template refuses them."""
+    """Renders messages to text, or returns None if the template refuses them."""
 
     def __call__(self, messages: Messages, generation: bool = False) -> str | None:
-        """Return the text, with the prompt for another answer at its end if ``generation``."""
+        """Return the text, with the generation prompt at its end if ``generation``."""
 
 
 @dataclass
 class RenderedChat:
     """The messages of a chat, and their text ``full``, which is ``render(messages)``.
 
-    ``special``: what special tokens match.
+    ``special`` is a pattern that matches special tokens.
     """
 
     render: Render
@@ -53,7 +54,7 @@ class RenderedChat:
     _beginnings: dict[tuple[int, bool], str | None] = field(default_factory=dict)
 
     def render_first(self, count: int, generation: bool = False) -> str | None:
-        """Return the text of the first ``count`` messages, rendered once; None if refused."""
+        """Return the (cached) text of the first ``count`` messages; None if it is refused."""
         if count == len(self.messages) and not generation:
             return self.full
         key = (count, generation)
@@ -62,28 +63,28 @@ class RenderedChat:
         return self._beginnings[key]
 
     def prompt(self, number: int) -> str | None:
-        """Return the text up to message ``number``, which is to be generated; None for the first.
+        """Return the prompt from which message ``number`` is generated; None for the first one.
 
-        Templates render no empty list.
+        Templates cannot render an empty list.
         """
         return self.render_first(number, generation=True) if number else None
 
     def prompt_end(self, number: int, text: str) -> int | None:
-        """Return where the prompt of message ``number`` ends if ``text`` begins with it."""
+        """Return the length of message ``number``'s prompt, or None if ``text`` lacks it."""
         prompt = self.prompt(number)
         return len(prompt) if prompt and text.startswith(prompt) else None
 
     def with_probe(self, number: int) -> list[dict[str, Any]]:
-        """Return the messages with a probe in place of one's content."""
+        """Return the messages with a probe in place of the content of message ``number``."""
         probe = {**self.messages[number], "content": PROBE}
         return [*self.messages[:number], probe, *self.messages[number + 1 :]]
 
     def text_after_probe(self, messages: Messages) -> str:
-        """Return what follows the probe in the text of ``messages``; nothing if there is none."""
+        """Return what follows the probe in the text of ``messages``; empty without a probe."""
         return (self.render(messages) or "").partition(PROBE)[2]
 
     def next_content_start(self, number: int) -> int:
-        """Return where the content of the message after one begins, or ``full`` ends."""
+        """Return where the content of the message after ``number`` begins, or ``full`` ends."""
         if number + 1 == len(self.messages):
             return len(self.full)
         before, found, _ = (self.render(self.with_probe(number + 1)) or "").partition(PROBE)
@@ -91,9 +92,9 @@ class RenderedChat:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """The generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
+        """The generation prompt alone, such as ``<|im_start|>assistant`` and a newline.
 
-        That is what it adds to a turn of another role: a last answer may end by a token of its own.
+        It is taken after a turn of another role: a final answer may end with a token of its own.
         """
         others = [n for n, message in enumerate(self.messages, 1) if message["role"] != "assistant"]
         if others:
@@ -107,31 +108,31 @@ class RenderedChat:
         at = len(os.path.commonprefix([plain, prompted]))
         for token in self.special.finditer(prompted):
             if token.start() < at < token.end():
-                at = token.start()  # two tokens that begin alike
+                at = token.start()  # two tokens with a common prefix
         return prompted[at:]
 
 
-# -- Special tokens that people have typed, kept apart from those that a chat template writes.
+# -- Special tokens that users typed, kept apart from those that the chat template writes.
 #
-#     people's text -> hide -> the template -> split -> tokens; typed ones become plain text's
+#     messages -> hide -> chat template -> split -> tokens; typed special tokens become plain text
 #
-# A typed one is replaced by two characters: ``ESCAPE`` and one that numbers it. ``ESCAPE`` in
-# people's text is replaced in the same way, so that any text comes back as it was.
+# A typed special token is replaced by two characters: ``ESCAPE`` and one that encodes its number.
+# A typed ``ESCAPE`` is replaced in the same way, so that any text can be restored exactly.
 
 
 ESCAPE = "\U000f0000"
-ESCAPED_IN_JSON = "\\udb80\\udc00"  # what a template makes of it that writes JSON in ASCII
+ESCAPED_IN_JSON = "\\udb80\\udc00"  # ``ESCAPE`` in ASCII JSON, which some templates write
 _FIRST = ord(ESCAPE) + 1
 _REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
 
 
 class SpecialTokenEscapes:
-    """Replaces the special tokens of one tokenizer in people's text, counting them."""
+    """Replaces one tokenizer's special tokens in the text of messages, and counts them."""
 
     def __init__(
         self, special_tokens: Sequence[str], turn_tokens: Collection[str], counters: Counters
     ) -> None:
-        """Take the special tokens as text; ``turn_tokens``: those that no answer has."""
+        """Take the special tokens as text; ``turn_tokens``: those that no answer may contain."""
         self._counters = counters
         self._typed = [ESCAPE, *sorted(set(special_tokens), key=len, reverse=True)]
         self._number = {text: number for number, text in enumerate(self._typed)}
@@ -145,10 +146,10 @@ class SpecialTokenEscapes:
         self._escaped = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
     def hide_in_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with typed special tokens hidden, in whatever text they have.
+        """Return messages with typed special tokens hidden in all of their text.
 
-        An assistant's own marks stay, of reasoning (``</think>``) and of calls (``<tool_call>``):
-        they are the answer's form. Those around turns are nobody's to write.
+        The assistant's own tokens stay, for reasoning (``</think>``) and calls (``<tool_call>``):
+        they are part of an answer's format. Tokens around turns are hidden in every message.
         """
         return [
             self._hide_in_answer(m) if m["role"] == "assistant" else self.hide(m) for m in messages
@@ -163,7 +164,7 @@ class SpecialTokenEscapes:
         }
 
     def hide(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
-        """Return a value of JSON types with typed special tokens hidden in all of its texts."""
+        """Return a JSON value with typed special tokens hidden in all of its strings."""
         if isinstance(value, str):
             return (typed or self._all).sub(self._hide_one, value)
         if isinstance(value, dict):
@@ -171,7 +172,7 @@ class SpecialTokenEscapes:
         return [self.hide(item, typed) for item in value] if isinstance(value, list) else value
 
     def split(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Yield the pieces of a text: (piece, None), or for an escape (it, what was typed)."""
+        """Yield a text in pieces: (piece, None), or for an escape (escape, what was typed)."""
         for number, piece in enumerate(self._escaped.split(text)):
             if number % 2:
                 yield ESCAPE + piece, self._typed[ord(piece) - _FIRST]
@@ -186,8 +187,8 @@ class SpecialTokenEscapes:
 def longest_match_pattern(texts: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern that matches the longest of ``texts`` at a position.
 
-    It shares their beginnings: some models have thousands of reserved tokens, and each alternative
-    would be tried at each position.
+    The pattern shares common prefixes: some models have thousands of reserved tokens, and a plain
+    alternation would try each of them at each position.
     """
     tree: dict[str, Any] = {}
     for text in filter(None, texts):
@@ -206,15 +207,15 @@ def _join_alternatives(node: dict[str, Any]) -> str:
     return f"{either}?" if "" in node else either
 
 
-# -- Blocks: what a template marks by {% generation %}.
+# -- Blocks: what a template marks with {% generation %}.
 
 
-MARK = "\ufdd0"  # no character, by Unicode
+MARK = "\ufdd0"  # a Unicode noncharacter
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def mark_generation_blocks(template: Any) -> str | None:
-    """Return a template with MARK at the begin and end of its {% generation %} blocks, if any."""
+    """Return a template with MARK at both ends of its {% generation %} blocks; None without any."""
     if not isinstance(template, str) or not _BLOCK.search(template):
         return None
 
@@ -228,7 +229,7 @@ def mark_generation_blocks(template: Any) -> str | None:
 
 
 def find_marked_blocks(marked: str, full: str) -> list[Span] | None:
-    """Return what lies between marks; None if ``full`` is not the same text without them."""
+    """Return the spans between marks; None if ``marked`` without its marks is not ``full``."""
     pieces, spans, at = marked.split(MARK), [], 0
     if "".join(pieces) != full:
         return None
@@ -242,9 +243,9 @@ def find_marked_blocks(marked: str, full: str) -> list[Span] | None:
 def group_by_answer(
     blocks: Sequence[Span], answers: Sequence[Span | None]
 ) -> list[tuple[Span, ...]]:
-    """Return the blocks in each answer, where there are not as many as answers.
+    """Return the blocks in each answer, for when there are not as many blocks as answers.
 
-    A block is of the last answer that begins before its end.
+    A block belongs to the last answer that begins before the block ends.
     """
     shares: list[list[Span]] = [[] for _ in answers]
     for block in blocks:
@@ -258,7 +259,7 @@ def group_by_answer(
 
 
 class AnswerFinder:
-    """Finds answers in texts of one template, whose special tokens match ``special``."""
+    """Finds answers in the texts of one template; ``special`` matches its special tokens."""
 
     def __init__(self, special_tokens: Sequence[str]) -> None:
         """Take the special tokens as text."""
@@ -266,9 +267,9 @@ class AnswerFinder:
         self._next_special = re.compile(rf"\s*({self.special.pattern})")
 
     def find(self, chat: RenderedChat, answers: Sequence[int]) -> list[Span | None]:
-        """Return the characters of each of ``answers`` (numbers of messages); None if unsure."""
+        """Return the span of each of ``answers`` (numbers of messages); None where unsure."""
         spans = [self._find_by_beginnings(chat, number) for number in answers]
-        if None in spans:  # beginnings are not to be relied on: the others go first
+        if None in spans:  # beginnings cannot be trusted in this chat: try the others first
             spans = [
                 self._find_by_calls(chat, number) or self._find_by_probe(chat, number) or known
                 for number, known in zip(answers, spans, strict=True)
@@ -284,8 +285,8 @@ class AnswerFinder:
     def is_ended(self, full: str, span: Span, message: dict[str, Any]) -> bool:
         """Return whether an answer ends with a special token, at which a model stops.
 
-        White space after it, in a block that the template marks, does not matter. A token with
-        which its own words end is none.
+        Whitespace after the token, in a block that the template marks, does not matter. A special
+        token at the end of the message's own content does not count.
         """
         answer = full[slice(*span)].rstrip()
         words = (message.get("content") or "").rpartition("</think>")[2].strip()
@@ -295,11 +296,11 @@ class AnswerFinder:
     def extend_to_next_opening(
         self, chat: RenderedChat, number: int, span: Span
     ) -> tuple[str, Span] | None:
-        """Return the text, and an answer together with the special token that follows it.
+        """Return the text, and an answer's span extended by the special token that follows it.
 
-        Of a template that ends no answer it is the one at which a model stops: it opens the turn
-        of the user, or of the tools that the answer calls. After a last answer, which stays as the
-        template writes it, it is added to the text: as it follows another that is answered there.
+        If a template ends answers with no special token, a model stops at the one that opens the
+        next turn: the user's, or that of the tools that the answer calls. If the answer is the
+        last message, this token is appended to the text, as it is written when that turn follows.
         None if there is no such token.
         """
         full, messages = chat.full, chat.messages
@@ -309,10 +310,10 @@ class AnswerFinder:
             found = self._next_special.match(full, stop) if is_end else None
             return (full, (span[0], found.end())) if found else None
         if full[stop:].strip():
-            return None  # what ends the whole chat
+            return None  # text that ends the whole chat
         probed = chat.with_probe(number)
         alone = chat.text_after_probe(probed)
-        last = alone.rstrip()  # calls of tools
+        last = alone.rstrip()  # tool calls
         for follower in [*([RESULT] if messages[number].get("tool_calls") else []), QUESTION]:
             followed = chat.text_after_probe([*probed, follower])
             found = self._next_special.match(followed, len(last))
@@ -331,17 +332,17 @@ class AnswerFinder:
             return None
         span = len(before), len(after)
         if self.is_ended(chat.full, span, chat.messages[number]):
-            return span[0], len(after.rstrip())  # white space after the end is not the answer's
+            return span[0], len(after.rstrip())  # without the whitespace after the end token
         return span
 
-    # -- By calls of tools.
+    # -- By tool calls.
 
     def _find_by_calls(self, chat: RenderedChat, number: int) -> Span | None:
-        """Return the characters of an answer that calls tools.
+        """Return the span of an answer that calls tools.
 
-        It ends before the next message's content, with the special token before which the text is
-        most like the answer that ends the chat: its reasoning may be left out later, its calls are
-        not.
+        The answer ends before the next message's content, at the special token whose preceding
+        text is most like the answer as the end of the chat: a template may leave out the reasoning
+        of earlier answers, but not their calls.
         """
         full, calls = chat.full, chat.messages[number].get("tool_calls")
         if not calls:
@@ -359,9 +360,9 @@ class AnswerFinder:
         return start, stop
 
     def _find_most_similar_end(self, text: str, start: int, answer: str, end: str) -> int | None:
-        """Return the end of that ``end`` in ``text`` before which it is most like ``answer``'s end.
+        """Return the end of the ``end`` token whose preceding text is most like ``answer``'s end.
 
-        It is after ``start``; of several it is the last.
+        Only tokens in ``text`` after ``start`` count; among equally good ones, the last is taken.
         """
         best, most = None, 1
         for token in self.special.finditer(text, start):
@@ -394,7 +395,7 @@ class AnswerFinder:
         alone = whole if is_last else chat.render(probed[: number + 1])
         stop = self._end_after_probe(chat, number, after, alone)
         if stop is None or (has_calls and stop > chat.next_content_start(number)):
-            return None  # its calls are written elsewhere, and others' words lie between
+            return None  # its calls are written elsewhere, with other messages in between
         return (start, stop) if start < stop else None
 
     def _end_after_probe(
@@ -402,7 +403,7 @@ class AnswerFinder:
     ) -> int | None:
         """Return where an answer ends, with the special tokens that end its turn; None if unsure.
 
-        ``after``: what follows its probe. ``alone``: the text in which it ends the chat.
+        ``after`` follows its probe in the whole chat; ``alone`` is the chat up to this answer.
         """
         full, after_alone = chat.full, (alone or "").partition(PROBE)[2]
         ends = self._common_length(after, after_alone)
@@ -410,18 +411,18 @@ class AnswerFinder:
             ends = self._shared_end_length(chat, number, after)
         if full.endswith(after):
             return len(full) - len(after) + ends
-        # The turn ends with another token: calls of tools have their own in some templates.
+        # The turn ends with another token: some templates have a separate one for tool calls.
         first = self._next_special.match(after)
         rest = after[first.end() :] if first else after
         stop = len(full) - len(rest)
         return stop if full.endswith(rest) and full[:stop].endswith(self._tokens) else None
 
     def _shared_end_length(self, chat: RenderedChat, number: int, after: str) -> int:
-        """Return the length of a special token at the start of ``after`` that ends others' turns.
+        """Return the length of the token that begins ``after`` if it also ends other roles' turns.
 
-        Some templates end the last answer by a token of its own. What follows another answer may
-        then be the opening of the next turn: the generation prompt begins with it, or it follows
-        only those that the same role follows.
+        Some templates end the final answer with a token of its own. The token after an earlier
+        answer may then open the next turn instead: the generation prompt begins with that token, or
+        it only stands before turns of one role.
         """
         first = self._next_special.match(after)
         if first is None or chat.generation_prompt.lstrip().startswith(first[1]):
@@ -437,7 +438,7 @@ class AnswerFinder:
         return first.end() if end and end[1] == first[1] else 0
 
     def _common_length(self, one: str, other: str) -> int:
-        """Return how far the same special tokens begin both texts."""
+        """Return the length of the special tokens with which both texts begin."""
         end = 0
         while (a := self._next_special.match(one, end)) and other.startswith(a[0], end):
             end = a.end()
@@ -446,10 +447,10 @@ class AnswerFinder:
     # -- Where an answer starts, if the text does not begin with its prompt.
 
     def _start_after_prompt(self, chat: RenderedChat, number: int) -> int | None:
-        """Return where an answer begins: after the prompt that follows the message before it.
+        """Return where an answer begins: after the prompt that follows the previous message.
 
-        Where the prompt opens a block of reasoning that a finished turn does not have, after what
-        both have. A finished turn may have an opening that the prompt leaves out (after tools).
+        If the prompt opens a reasoning block that a finished turn lacks, it is after the part that
+        both share. A finished turn may have an opening that the prompt leaves out (after tools).
         """
         if number == 0:
             return None
@@ -461,7 +462,7 @@ class AnswerFinder:
         rest, plain, prompt = ((text or "").partition(PROBE)[2] for text in texts)
         if not full.endswith(rest):
             return None
-        # The end of the turn before may be another than where it ends the chat.
+        # The previous turn may end differently here than when it ends the chat.
         least = len(os.path.commonprefix([plain, prompt]))
         least = max(least, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
         for length in [len(prompt), *self._piece_ends(prompt)]:
@@ -473,8 +474,8 @@ class AnswerFinder:
     def _start_after_opening(self, before: str, opening: str, is_first: bool) -> int | None:
         """Return where an answer begins in ``before``, the text up to its content; None if unsure.
 
-        After what opens an answer's turn, or the part of it that is there. Before a chat's first
-        message there is no other turn, whose opening could be taken for its own.
+        It begins after its turn's opening, or after as much of the opening as is there. If the
+        answer is the chat's first message, the opening cannot be mistaken for another turn's.
         """
         for length in self._piece_ends(opening):
             at = before.rfind(opening[:length])
@@ -484,6 +485,6 @@ class AnswerFinder:
         return None
 
     def _piece_ends(self, opening: str) -> list[int]:
-        """Return where special tokens and lines of an opening end, the longest part first."""
+        """Return where special tokens and lines end in ``opening``, the last place first."""
         ends = [found.end() for found in re.finditer(rf"{self.special.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)

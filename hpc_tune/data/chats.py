@@ -1,9 +1,8 @@
-"""Examples -> text, with the characters of it that are learned.
+"""Examples -> text, with the spans of characters that are learned.
 
-A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
-it. Special tokens that people have typed into a message stay text. Where no
-template writes the text (plain text, prompts and answers of a base model), it is tokenized as by a
-stock tokenizer, special tokens included.
+The chat template renders a chat as one text; ``answers.py`` finds the assistant's words in it.
+Special tokens that users typed into a message stay text. Text that no template writes (plain text,
+prompts and answers of a base model) is tokenized as by a stock tokenizer, special tokens included.
 """
 
 from collections import Counter
@@ -31,21 +30,21 @@ from hpc_tune.data.tokenizer import ChatTemplates, FastTokenizer, tokenizer_name
 from hpc_tune.errors import DataError, first_line
 
 LossOn = Literal["answers", "all"]
-# What is learned of an answer, none if the template marks other text; None where it is unsure.
+# The learned spans of an answer; () if the template marks only other text, None if unsure.
 Parts = tuple[Span, ...] | None
-# What a template raises that cannot render messages.
+# What a template may raise if it cannot render the messages.
 TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
-# In the words of files that were prepared before, which count it: special tokens are meant.
+# Existing prepared files hold this text as a key of counts; it means special tokens.
 _IN_ASCII = "the chat template writes a typed control token as JSON in ASCII"
 _END_OF_REASONING = "</think>"
 _KNOWN_ROLES = {"system", "user", "assistant"}
-# What others call the assistant, in small letters.
+# What other data sets call the assistant, in lower case.
 _ASSISTANT_NAMES = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
-# Turns that show which special tokens a template writes around them; the first that it renders.
+# Trial chats that show which special tokens a template writes around turns; the first it accepts.
 _TRIAL_TURNS = (
     ("system", "user", "assistant", "tool", "assistant", "user"),
     ("system", "user", "assistant", "user"),
@@ -57,9 +56,9 @@ _TRIAL_TURNS = (
 class RenderedText:
     """Text for the tokenizer; ``spans`` (characters) are learned, None means all.
 
-    ``weights``: what each of the spans counts, or the whole text; none if all count 1.
-    ``is_plain``: not written by a chat template. ``bos`` and ``eos``: these tokens are put around
-    it. ``split``: a text longer than a row is split into several.
+    ``weights``: the loss weight of each span, or of the whole text; empty if all are 1.
+    ``is_plain``: not written by a chat template. ``bos`` and ``eos``: add these tokens around it.
+    ``split``: split a text that is longer than a row into several documents.
     """
 
     text: str
@@ -72,7 +71,7 @@ class RenderedText:
 
 
 class Renderer:
-    """Renders chats, prompts and answers by a tokenizer's chat template; counts what it drops."""
+    """Renders chats and completions with a tokenizer's chat template; counts what it drops."""
 
     def __init__(
         self,
@@ -80,21 +79,21 @@ class Renderer:
         loss_on: LossOn,
         counters: Counters,
     ) -> None:
-        """Take the tokenizer with its chat template; ``escapes`` are in what is rendered."""
+        """Take a tokenizer with its template; ``escapes`` hides typed tokens in rendered text."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
         self._templates = ChatTemplates(tokenizer.chat_template)
         special = list_special_tokens(tokenizer)
         self.escapes = SpecialTokenEscapes(special, self._turn_tokens(special), counters)
         self._answers = AnswerFinder(special)
-        self._written_roles: set[str] = set()  # by the template, as far as has been seen
+        self._written_roles: set[str] = set()  # roles that the template is known to write
         self._shows_tools = False
 
     def render(self, example: Chat | Completion) -> RenderedText | str:
         """Return the text and its spans, or the reason to drop the example.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template, or one that cannot
-                be read.
+            DataError: for messages if the tokenizer has no chat template, or one that cannot be
+                parsed.
         """
         if isinstance(example, Completion):
             if not self._templates:
@@ -112,7 +111,7 @@ class Renderer:
         roles = f"; roles beside system, user and assistant: {', '.join(others)}" if others else ""
         try:
             example, full = self._write(example)
-        except TemplateSyntaxError as error:  # the model's own: a file's is read before any row
+        except TemplateSyntaxError as error:  # the model's own; a file's was parsed before
             where = f"the chat template of {tokenizer_name(self._tokenizer)}, line {error.lineno}"
             raise DataError(
                 f"{where}, cannot be read: {first_line(error).rstrip('.')}; copy the model again, "
@@ -139,9 +138,9 @@ class Renderer:
         return self._learn_answers(example, numbers, parts, full)
 
     def prompt(self, chat: Chat) -> RenderedText:
-        """Return the text of a chat up to where the assistant answers it, as training has it.
+        """Return the prompt for the assistant's next answer in a chat, as training renders it.
 
-        Without a chat template: of a prompt, with or without a system prompt.
+        Without a chat template, the chat must be one prompt, with or without a system prompt.
 
         Raises:
             DataError: if there is no chat template, or it refuses the messages.
@@ -174,7 +173,7 @@ class Renderer:
     def _learn_answers(
         self, example: Chat, numbers: list[int], parts: list[Parts], full: str
     ) -> RenderedText | str:
-        """Learn the answers of a chat; count what of them is not learned."""
+        """Select the answers of a chat as learned text; count those that are not learned."""
         learned: list[Span] = []
         weights: list[float] = []
         num_empty = num_unmarked = 0
@@ -216,10 +215,10 @@ class Renderer:
         return "the chat template does not show where the answer begins"
 
     def _include_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
-        """Return the text, and an answer that no special token ends with the one that follows it.
+        """Return the text, and an answer without an end token extended by the token after it.
 
-        It is added to the text where the answer is the last message. Where the template marks what
-        is to be learned, that is all.
+        The token is appended to the text if the answer is the last message. If the template marks
+        what is learned, text and answer stay as they are.
         """
         is_marked = self._templates.choose(chat.tools is not None)[1] is not None
         ended = None
@@ -243,10 +242,10 @@ class Renderer:
         return render
 
     def _write(self, chat: Chat, generation: bool = False) -> tuple[Chat, str]:
-        """Return a chat as the template takes it, with typed special tokens hidden, and its text;
-        raises one of TEMPLATE_ERRORS.
+        """Return a chat as the template accepts it, with typed special tokens hidden, and its text.
 
-        Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
+        Raises one of TEMPLATE_ERRORS if the template refuses it. Some templates (DeepSeek-V3) want
+        the arguments of calls as a JSON string, as OpenAI has them.
         """
         messages = self.escapes.hide_in_messages(chat.messages)
         chat = replace(chat, messages=messages, tools=self.escapes.hide(chat.tools))
@@ -275,9 +274,9 @@ class Renderer:
         return [None if span is None else (span,) for span in spans]
 
     def _fill_null_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages without null in place of text, which templates write as None.
+        """Return messages with empty text in place of null, which templates would write as None.
 
-        Beside calls it stays: templates ask whether there is text, too.
+        Null content beside tool calls stays: templates check whether there is also text.
         """
         filled = []
         for message in messages:
@@ -290,8 +289,8 @@ class Renderer:
     def _count_left_out(self, chat: Chat, full: str) -> None:
         """Count the messages, and the tools, that the template does not write.
 
-        A text that is not found as it is may have been written in another form: in its place a
-        probe is rendered, and looked for.
+        A text that is not found verbatim may have been written in another form: the chat is
+        rendered again with a probe in its place, and the probe is searched for.
         """
         suspects = {
             number: f"{PROBE}{number}x"
@@ -323,9 +322,9 @@ class Renderer:
                 self._counters.count_role("left_out", role)
 
     def _turn_tokens(self, special: Sequence[str]) -> set[str]:
-        """Return the special tokens that are not an answer's own: those around turns, bos, eos.
+        """Return the special tokens that no answer may contain: those around turns, bos, eos.
 
-        All of them, where the template renders no turns, or none with a special token.
+        All special tokens if the template renders no trial chat, or writes none of them in it.
         """
         named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
         for roles in _TRIAL_TURNS if self._templates else ():
@@ -341,9 +340,9 @@ class Renderer:
     def _learn_all_except(
         self, chat: Chat, numbers: list[int], parts: list[Parts], full: str
     ) -> RenderedText | str:
-        """Learn all of a chat but the answers that are marked as not learned.
+        """Select all of a chat as learned text, except the answers marked as not learned.
 
-        Answers with weights of their own are learned with them.
+        Answers with their own weights are learned with those weights.
         """
         learned, weights, at = [], [], 0
         for number, spans in zip(numbers, parts, strict=True):
@@ -420,12 +419,12 @@ def list_special_tokens(tokenizer: FastTokenizer) -> list[str]:
 
 
 def _drop_unit_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return weights as ``RenderedText`` has them: none where all are 1."""
+    """Return weights for ``RenderedText``: empty if all are 1."""
     return () if all(weight == 1 for weight in weights) else tuple(weights)
 
 
 def _is_empty(message: dict[str, Any], learned: str) -> bool:
-    """Return whether nothing of an answer is in ``learned``, the text that is learned."""
+    """Return whether an answer has no text, and ``learned`` has none of its reasoning or calls."""
     text = (message.get("content") or "").rpartition(_END_OF_REASONING)[2].strip()
     others = [_read_reasoning(message), *_called_tools(message)]
     return not (text or any(other and other in learned for other in others))
@@ -441,13 +440,13 @@ def _tool_name(tool: Any) -> str:
 
 
 def _is_reasoning_written(message: dict[str, Any], learned: str) -> bool:
-    """Return whether the text that is learned has a block of reasoning that the data have not."""
+    """Return whether the learned text has a reasoning block that is not in the data."""
     is_given = _END_OF_REASONING in (message.get("content") or "") or _read_reasoning(message)
     return _END_OF_REASONING in learned and not is_given
 
 
 def _read_reasoning(message: dict[str, Any]) -> str:
-    """Return the reasoning of an answer, as a field of its own or as a block before it."""
+    """Return the reasoning of an answer, from its own field or from a block before the text."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.get(name), str):
             return str(message[name]).strip()

@@ -2,12 +2,12 @@
 
     paths -> files (files.py) -> [Chunk] -> rows (raw_files.py) -> Example (reading.py)
 
-A chunk is a byte range of about 4 MiB, a Parquet row group, some record batches of Arrow data (such
-as Hugging Face datasets' save_to_disk writes), some documents of Megatron's, a file of CSV, a
-packed file or a standard-library module. How a source is cut depends on the source alone, never on
-the number of ranks. Byte ranges are nominal: a line belongs to the chunk in which it starts, so
-that cutting reads no data. Memory is bounded by one line (for plain text by one chunk, for tables
-by one batch), however large the file.
+A chunk is a byte range of about 4 MiB, a Parquet row group, some Arrow record batches (as written
+by Hugging Face datasets' save_to_disk), some Megatron documents, a CSV file, a compressed file or a
+standard-library module. How a source is cut depends on the source alone, never on the number of
+ranks. Byte ranges are nominal: a line belongs to the chunk in which it starts, so cutting reads no
+data. Memory is bounded by one line (for plain text by one chunk, for tables by one batch), however
+large the file.
 """
 
 import ast
@@ -46,11 +46,11 @@ from hpc_tune.data.reading import DEFAULT_READING, ReadOptions, Row, read_exampl
 from hpc_tune.data.records import Completion, Tokens
 from hpc_tune.errors import DataError
 
-# -- Token numbers of Megatron-LM's preprocessing: NAME.bin, and NAME.idx, which says what is where.
+# -- Token IDs from Megatron-LM's preprocessing: NAME.bin, and NAME.idx, which is its index.
 #
 #     9 bytes   MMIDIDX and two zeros       int32 [sequences]      tokens of each
 #     uint64    the version, 1              int64 [sequences]      where each begins, in bytes
-#     uint8     the type of the tokens      int64 [documents + 1]  sequence numbers, from 0
+#     uint8     the type of the tokens      int64 [documents + 1]  first sequence of each
 #     uint64    sequences                   (int8 [sequences]      modes, of images: not read)
 #     uint64    documents + 1
 #
@@ -62,13 +62,13 @@ from hpc_tune.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOATS = (6, 7)  # in either order, by the age of the writer
+_FLOATS = (6, 7)  # which of them is which depends on the writer's age
 _MEGATRON_ADVICE = "copy both files again, or preprocess the data again"
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """The index of ``data``, whose columns are read when they are asked for."""
+    """The index of the file ``data``; its columns are read on demand."""
 
     data: Path
     dtype: np.dtype
@@ -76,24 +76,24 @@ class MegatronIndex:
     num_documents: int
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sequence."""
+        """Return the number of tokens in each sequence."""
         return self._read("<i4", _HEADER.size, self.num_sequences)
 
     def pointers(self, start: int, stop: int) -> np.ndarray:
-        """Return where sequences begin, in bytes; after the last one the file ends."""
+        """Return the byte offsets of sequences; one past the last of them, the size of the .bin."""
         at = _HEADER.size + 4 * self.num_sequences + 8 * start
         found = self._read("<i8", at, min(stop, self.num_sequences) - start)
         return np.append(found, self.data.stat().st_size) if stop > self.num_sequences else found
 
     def documents(self, start: int, stop: int) -> np.ndarray:
-        """Return the first sequence of documents, and after the last one all sequences."""
+        """Return documents' first sequences; one past the last document, the sequence count."""
         at = _HEADER.size + 12 * self.num_sequences + 8 * start
         return self._read("<i8", at, stop - start)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return where the documents from ``start`` to ``stop`` begin, and the last of them ends.
+        """Return the byte offsets of documents ``start`` to ``stop``, and of the last one's end.
 
-        In bytes, shape [stop - start + 1].
+        Shape [stop - start + 1].
         """
         sequences = self.documents(start, stop + 1)
         pointers = self.pointers(int(sequences[0]), int(sequences[-1]) + 1)
@@ -108,10 +108,10 @@ class MegatronIndex:
 
 
 def open_megatron_index(data: Path) -> MegatronIndex:
-    """Read the header of the index of a .bin, and compare the index's size with it.
+    """Read the header of the index of a .bin, and check the index's size against it.
 
     Raises:
-        DataError: if it is cut off, or not what Megatron writes.
+        DataError: if the index is cut off, or not as Megatron writes it.
     """
     file = megatron_index(data)
     with file.open("rb") as opened:
@@ -119,7 +119,7 @@ def open_megatron_index(data: Path) -> MegatronIndex:
         size = os.fstat(opened.fileno()).st_size
     if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
         raise DataError(
-            f"{file} is no index of Megatron: it begins with {header[:9]!r}, expected {_MAGIC!r} "
+            f"{file} is not a Megatron index: it begins with {header[:9]!r}, expected {_MAGIC!r} "
             "(the older formats lazy and cached are not read; preprocess with --dataset-impl mmap)"
         )
     if len(header) < _HEADER.size:
@@ -134,21 +134,21 @@ def open_megatron_index(data: Path) -> MegatronIndex:
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size == expected + num_sequences > expected:
         raise DataError(
-            f"{file} has modes of sequences, as data with images have; only text is read here"
+            f"{file} has sequence modes, as data with images does; only text is read here"
         )
     if size != expected:
         raise DataError(
-            f"{file} has {size:,} bytes, and its {num_sequences:,} sequences and "
+            f"{file} has {size:,} bytes, but its {num_sequences:,} sequences and "
             f"{max(num_indices - 1, 0):,} documents take {expected:,}; {_MEGATRON_ADVICE}"
         )
     return MegatronIndex(data, np.dtype(_DTYPES[code]), num_sequences, max(num_indices - 1, 0))
 
 
 def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> list[tuple[int, int]]:
-    """Return ranges of documents with about ``chunk_bytes`` of tokens; checks the whole index.
+    """Return ranges of documents with about ``chunk_bytes`` of tokens; check the whole index.
 
     Raises:
-        DataError: if the index contradicts itself, or the .bin does not have what it says.
+        DataError: if the index contradicts itself, or does not fit the size of the .bin.
     """
     index = open_megatron_index(data)
     lengths = index.lengths()
@@ -165,8 +165,8 @@ def cut_megatron_documents(data: Path, chunk_bytes: int, max_chunks: int) -> lis
         raise DataError(f"{megatron_index(data)} contradicts itself; {_MEGATRON_ADVICE}")
     if (size := data.stat().st_size) != last:
         raise DataError(
-            f"{data} has {size:,} bytes, and {megatron_index(data).name} describes {last:,}: one "
-            f"of both is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
+            f"{data} has {size:,} bytes, but {megatron_index(data).name} describes {last:,}: one "
+            f"of them is cut off, or they do not belong together; {_MEGATRON_ADVICE}"
         )
     if not last:
         return []
@@ -180,7 +180,7 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
     """Yield (number from 1, tokens) of the documents from ``start`` to ``stop``.
 
     Raises:
-        DataError: if one of the files was cut off since they were looked at.
+        DataError: if one of the files was cut off since they were checked.
     """
     index = open_megatron_index(data)
     begins, size = index.document_starts(start, stop), index.dtype.itemsize
@@ -193,18 +193,18 @@ def read_megatron_documents(data: Path, start: int, stop: int) -> Iterator[tuple
 
 
 def describe_unread(found: FoundFiles, tokenizer: str) -> Iterator[str]:
-    """Yield what of a source is not read and why, and that no file of Megatron says which tokenizer
-    made its tokens; ``tokenizer``: the name of the model's.
+    """Yield which files are not read and why, and for Megatron data that its tokenizer is unknown;
+    ``tokenizer``: the name of the model's tokenizer.
     """
     yield from describe_left_out(found)
     if any(find_kind(file) == "megatron" for file in found.files):
         yield (
-            "Megatron's files do not say which tokenizer made their tokens: they are taken for "
-            f"those of {tokenizer}; look at them with show"
+            "Megatron's files do not say which tokenizer made their tokens: it is assumed to be "
+            f"{tokenizer}; check them with show"
         )
 
 
-# -- ``builtin:pydocs``: questions about Python's standard library, its docstrings as answers.
+# -- ``builtin:pydocs``: questions about Python's standard library, with docstrings as answers.
 #
 # Real text that every machine has offline: a few thousand pairs such as "What does json.dumps do?".
 # The source files are parsed, never imported. One top-level module in about ten (by a hash of its
@@ -231,7 +231,7 @@ def list_pydocs_modules(heldout: bool) -> list[str]:
 
 
 def read_pydocs_module(name: str) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) pairs for a top-level module and all within it."""
+    """Yield (question, answer) pairs for a top-level module and everything in it."""
     seen = set()
     for dotted, path in _module_files(name):
         try:
@@ -303,7 +303,7 @@ def _docstring_answer(
 
 
 CHUNK_BYTES = 4 << 20
-MAX_CHUNKS_PER_FILE = 1 << 15  # of a very large file the chunks grow instead
+MAX_CHUNKS_PER_FILE = 1 << 15  # in a very large file, chunks grow instead
 _END_BYTES = 1 << 16
 
 
@@ -326,7 +326,7 @@ def list_chunks(paths: Paths) -> list[Chunk]:
     """Cut the source at ``paths`` into chunks.
 
     Raises:
-        DataError: if it is missing, of no known kind, a mix of kinds, or empty.
+        DataError: if the source is missing, of no known kind, a mix of kinds, or empty.
     """
     if isinstance(paths, str) and is_builtin(paths):
         return [Chunk("pydocs", name, 0, 1) for name in _builtin_modules(paths)]
@@ -361,17 +361,17 @@ def read_chunk(
 
 
 def _advise_on_bad_row(problem: str, reading: ReadOptions, is_first: bool) -> str:
-    """Return that a bad row of preferences among good ones may be skipped."""
+    """Return advice to skip bad rows of preferences, if a good row came before; else nothing."""
     if reading.form == "answers" or is_first or "data.bad_rows" in problem:
         return ""
     return "; data.bad_rows=skip leaves such rows out, and counts them"
 
 
 def source_identity(paths: Paths) -> str:
-    """Return a hash of the source's paths and sizes, and of when its files were changed.
+    """Return a hash of the source's paths, file sizes, modification times and change times.
 
-    The time of change is the file system's own: what edits a file in place may set its modification
-    time back, as ``touch -r`` and ``rsync --times`` do, and cannot set this one.
+    Only the file system sets the change time (ctime): a tool that edits a file in place may set its
+    modification time back, as ``touch -r`` and ``rsync --times`` do, but not its change time.
     """
     if isinstance(paths, str) and is_builtin(paths):
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
@@ -392,7 +392,7 @@ def list_source_files(paths: Paths) -> set[str]:
 
 
 def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
-    """Return (file, size, hash of its two ends), by which copies on several nodes are compared."""
+    """Return (file, size, hash of its two ends) per file, to compare copies on several nodes."""
     if isinstance(paths, str) and is_builtin(paths):
         return ((paths, len(_builtin_modules(paths)), sys.version),)
     facts = []
@@ -407,7 +407,7 @@ def hash_file_ends(paths: Paths) -> tuple[tuple[str, int, str], ...]:
 
 
 def _list_files(paths: Paths) -> list[Path]:
-    """Return the files of a source, and beside each .bin of Megatron its index."""
+    """Return the files of a source, including the index of each Megatron .bin."""
     return [
         file
         for found in find_files(paths).files
@@ -451,7 +451,7 @@ def _cut_file(file: Path) -> list[Chunk]:
 def _read_rows(
     chunk: Chunk, reading: ReadOptions, findings: ReadFindings
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (position, row), a WrongRecord in place of a row that alone is wrong."""
+    """Yield (position, row), with a WrongRecord in place of a row that cannot be read."""
     file = Path(chunk.path)
     match chunk.kind:
         case "jsonl":

@@ -1,4 +1,4 @@
-"""What became of raw data, counted: its rows (``ReadFindings``), its examples (``Counters``)."""
+"""Counts of what became of raw data: its rows (``ReadFindings``), its examples (``Counters``)."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -27,12 +27,12 @@ _REMARKS = {
     "unended_texts": "texts and answers without an end token: the tokenizer names none (eos_token),"
     " so the model will not learn where to stop",
     "null_contents": "messages whose content is null, taken as empty",
-    "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
+    "lost_calls": "answers whose tool calls the chat template leaves out (data.chat_template"
     f" takes one that writes them, {_TEMPLATE_EXAMPLE})",
     "lost_tools": "rows whose tools the chat template does not show (data.chat_template takes one"
     f" that does, {_TEMPLATE_EXAMPLE})",
     "own_controls": "special tokens in answers, such as those of calls, learned as such",
-    "control_texts": "special tokens in people's text, taken as plain text",
+    "control_texts": "special tokens typed into messages, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
     "control_tokens": "special tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
@@ -41,12 +41,12 @@ _REMARKS = {
     "cut_others": "prompts cut from the left before the answer of another row, by which KTO"
     " estimates how far the model has moved",
     "unpaired": "pairs taken as two labelled answers each",
-    "unmatched": "labelled answers without another's answer to the same prompt, by which KTO"
+    "unmatched": "labelled answers without another row's answer to the same prompt, by which KTO"
     " estimates how far the model has moved",
 }
-# Counted for preferences alone.
+# Counted only for preferences.
 PREFERENCE_COUNTERS = ("cut_prompts", "cut_others", "unpaired", "unmatched")
-# Written into a file only where there are some: files without are those of before.
+# Written into a file only if not zero: other files stay as they were before these existed.
 OPTIONAL_COUNTERS = (
     "weighted",
     "written_reasoning",
@@ -66,8 +66,8 @@ _ROLE_REMARKS = {
 class Counters:
     """What became of the examples of a source.
 
-    ``cut_tokens``: what examples longer than ``seq_len`` lost, those that were dropped all of
-    theirs. ``cut_lengths``: how many of them have up to so many tokens, see ``round_length``.
+    ``cut_tokens``: tokens cut from examples longer than ``seq_len``, all tokens of those dropped.
+    ``cut_lengths``: how many such examples there are, by length rounded up (``round_length``).
     """
 
     examples: int = 0
@@ -105,11 +105,11 @@ class Counters:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
-        """Count one example that gives no document."""
+        """Count one example that becomes no document."""
         _count(self.dropped, reason, "other reasons")
 
     def note_cut(self, length: int, kept: int) -> None:
-        """Count an example of ``length`` tokens, more than fit, of which ``kept`` are left."""
+        """Count an example of ``length`` tokens, more than fit, that was cut to ``kept`` tokens."""
         self.cut_tokens += length - kept
         key = str(round_length(length))
         self.cut_lengths[key] = self.cut_lengths.get(key, 0) + 1
@@ -148,13 +148,13 @@ class Counters:
 
 
 def round_length(length: int) -> int:
-    """Return a number of tokens that is at least ``length``, by 3% at most: its first 6 bits."""
+    """Round a number of tokens up to 6 significant bits, that is by about 3% at most."""
     step = 1 << max(length.bit_length() - 6, 0)
     return -(-length // step) * step
 
 
 def _count(counts: dict[str, int], key: str, others: str) -> None:
-    """Count ``key``, or ``others`` where there are too many keys already."""
+    """Count ``key``, or ``others`` if there are too many keys already."""
     if key not in counts and len(counts) >= _MAX_REASONS:
         key = others
     counts[key] = counts.get(key, 0) + 1
@@ -162,7 +162,7 @@ def _count(counts: dict[str, int], key: str, others: str) -> None:
 
 @dataclass
 class ReadFindings:
-    """What was met when rows were read."""
+    """What was found while rows were read."""
 
     num_bad: int = 0
     first_bad: list[str] = field(default_factory=list)
@@ -174,7 +174,7 @@ class ReadFindings:
 
     @property
     def has_room(self) -> bool:
-        """Return whether another bad row's reason is kept; finding its line takes time."""
+        """Whether the next bad row's reason would be kept; finding its line takes time."""
         return len(self.first_bad) < _MAX_SHOWN
 
     def skip(self, why: str) -> None:
@@ -199,7 +199,7 @@ class ReadFindings:
         self.note_columns(other.used, other.unread)
 
     def lines(self) -> list[str]:
-        """Return what a person should know."""
+        """Return what the user should know, in lines."""
         lines = []
         if self.read_as:
             names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
@@ -209,7 +209,7 @@ class ReadFindings:
             names = ", ".join(name or '""' for name in sorted(unread))
             lines.append(f"columns not read: {names}{more}")
         if self.num_marked:
-            lines.append(f"{self.num_marked:,} rows left out, as their own marks say")
+            lines.append(f"{self.num_marked:,} rows left out, as the data mark them")
         if self.num_bad:
             rest = self.num_bad - len(self.first_bad)
             shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]

@@ -1,4 +1,4 @@
-"""The files that the card of a dataset (README.md) names, as the Hugging Face hub reads it.
+"""The files that a dataset card (README.md) names, read as the Hugging Face hub reads it.
 
     ---
     configs:
@@ -8,7 +8,7 @@
         path: data/train-*
     ---
 
-Source of the form: huggingface.co/docs/hub/datasets-manual-configuration.
+Source of the format: huggingface.co/docs/hub/datasets-manual-configuration.
 """
 
 import glob
@@ -21,19 +21,19 @@ from typing import Any
 from hpc_tune.errors import DataError, find_remedy
 from hpc_tune.safe_yaml import load_yaml
 
-# -- Patterns with ``**``, in which each folder is searched once, whatever links lead back to it.
+# -- Patterns with ``**`` that search each folder once, even if links lead back to it.
 
 
 _ANY = "**"
 
 
 def glob_files(pattern: str) -> list[str]:
-    """Return what a pattern matches, sorted; folders that links lead to are searched once.
+    """Return what a pattern matches, sorted; links to folders are followed, each folder only once.
 
-    glob of Python follows links as often as they lead to each other, and does not come to an end.
+    Python's glob follows links that lead to each other again and again, without end.
 
     Raises:
-        DataError: if a folder cannot be read: what is in it would be left out in silence.
+        DataError: if a folder cannot be read: its files would otherwise be left out silently.
     """
     parts = Path(pattern).parts
     if _ANY not in parts:
@@ -51,7 +51,7 @@ def glob_files(pattern: str) -> list[str]:
 
 
 def _walk_folders(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """Yield a folder and those below it that are not hidden, each of them once."""
+    """Yield a folder and all folders below it that are not hidden, each of them once."""
     seen.add(os.path.realpath(folder))
     if (found := _list_entries(folder)) is None:
         return
@@ -63,7 +63,7 @@ def _walk_folders(folder: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def _list_entries(folder: str | Path) -> list[os.DirEntry[str]] | None:
-    """Return what is in a folder; None where there is no such folder."""
+    """Return the entries of a folder; None if there is no such folder."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -83,9 +83,9 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration of a dataset: the files of each of its splits, in their order.
+    """A configuration of a dataset: the files of each of its splits, in order.
 
-    ``patterns``: what the card names of each split.
+    ``patterns``: the file patterns that the card gives for each split.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Configuration:
     patterns: dict[str, list[Any]]
 
     def path_of(self, folder: Path, split: str) -> str:
-        """Return the data.path that reads all of a split, and nothing else."""
+        """Return the data.path that reads a whole split and nothing else."""
         files, patterns = self.splits[split], self.patterns.get(split, [])
         names = [str(folder / str(pattern)) for pattern in patterns]
         matched = {Path(match) for name in names for match in glob_files(name)}
@@ -104,10 +104,10 @@ class Configuration:
 
 
 def train_files(folder: Path, held_out: FindHeldOut) -> tuple[list[Path], dict[Path, str]] | None:
-    """Return the files to train on by the folder's card, and why each other one that it names is
-    not among them; None where no card says so, or its files are not here.
+    """Return the files to train on according to the folder's card, and why each other file that
+    the card names is not among them; None if no card names any, or its files are not here.
 
-    ``held_out`` finds splits by file names where the card names a folder alone.
+    ``held_out`` finds splits by file names if the card names only a folder.
 
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
@@ -173,7 +173,7 @@ def _find_configurations(folder: Path, held_out: FindHeldOut) -> Iterator[Config
 
 
 def _read_header(card: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a card; nothing where there is none."""
+    """Return the YAML at the beginning of a card; empty if there is none."""
     try:
         with card.open(encoding="utf-8") as lines:
             if next(lines, "").strip() != "---":
@@ -186,13 +186,13 @@ def _read_header(card: Path) -> dict[str, Any]:
         content = load_yaml("".join(header))
     except (FileNotFoundError, IsADirectoryError, ValueError):
         return {}
-    except OSError as error:  # without its splits those for tests would be trained on
+    except OSError as error:  # else the run could train on its test splits
         raise DataError(f"{card} cannot be read: {error.strerror}{find_remedy(error)}") from None
     return content if isinstance(content, dict) else {}
 
 
 def _read_patterns(data_files: Any) -> dict[str, list[Any]]:
-    """Return the patterns of each split: of one, of a list of them, or split by split."""
+    """Return the patterns of each split; ``data_files`` is a path, a list, or a dict of splits."""
     if isinstance(data_files, dict):
         entries = [{"split": split, "path": path} for split, path in data_files.items()]
     else:
@@ -208,7 +208,7 @@ def _read_patterns(data_files: Any) -> dict[str, list[Any]]:
 
 
 def _match_files(folder: Path, pattern: Any) -> Iterator[Path]:
-    """Yield the files in a folder that a pattern of a card matches; none outside of it."""
+    """Yield the files in a folder that a pattern of a card matches; none outside the folder."""
     text = str(pattern)
     if not text or Path(text).is_absolute() or ".." in Path(text).parts or "://" in text:
         return

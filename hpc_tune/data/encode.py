@@ -2,10 +2,10 @@
 
     examples -> rendered text with the spans to learn -> tokenized in batches -> documents -> Blocks
 
-A text is tokenized once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
-special token only if it begins in one, since some swallow the white space after them. The first
-token of a document never is. A mask is of uint8, 0 or 1; where a weight other than 1 is in it, of
-fp32: what each token counts in the loss.
+Each text is tokenized once, as a whole. A token is learned if it overlaps an answer (see
+``chats.py``), a special token only if it begins in one, since some swallow the whitespace after
+them. The first token of a document is never learned. A loss mask is uint8, 0 or 1; if it has a
+weight other than 1, it is fp32 and holds the weight of each token in the loss.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,12 +38,12 @@ from hpc_tune.data.tokenizer import (
 from hpc_tune.data.writer import Block, token_dtype
 from hpc_tune.errors import DataError
 
-# One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
-# works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
+# Each call of the tokenizer gets about this much text. The tokenizer needs some 200 bytes per
+# token, so a call peaks at about 25 MB even if each byte is a token; that is also enough text to
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-UNSURE_CHARS = 4096  # near the end of a text that is cut, its tokens may differ
+UNSURE_CHARS = 4096  # this close to the end of a cut text, tokens may differ from the whole text's
 
 
 class Encoder:
@@ -72,8 +72,8 @@ class Encoder:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template, and for token numbers
-                that it does not have.
+            DataError: for messages if the tokenizer has no chat template, and for token IDs that
+                it does not have.
         """
         held: list[RenderedText] = []
         num_chars = 0
@@ -91,15 +91,15 @@ class Encoder:
         yield from self._tokenize(held)
 
     def render(self, example: Chat | Completion) -> RenderedText | str:
-        """Return an example's text and what is learned of it, or the reason to drop it.
+        """Return an example's text with its learned spans, or the reason to drop the example.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template.
+            DataError: for messages if the tokenizer has no chat template.
         """
         return self._renderer.render(example)
 
     def prompt(self, chat: Chat) -> list[int]:
-        """Return the tokens of a chat up to where the assistant answers it, as training has them.
+        """Return the tokens of the prompt for the next answer in a chat, as training has them.
 
         Raises:
             DataError: if there is no chat template, or it refuses the messages.
@@ -109,7 +109,7 @@ class Encoder:
         return [int(token) for token in tokens]
 
     def tokenize(self, rendered: list[RenderedText]) -> list[Side]:
-        """Return tokens and loss mask of each text, whole. All are of chats, or none is."""
+        """Return tokens and loss mask of each whole text. All texts are chats, or none is."""
         encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         return [
             self._add_mask(item, *self._tokenize_chat(item, encoding))
@@ -120,8 +120,8 @@ class Encoder:
         for number in (example.numbers.min(initial=0), example.numbers.max(initial=0)):
             if not 0 <= number < self._num_ids:
                 raise DataError(
-                    f"{example.where}: it has the token {number}, and the tokenizer {self._name} "
-                    f"those from 0 to {self._num_ids - 1}; set model.path to a model whose "
+                    f"{example.where}: it has the token {number}, but the tokenizer {self._name} "
+                    f"has only tokens 0 to {self._num_ids - 1}; set model.path to a model whose "
                     "tokenizer made the data"
                 )
         learned = RenderedText("", None, split=True)
@@ -150,7 +150,7 @@ class Encoder:
                 yield rendered
 
     def _tokenize(self, rendered: list[RenderedText]) -> Iterator[Block]:
-        """Yield the documents of some texts as one block, long plain texts apart from it."""
+        """Yield the documents of texts in blocks: short texts together, long plain texts alone."""
         short: list[RenderedText] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
@@ -165,7 +165,7 @@ class Encoder:
         yield from self._encode_short_texts(short)
 
     def _as_text(self, item: RenderedText) -> bool:
-        """Whether special tokens in it are text: those of a template never are."""
+        """Whether special tokens in a text are tokenized as text; a template's never are."""
         return item.is_plain and self._are_special_text
 
     def _encode_batch(self, texts: list[str], as_text: bool) -> list[Any]:
@@ -189,7 +189,7 @@ class Encoder:
         heads = [self._cut_long_chat(item) for item in rendered]
         documents: list[Side] = []
         for item, head, (tokens, mask) in zip(rendered, heads, self.tokenize(heads), strict=True):
-            # Where the rest was not tokenized: as long as if it had as many characters per token.
+            # If the rest was not tokenized, its length is estimated from the characters per token.
             whole = len(tokens) * len(item.text) // max(len(head.text), 1)
             documents += (
                 self._split_plain_text(head, tokens)
@@ -199,7 +199,7 @@ class Encoder:
         yield from self._make_block(documents)
 
     def _cut_long_chat(self, item: RenderedText) -> RenderedText:
-        """Return as much of a long chat as its first ``seq_len`` tokens come from.
+        """Return the part of a long chat that its first ``seq_len`` tokens come from.
 
         The rest is cut off in any case, and its tokens would take 400 bytes of memory each.
         """
@@ -214,7 +214,7 @@ class Encoder:
         return item
 
     def _tokenize_chat(self, item: RenderedText, encoding: Any) -> tuple[list[int], list[Span]]:
-        """Return tokens and their characters, with typed special tokens as text."""
+        """Return tokens and their character spans; typed special tokens are tokenized as text."""
         pieces = [] if item.is_plain else [*self._renderer.escapes.split(item.text)]
         if all(typed is None for _, typed in pieces):
             return encoding.ids, encoding.offsets
@@ -236,13 +236,13 @@ class Encoder:
     def _tokenize_as_text(self, token: str, is_inside: bool) -> list[int]:
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
-        if not {*ids}.isdisjoint(self._special_ids):  # plain text is merged into it, too
+        if not {*ids}.isdisjoint(self._special_ids):  # plain text can merge into one, too
             ids = [n for char in token for n in self._encode_piece(char, True)[0]]
         self._backend.encode_special_tokens = False
         return ids
 
     def _encode_piece(self, text: str, is_inside: bool) -> tuple[list[int], list[Span]]:
-        """Encode a piece of a text; if ``is_inside``, as what follows a line end.
+        """Encode a piece of a text; if ``is_inside``, as if it followed a newline.
 
         Tokenizers like Llama 2's add a space at the beginning of a text.
         """
@@ -301,7 +301,7 @@ class Encoder:
     def _cut_at_seq_len(
         self, item: RenderedText, tokens: np.ndarray, mask: np.ndarray, whole: int
     ) -> list[Side]:
-        """Cut an example of ``whole`` tokens; drop it if nothing of what is left is learned."""
+        """Cut an example of ``whole`` tokens to fit; drop it if no learned token is left."""
         goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
         if not mask.any() and not goes_on:
             self.counters.drop("empty answer")
@@ -332,7 +332,7 @@ class Encoder:
 
 
 def _full_mask(item: RenderedText, length: int) -> np.ndarray:
-    """Return the mask of a text that is learned as a whole, and after whose end no span is."""
+    """Return a mask with which every token is learned, by the weight of the last span if any."""
     if item.weights:
         return np.full(length, item.weights[-1], dtype=np.float32)
     return np.ones(length, dtype=np.uint8)
@@ -353,12 +353,12 @@ def _cut_text(text: str) -> Iterator[str]:
 # -- Pairs and labelled answers -> documents of two sides each.
 #
 #     PreferencePair   chosen and rejected answer -> both sides -> one document
-#     LabelledAnswers  an answer, and after the same prompt that of another -> both -> one document
+#     LabelledAnswers  an answer, and another row's after the same prompt -> both -> one document
 #
-# Both sides begin with the same tokens up to the first learned one: else the sums of their
-# log-probabilities would be of different prompts. A pair that is longer than ``seq_len``, both
-# sides together, loses the left of its prompt, on both sides alike, and nothing of an answer. The
-# sides of a labelled answer are never in one row, and each is cut by itself.
+# Both sides have the same tokens up to the first learned one: otherwise the sums of their
+# log-probabilities would belong to different prompts. If both sides of a pair together are longer
+# than ``seq_len``, their prompt is cut from the left, on both sides alike; answers are never cut.
+# The sides of a labelled answer are never in one row, and each is cut by itself.
 
 
 _SAME = "the two answers are the same to the model"
@@ -368,7 +368,7 @@ _TOO_LONG = "the answers leave no room in seq_len for a token of the prompt"
 
 @dataclass(frozen=True)
 class _RenderedSides:
-    """The sides of a document as text; ``label`` of labelled answers, whose second may lack."""
+    """The sides of a document as text. Labelled answers have a ``label``, and one or two sides."""
 
     sides: tuple[RenderedText, ...]
     label: bool | None = None
@@ -381,7 +381,7 @@ class PreferenceEncoder:
         """Take a fast tokenizer.
 
         Raises:
-            DataError: if more than answers is to be learned.
+            DataError: if ``loss_on`` is not "answers".
         """
         if loss_on != "answers":
             raise DataError(
@@ -390,16 +390,16 @@ class PreferenceEncoder:
             )
         self._seq_len, self._bos = seq_len, tokenizer.bos_token_id
         self._own = Encoder(tokenizer, seq_len, loss_on)
-        # Another row's answer is counted where it is that row's own.
+        # Its counters are not used: another row's answer is counted with that row.
         self._others = Encoder(tokenizer, seq_len, loss_on)
         self.counters: Counters = self._own.counters
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Block]:
-        """Yield blocks; labelled answers take others' from the next row of another prompt, the last
-        from the first row.
+        """Yield blocks; a labelled answer is joined with an answer of the next row that has another
+        prompt, at the end with one of the first row.
 
         Raises:
-            DataError: for messages where the tokenizer has no chat template.
+            DataError: for messages if the tokenizer has no chat template.
         """
         held: list[_RenderedSides] = []
         num_chars = 0
@@ -413,7 +413,7 @@ class PreferenceEncoder:
         yield from self._make_blocks(held)
 
     def _render_row(self, row: Row, following: Row | None) -> Iterator[_RenderedSides]:
-        """Render a row; ``following`` gives the mismatched answers of a labelled one."""
+        """Render a row; ``following`` gives the mismatched answers if the row is labelled."""
         if isinstance(row, PreferencePair):
             self.counters.examples += 1
             chosen = self._render(row.chosen)
@@ -435,7 +435,7 @@ class PreferenceEncoder:
             yield _RenderedSides(tuple(sides), label)
 
     def _render(self, answer: Chat | Completion) -> RenderedText | None:
-        """Render a side; None, and counted, if it cannot be used."""
+        """Render a side; count it and return None if it cannot be used."""
         rendered = self._own.render(answer)
         self.counters.marked_answers = 0  # earlier turns are never learned: nothing to report
         if not isinstance(rendered, str):
@@ -460,7 +460,7 @@ class PreferenceEncoder:
         tokens = np.concatenate([tokens for made in documents for tokens, _ in made])
         mask = np.concatenate([mask for made in documents for _, mask in made])
         self.counters.documents += len(documents)
-        # Of labelled answers only the own side is learned.
+        # Only the first side of a labelled answer, its own, is learned.
         counted = [side for made in documents for side in made[: 2 if labels is None else 1]]
         self.counters.tokens += sum(len(tokens) for tokens, _ in counted)
         self.counters.loss_tokens += sum(int(mask.sum()) for _, mask in counted)
@@ -473,7 +473,7 @@ class PreferenceEncoder:
         )
 
     def _fit_pair(self, sides: list[Side]) -> list[Side]:
-        """Return the sides of a pair as they fit; nothing, and counted, if they do not."""
+        """Return the sides of a pair, cut to fit; count it and return none if they do not fit."""
         why = _why_unfit(sides)
         fitting = None if why else self._fit_sides(sides)
         if fitting is None:
@@ -483,7 +483,7 @@ class PreferenceEncoder:
         return fitting
 
     def _fit_labelled(self, sides: list[Side]) -> list[Side]:
-        """Return the sides of a labelled answer as they fit, its own one if the other does not."""
+        """Return the sides of a labelled answer, cut to fit; only its own if the other does not."""
         own, other = sides[:1], sides[1:]
         why = _why_unfit(own)
         fitting = None if why else self._fit_sides(own)
@@ -500,7 +500,7 @@ class PreferenceEncoder:
         return fitting + fitting_other
 
     def _drop(self, sides: list[Side], why: str | None) -> None:
-        """Count sides that cannot be used; without ``why``, since they do not fit."""
+        """Count sides that cannot be used; without ``why``, because they do not fit."""
         self.counters.drop(why or _TOO_LONG)
         if why is None:
             self.counters.note_cut(_num_tokens(sides), 0)
@@ -513,7 +513,7 @@ class PreferenceEncoder:
     def _fit_sides(self, sides: list[Side]) -> list[Side] | None:
         """Cut the left of the prompt until all sides together fit into ``seq_len``.
 
-        A leading BOS is kept. None if no token of the prompt would be left beside it.
+        A leading BOS is kept. Return None if no other token of the prompt would be left.
         """
         prompt = int(np.argmax(sides[0][1]))
         num_answers = sum(len(tokens) - prompt for tokens, _ in sides)
@@ -533,7 +533,7 @@ class PreferenceEncoder:
 def make_encoder(
     form: Form, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn
 ) -> Encoder | PreferenceEncoder:
-    """Return what turns rows of a form into blocks."""
+    """Return the encoder that turns rows of ``form`` into blocks."""
     if form == "answers":
         return Encoder(tokenizer, seq_len, loss_on)
     return PreferenceEncoder(tokenizer, seq_len, loss_on)
@@ -562,10 +562,10 @@ def _why_unfit(sides: list[Side]) -> str | None:
 
 
 def _pair_with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Yield each row with the next one that has another prompt, and the last ones with the first;
-    with None where there is no other prompt.
+    """Yield each row with the next row that has another prompt, the last ones with the first row;
+    with None if there is no other prompt.
 
-    Rows of one prompt are often neighbours: pairs that were split into labelled answers.
+    Rows with the same prompt are often adjacent: pairs that were split into labelled answers.
     """
     groups = (list(rows) for _, rows in groupby(rows, _prompt_key))
     first = before = next(groups, None)
@@ -579,7 +579,7 @@ def _pair_with_next(rows: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
 
 
 def _prompt_key(row: Row) -> Any:
-    """Return what rows with the same prompt have in common; of pairs, which need none, all."""
+    """Return a key that rows with the same prompt share; for pairs, which need none, the row."""
     if not isinstance(row, LabelledAnswers):
         return row
     answer = row.answers[0]

@@ -1,4 +1,4 @@
-"""Values of records as messages name them, and what is raised for a wrong one."""
+"""Fields of records: their names, how their values are read and quoted, and ``WrongRecord``."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,30 +6,30 @@ from typing import Any
 
 import numpy as np
 
-# Fields by what they hold; which form of a row has them, FORMS in records.py says.
+# Fields by what they hold; FORMS in records.py says which form of a row has them.
 CHAT_FIELDS = ("messages", "conversations")
 CHOSEN_FIELDS = ("chosen", "chosen_response", "preferred_output")
 REJECTED_FIELDS = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 LABEL_FIELDS = ("label", "kto_tag")
-PREFERENCE_FIELDS = ("chosen", "rejected", "kto_tag")  # that say what a row is by themselves
+PREFERENCE_FIELDS = ("chosen", "rejected", "kto_tag")  # any one of them marks a row of preferences
 
 
 class WrongRecord(ValueError):
-    """A record that is no example; the reader adds file and line to the message."""
+    """A record that is not a valid example; the reader adds file and line to the message."""
 
 
 def require_object(record: Any) -> None:
     """Refuse a row that has no fields.
 
     Raises:
-        WrongRecord: if it is no object.
+        WrongRecord: if it is not an object.
     """
     if not isinstance(record, dict):
         raise WrongRecord(f"found a JSON {json_type_name(record)}, expected an object with fields")
 
 
 def parse_json_text(value: Any, where: str, blank: Any) -> Any:
-    """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
+    """Parse a text as JSON, with ``blank`` for blank text; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -41,7 +41,7 @@ def parse_json_text(value: Any, where: str, blank: Any) -> Any:
 
 
 def is_unset(value: Any) -> bool:
-    """Return whether a value is null or empty: what tools write under keys that say nothing."""
+    """Return whether a value is null or empty, as tools write it for keys without a value."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
@@ -53,7 +53,7 @@ def json_type_name(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as JSON, cut."""
+    """Return a value as JSON, cut to 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -67,10 +67,10 @@ def list_fields(record: dict[str, Any]) -> str:
     return f"the fields {', '.join(map(str, record))}{nulls}"
 
 
-# -- What a row, or a turn of it, says of its own learning: whether, and with which weight.
+# -- Marks of a row or a turn: whether it is learned, and with which weight in the loss.
 #
 # OpenAI, Mistral   weight            0 or 1, on turns of the assistant
-# ms-swift          loss, loss_scale  whether, and how much
+# ms-swift          loss, loss_scale  whether it is learned; its weight
 # axolotl, verl     train, training; loss_mask
 
 
@@ -81,14 +81,14 @@ ADVANTAGE_FIELDS = ("advantage", "advantages")
 
 
 def read_weight(fields: dict[str, Any], where: str) -> float | None:
-    """Return what a turn, or a row, counts in the loss by its own marks; None without a mark.
+    """Return the weight in the loss that a turn's, or a row's, own marks give it; None without any.
 
     Raises:
-        WrongRecord: if a mark is no such number, or two of them contradict each other.
+        WrongRecord: if a mark is not a valid number, or two of them contradict each other.
     """
     marks = {name: fields[name] for name in MARK_FIELDS if not is_unset(fields.get(name))}
     weights = {name: _read_number(name, value, where) for name, value in marks.items()}
-    # A mark that says no more than "learned" leaves the weight to the others.
+    # A mark that only says "learned" leaves the weight to the other marks.
     said = {weights[name] for name in _WEIGHT_FIELDS if name in weights} or set(weights.values())
     if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
         raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
@@ -110,36 +110,36 @@ def _read_number(name: str, value: Any, where: str) -> float:
             return stored
     raise WrongRecord(
         f"{where}: {name} is {format_value(value)}, expected a number from 0 on: how much it "
-        "counts in the loss, 0 for what is not learned, 1 as without it"
+        "counts in the loss (0: not learned; 1: as without a weight)"
     )
 
 
 def refuse_advantages(record: dict[str, Any]) -> None:
-    """Refuse a row with an advantage of reinforcement learning.
+    """Refuse a row with a reinforcement-learning advantage.
 
     Raises:
         WrongRecord: if it has one.
     """
     if fields := [name for name in ADVANTAGE_FIELDS if record.get(name) is not None]:
         raise WrongRecord(
-            f"{fields[0]}: advantages are of reinforcement learning, where each update needs the "
-            "probabilities that the answers were written with; they are not used here. "
+            f"{fields[0]}: advantages belong to reinforcement learning, where each update needs "
+            "the probabilities with which the answers were sampled; they are not used here. "
             "Keep the best answers, or give each a weight from 0 on (data.columns="
-            f"{{{fields[0]}: weight}} if none is negative); else take the field out"
+            f"{{{fields[0]}: weight}} if none is negative), or remove the field"
         )
 
 
-# -- Tools and calls of tools in records, in the form that chat templates expect.
+# -- Tools and tool calls in records, in the form that chat templates expect.
 #
 #     tools, functions (OpenAI's older name)           -> a list of {type, function}
 #     tool_calls, function_call (OpenAI's older form)  -> a list of {type, function: {name, ...}}
 #
-# Either may be JSON as text, as files of one type per column hold them. Arguments become an object:
-# templates write them as JSON, but for a few that want a text.
+# Either may be a JSON string, as in files with one type per column. Arguments become an object:
+# most templates write it as JSON, a few want a string.
 
 
-_ARGUMENTS = ("arguments", "parameters")  # the latter as Llama 3 writes them
-# Where a null is a value of a JSON schema; elsewhere in one it fills a key that others have.
+_ARGUMENTS = ("arguments", "parameters")  # the latter is Llama 3's name
+# Keys of a JSON schema where null is a value; elsewhere it fills a key that other tools have.
 _NULLABLE_KEYS = ("default", "const", "example")
 
 
@@ -147,7 +147,7 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
     """Return the tools of a row for the template; None without any.
 
     Raises:
-        WrongRecord: if they are no list, or two different ones.
+        WrongRecord: if they are not a list, or tools and functions differ.
     """
     tools = [_read_tool(tool) for tool in _read_list(record, "tools")]
     functions = [
@@ -155,14 +155,14 @@ def read_tools(record: dict[str, Any]) -> list[Any] | None:
         for function in _read_list(record, "functions")
     ]
     if tools and functions and _unwrap_functions(tools) != _unwrap_functions(functions):
-        raise WrongRecord("tools and functions are there, and they differ; keep one of them")
+        raise WrongRecord("tools and functions are both given, and differ; keep one of them")
     return tools or functions or None
 
 
 def read_calls(
     message: dict[str, Any], tools: list[Any] | None, where: str
 ) -> list[dict[str, Any]]:
-    """Return the calls of a message.
+    """Return the tool calls of a message.
 
     Raises:
         WrongRecord: if one has no name, or tool_calls and function_call differ.
@@ -176,7 +176,7 @@ def read_calls(
         call = _read_call({"type": "function", "function": older}, where)
         if calls and _unwrap_functions(calls) != _unwrap_functions([call]):
             raise WrongRecord(
-                f"{where}: tool_calls and function_call are there, and they differ; keep one"
+                f"{where}: tool_calls and function_call are both given, and differ; keep one"
             )
         calls = calls or [call]
     known = {
@@ -197,7 +197,7 @@ def read_calls(
 
 
 def serialise_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as JSON in a text."""
+    """Return messages with the arguments of their calls as JSON strings."""
     return [
         {**message, "tool_calls": [_serialise_call(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -244,7 +244,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _read_call(given: Any, where: str) -> dict[str, Any]:
-    """Return a call of a tool as new objects, with its arguments as an object."""
+    """Return a tool call as new objects, with its arguments as an object."""
     entries = given.items() if isinstance(given, dict) else ()
     call = {k: v for k, v in entries if k in _ARGUMENTS or not is_unset(v)}
     function = call.get("function", call)
@@ -261,13 +261,13 @@ def _read_call(given: Any, where: str) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-# -- Values of a field that hold a chat in another form than a list of messages.
+# -- Fields that hold a chat in a form other than a list of messages.
 #
-# JSON text of messages, as files of one type per column keep them -> the messages
-# an object of messages and tools, or JSON text of one             -> the messages; the row's tools
+# a JSON string of messages, as in files with one type per column -> the messages
+# an object with messages and tools, or a JSON string of one      -> the messages; the row's tools
 
 
-# The roles of ShareGPT's turns, and what they are in a chat.
+# The roles of ShareGPT's turns, and the chat roles that they become.
 ROLES = {
     "system": "system",
     "human": "user",
@@ -287,10 +287,10 @@ _KNOWN_ROLES = {*ROLES, "developer"}
 
 
 def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Return a row whose ``fields`` hold messages where they held a chat in another form.
+    """Return a row with chats of other forms in ``fields`` converted to lists of messages.
 
     Raises:
-        WrongRecord: if the chats have different tools, or others than the row.
+        WrongRecord: if the chats have different tools, or other tools than the row.
     """
     found = {name: chat for name in fields if (chat := _find_chat(record.get(name))) is not None}
     row = {**record, **{name: messages for name, (messages, _) in found.items()}}
@@ -305,7 +305,7 @@ def unpack_chats(record: dict[str, Any], fields: Iterable[str]) -> dict[str, Any
 
 
 def parse_input(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of OpenAI's form whose input is an object, where it is JSON text of one."""
+    """Return a row of OpenAI's form with ``input`` as an object, if it is a JSON string of one."""
     given = record.get("input")
     inner = _parse_json(given) if isinstance(given, str) else None
     return (
@@ -314,7 +314,7 @@ def parse_input(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_chat(value: Any) -> bool:
-    """Return whether a value is messages, of role and content or of from and value."""
+    """Return whether a value is a list of messages, with role and content or from and value."""
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
@@ -324,7 +324,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _find_chat(value: Any) -> tuple[Any, Any] | None:
-    """Return messages and tools of a chat in another form; None of what is none, or a list."""
+    """Return messages and tools of a chat in another form; None for a list, or if it is no chat."""
     if isinstance(value, str):
         value = _parse_json(value)
         if is_chat(value) or (isinstance(value, dict) and _is_list_per_key(value)):
@@ -341,13 +341,13 @@ def _find_inner_key(value: dict[str, Any]) -> str | None:
 
 
 def _is_list_per_key(value: dict[str, Any]) -> bool:
-    """Return whether this is messages as one list per key, as a Sequence of datasets is."""
+    """Return whether this is messages as one list per key, as datasets stores a Sequence."""
     roles = value.get("role", value.get("from"))
     return isinstance(roles, list) and bool(roles) and all(role in _KNOWN_ROLES for role in roles)
 
 
 def _parse_json(text: str) -> Any:
-    """Return what a text is as JSON; None of prose."""
+    """Parse a text that looks like a JSON list or object; None for other text."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:

@@ -1,10 +1,10 @@
-"""Which files a source has, and what beside them is left out.
+"""Find the files of a source, and those beside them that are left out.
 
     path, glob or a list of them -> files of known kinds, and (file, why) for what is not read
 
-A folder is searched with its sub-folders. It may be as ``hf download`` leaves it (a card and a
-licence beside the data, splits named by the card or by file names) or as ``save_to_disk`` of
-datasets does. What is left out is never silent: callers log ``FoundFiles.left_out``.
+A folder is searched with its subfolders. It may be as ``hf download`` leaves it (a card and a
+license beside the data, splits named by the card or by file names) or as ``save_to_disk`` of
+datasets does. Nothing is left out silently: callers log ``FoundFiles.left_out``.
 """
 
 import difflib
@@ -63,7 +63,7 @@ _DOCUMENTATION = re.compile(
     r"dataset_?card)([-_.]|$)",
     re.I,
 )
-# What map and filter of Hugging Face datasets have made of the files beside it, kept for later.
+# Cached results of Hugging Face datasets' map and filter, written beside the data.
 _CACHED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 _IS_HELD_OUT = "its name is that of a split to hold out; name it in data.eval_path"
@@ -72,7 +72,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """The files of a source in their order, and what is not read: (file, why)."""
+    """The files of a source in order, and (file, why) for those that are not read."""
 
     files: tuple[Path, ...]
     left_out: tuple[tuple[Path, str], ...] = ()
@@ -91,7 +91,7 @@ def join_paths(paths: Paths) -> str:
 def find_kind(file: Path) -> FileKind | None:
     """Return the kind of data in a file, by its name; None if it is unknown.
 
-    A .bin is Megatron's where its .idx is beside it.
+    A .bin is Megatron's if its .idx is beside it.
     """
     if file.suffix == _MEGATRON:
         return "megatron" if _find_megatron_data(file) else None
@@ -111,7 +111,8 @@ def find_files(paths: Paths) -> FoundFiles:
     """Return the files of a source, which is a file, a folder, a glob or a list of these.
 
     Raises:
-        DataError: if there are none, of no known kind, of several kinds in a folder, or one twice.
+        DataError: if there are no files, or some are of no known kind, of several kinds in a
+            folder, or named twice.
     """
     if not as_list(paths):
         raise DataError("data.path is an empty list; name at least one file or folder")
@@ -140,7 +141,7 @@ def describe_read(found: FoundFiles) -> str:
 
 
 def describe_left_out(found: FoundFiles) -> Iterator[str]:
-    """Yield a line for each reason for which files are not read."""
+    """Yield a line for each reason why files are not read."""
     for why in sorted({why for _, why in found.left_out}):
         files = sorted((f for f, reason in found.left_out if reason == why), key=str)
         yield f"left out {_join_names(files)}: {why}"
@@ -174,9 +175,9 @@ def _find_one(name: str) -> FoundFiles:
 
 
 def _find_megatron_data(path: Path) -> Path | None:
-    """Return the .bin that a path means: itself, the one of an .idx, or of both without an ending.
+    """Return the .bin that a path stands for: itself, that of an .idx, or of a name without either.
 
-    None where no index is there: other programs have files that end in .bin, too.
+    None if there is no index: other programs have files that end in .bin, too.
     """
     if path.suffix in (_MEGATRON, _MEGATRON_INDEX):
         data = path.with_suffix(_MEGATRON)
@@ -188,7 +189,7 @@ def _find_megatron_data(path: Path) -> Path | None:
 
 
 def _find_by_glob(name: str, matched: Sequence[Path]) -> FoundFiles:
-    """Return what a pattern matches, without files that are no data."""
+    """Return the files that a pattern matches, without those that are not data."""
     folders = [_find_in_folder(path) for path in matched if path.is_dir()]
     files, left_out = _split_by_known_kind(path for path in matched if path.is_file())
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
@@ -260,37 +261,37 @@ def _list_files(folder: Path, seen: set[Path]) -> list[Path]:
             raise DataError(_advise_on_cache(folder, [path for path in inner if is_cache(path)]))
         if table := _table_with_history(folder, entry):
             raise DataError(
-                f"{folder} is {table} table, whose files hold rows that were deleted since; write "
-                "what it holds now as Parquet into another folder"
+                f"{folder} is {table} table, whose files may still hold deleted rows; write "
+                "its current rows as Parquet into another folder"
             )
         if entry.name.startswith("_"):
             continue
         if (entry / STATE_FILE).is_file() or (entry / SPLITS_FILE).is_file():
             raise DataError(
-                f"{folder} has {entry.name} within it, a dataset saved by save_to_disk; name it "
-                f"itself: data.path={entry}"
+                f"{folder} contains {entry.name}, a dataset saved by save_to_disk; name that "
+                f"folder: data.path={entry}"
             )
         files += _list_files(entry, seen)
     return sorted(files)
 
 
 def _advise_on_cache(folder: Path, cached: Sequence[Path]) -> str:
-    """Return what to do about a folder that holds some of the hub's cache."""
+    """Return what to do about a folder that contains folders of the hub's cache."""
     data = [path for path in cached if not path.name.startswith(PREFIXES["model"])]
     if not data:
         return (
-            f"{folder} has {cached[0].name} within it, a model in the hub's cache, which is no "
+            f"{folder} contains {cached[0].name}, a model in the hub's cache, which is not "
             "data; name the dataset (datasets--OWNER--NAME) or its files in data.path"
         )
     names = " or ".join(f"data.path={path}" for path in sorted(data)[:_MAX_NAMES])
     return (
-        f"{folder} has {data[0].name} within it, a folder of the hub's cache; name it itself: "
+        f"{folder} contains {data[0].name}, a folder of the hub's cache; name that folder itself: "
         + names
     )
 
 
 def _table_with_history(folder: Path, inner: Path) -> str | None:
-    """Return of what kind a table is whose history is in ``inner``; None if it is no such table."""
+    """Return the kind of table whose history is in ``inner``; None if it is no table's history."""
     if (
         inner.name == "metadata"
         and (folder / "data").is_dir()
@@ -301,7 +302,7 @@ def _table_with_history(folder: Path, inner: Path) -> str | None:
 
 
 def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Separate files into data and (file, why) for those that are none."""
+    """Separate files into data files and (file, why) for the others."""
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
@@ -314,7 +315,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
         elif kind is None:
             others.append((file, "its kind of data is not known"))
         elif file.name.startswith(("_", ".")):
-            others.append((file, "its name begins with _, as those of bookkeeping do"))
+            others.append((file, "its name begins with _, as those of bookkeeping files do"))
         elif _CACHED.fullmatch(file.name):
             others.append(
                 (file, "cached by datasets: the result of a map or filter; name it to read it")
@@ -325,7 +326,7 @@ def _split_by_known_kind(files: Iterable[Path]) -> tuple[list[Path], list[tuple[
 
 
 def _find_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Return files such as test-00000-of-00001.parquet, where others are beside them."""
+    """Return held-out files such as test-00000-of-00001.parquet, if others are beside them."""
     on_hub = {file: m["split"] for file in files if (m := _HUB_NAME.match(file.name))}
     if "train" in on_hub.values():
         held_out = [file for file in files if on_hub.get(file, "train") != "train"]
@@ -336,7 +337,7 @@ def _find_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _is_held_out(file: Path, folder: Path) -> bool:
-    """Return whether a file's name, or else its folder's, is that of a split to hold out."""
+    """Return whether a file's name, or else a folder's above it, names a split to hold out."""
     for part in (file.name, *file.relative_to(folder).parent.parts[::-1]):
         if found := _SPLIT_NAME.search(part):
             return found[1].lower() != "train"
@@ -344,7 +345,7 @@ def _is_held_out(file: Path, folder: Path) -> bool:
 
 
 def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
-    """Return files that belong together; the hub puts each configuration into a folder.
+    """Return ``files`` if they belong together; the hub puts each configuration into a folder.
 
     Raises:
         DataError: if there are several to choose from.
@@ -360,7 +361,7 @@ def _require_one_configuration(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
-    """Refuse a folder that lacks files which the names of others count, or has two sets of them.
+    """Refuse a folder that lacks parts of a numbered set of files, or has two such sets.
 
     Raises:
         DataError: naming what is missing, or both sets.
@@ -392,7 +393,7 @@ def _require_all_parts(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
-    """Refuse a folder with two files of one name and kind: packed or not, an array or lines.
+    """Refuse a folder with two files of one name and kind: compressed or not, an array or lines.
 
     Raises:
         DataError: naming both.
@@ -410,7 +411,7 @@ def _refuse_copies(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _find_saved_dataset(path: Path) -> FoundFiles:
-    """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` has written."""
+    """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` wrote."""
     try:
         if (path / SPLITS_FILE).is_file():
             splits = json.loads((path / SPLITS_FILE).read_text(encoding="utf-8"))["splits"]
@@ -426,9 +427,9 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
         if state.get("_indices_data_files") or state.get("_indices_files"):
             raise DataError(
                 f"{path} was saved by an old version of datasets, as a selection of the rows in "
-                "its files; load it and save it again with one of today"
+                "its files; load it and save it again with a current version"
             )
-        # Only names: nothing outside of the folder is read.
+        # Only file names are used: nothing outside the folder is read.
         files = tuple(path / Path(entry["filename"]).name for entry in state["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         for name in (SPLITS_FILE, STATE_FILE):
@@ -445,7 +446,7 @@ def _find_saved_dataset(path: Path) -> FoundFiles:
 
 
 def _advise_instead(name: str) -> str:
-    """Return what to do where a name that is no file is an address, or a list without brackets."""
+    """Return advice for a name that is no file but an address, or a list without brackets."""
     path = Path(name)
     is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and find_kind(path) is None
     if is_hub or "://" in name:

@@ -9,18 +9,18 @@ is one range of bytes that can be read without HDF5::
        +- tokens               uint16 or uint32 [num_tokens]    the documents one after the other
        +- loss_mask            uint8 [num_tokens]               1: learned as a target
        +- documents/offsets    int64 [num_documents + 1]        i: tokens[offsets[i]:offsets[i + 1]]
-       +- documents/by_length  uint32 or int64 [num_documents]  numbers, stably sorted by length
+       +- documents/by_length  uint32 or int64 [num_documents]  document numbers by length, stable
        +- lengths/values       int64 [num_lengths]              the distinct lengths, rising
        +- lengths/counts       int64 [num_lengths]              how many documents have each
-    (at the end)           a checksum of all that is not a dataset: see below
+    (at the end)           a checksum of everything but the datasets: see below
 
-That is version 4, of answers. Files of preferences have the attribute form, and in a document two
-sides, one after the other: of version 5 the chosen and the rejected answer (pairs), of version 7
-the own and another's answer to the same prompt (labels). Lengths are then those of the longer side,
-as the two are never in one row::
+That is version 4, for answers. Files of preferences have the attribute form, and each document has
+two sides, one after the other: in version 5 the chosen and the rejected answer (pairs), in version
+7 its own answer and another row's to the same prompt (labels). In version 7, lengths are those of
+the longer side, as the two sides are never in one row::
 
        +- documents/borders    int64 [num_documents]            tokens of the first side
-       +- documents/labels     uint8 [num_documents]            of labels: 1 is desirable
+       +- documents/labels     uint8 [num_documents]            version 7 only: 1 is desirable
 
 Files of answers with weights other than 0 and 1 have version 6, and beside loss_mask::
 
@@ -30,7 +30,7 @@ The reader asks HDF5 for the datasets' offsets, closes the file and reads each d
 they are needed: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel
 file system, and opening takes the same time for ten documents as for ten million. What was read
 before is in the page cache, which the kernel shrinks under pressure. The file is not mapped into
-memory: one that is cut off while in use, or a disk that fails, would end the process by SIGBUS.
+memory: if it were cut off while in use, or the disk failed, SIGBUS would kill the process.
 """
 
 import contextlib
@@ -54,12 +54,11 @@ from hpc_tune.data.tokenizer import FastTokenizer, num_ids, tokenizer_name
 from hpc_tune.errors import DataError
 from hpc_tune.files import why_pointer
 
-# -- The seal at the end of a file of prepared data: a checksum of all that is not a dataset.
+# -- The seal at the end of a file of prepared data: a checksum of everything but the datasets.
 #
-# HDF5's library trusts the structure of a file, and some damaged bytes of it end the process. So
-# the structure (superblock, headers, attributes: some kilobytes) is compared with its checksum
-# before the library sees it. Datasets are left out: to read them all would take as long as the file
-# is large.
+# The HDF5 library trusts the structure of a file, and some damaged bytes in it crash the process.
+# So the structure (superblock, headers, attributes: some kilobytes) is compared with its checksum
+# before the library sees it. Datasets are left out: it would take too long to read large ones.
 #
 # After HDF5's last byte, where its readers do not look::
 #
@@ -88,7 +87,7 @@ def append_checksum(path: Path) -> None:
 
 
 def is_intact(file: BinaryIO) -> bool:
-    """Return whether the file ends with a seal and has the structure that it was sealed with."""
+    """Return whether the file ends with a seal, and its structure is as it was sealed."""
     size = file.seek(0, 2)
     if size < _TRAILER.size:
         return False
@@ -119,7 +118,7 @@ def _find_datasets(path: Path) -> list[tuple[int, int]]:
 
 
 def _hash_outside_datasets(file: BinaryIO, datasets: Ranges, end: int) -> str:
-    """Return the hash of the bytes before ``end`` outside the datasets, and of their ranges."""
+    """Hash the datasets' ranges, and the bytes before ``end`` that are outside the datasets."""
     hashed = hashlib.sha256(repr([*datasets, end]).encode())
     for start, stop in _ranges_outside_datasets(datasets, end):
         file.seek(start)
@@ -147,15 +146,15 @@ def _ranges_outside_datasets(datasets: Ranges, end: int) -> Iterator[tuple[int, 
 
 Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 FORMAT = "hpc_tune tokens"
-# 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took special tokens
-# that people have typed into calls of tools for real ones.
+# 1 had no seal, 2 missed answers of templates that rewrite earlier turns, 3 took special tokens
+# that users typed into tool calls for real ones.
 VERSION = 4
 PAIR_VERSION, WEIGHT_VERSION, LABEL_VERSION = 5, 6, 7
 _ANSWER_VERSIONS = (VERSION, WEIGHT_VERSION)
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
-# What h5py raises where a file's own structure is damaged.
+# What h5py raises if a file's structure is damaged.
 _HDF5_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
 _DTYPES = {
     "tokens": ("uint16", "uint32"),
@@ -165,7 +164,7 @@ _DTYPES = {
     "lengths/values": ("int64",),
     "lengths/counts": ("int64",),
 }
-# Further datasets of a form.
+# Additional datasets of each form.
 FORM_DATASETS: dict[Form, dict[str, tuple[str, ...]]] = {
     "answers": {},
     "pairs": {"documents/borders": ("int64",)},
@@ -183,9 +182,9 @@ _FORM_NAMES: dict[Form, str] = {
 class Attributes:
     """The file's description of itself.
 
-    ``content`` is a hash of the documents; like ``highest_token`` and ``counters`` it is known when
-    all are written. ``template_date`` is what a chat template that prints today's date has printed,
-    empty for others.
+    ``content`` is a hash of the documents; like ``highest_token`` and ``counters``, it is known
+    only when all are written. ``template_date`` is the date that a chat template printed in place
+    of today's; it is empty for templates that print no date.
     """
 
     content: str = ""
@@ -208,14 +207,14 @@ class Attributes:
 
     @property
     def version(self) -> int:
-        """The version of the format of such a file."""
+        """The format version of a file with these attributes."""
         if self.form != "answers":
             return PAIR_VERSION if self.form == "pairs" else LABEL_VERSION
         return WEIGHT_VERSION if self.has_weights else VERSION
 
 
 class _OpenFile:
-    """An open file, read at any place by any thread or forked process."""
+    """An open file that any thread or forked process can read at any place."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -226,7 +225,7 @@ class _OpenFile:
         """Return bytes; DataError if the file cannot be read any more."""
         try:
             data = os.pread(self._handle, num_bytes, place)
-            while len(data) < num_bytes:  # the kernel gives 2 GiB at most
+            while len(data) < num_bytes:  # the kernel returns 2 GiB at most
                 more = os.pread(self._handle, num_bytes - len(data), place + len(data))
                 if not more:
                     break
@@ -242,7 +241,7 @@ class _OpenFile:
 
 
 class Column:
-    """One dataset of the file; an index or a slice of it is read when it is asked for."""
+    """One dataset of the file; an index or a slice of it is read on demand."""
 
     def __init__(self, file: _OpenFile, offset: int, dtype: Any, length: int) -> None:
         """Use ``TokenStore.open``."""
@@ -260,7 +259,7 @@ class Column:
 
 
 class TokenStore:
-    """Read access to prepared data: without any HDF5 handle, safe through fork."""
+    """Read access to prepared data, without an open HDF5 handle and safe across forks."""
 
     def __init__(self, path: Path, attributes: Attributes, columns: dict[str, Column]) -> None:
         """Use ``TokenStore.open``."""
@@ -282,8 +281,8 @@ class TokenStore:
         """Open the file at ``path``.
 
         Raises:
-            DataError: if it is missing, no HDF5, another format, cut off, damaged in its structure,
-                or contradicts itself.
+            DataError: if it is missing, not HDF5, of another format, cut off, damaged in its
+                structure, or contradicts itself.
         """
         path = Path(path)
         _require_format(path)
@@ -304,18 +303,18 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the file."""
+        """The number of documents in the file."""
         return len(self.by_length)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file."""
+        """The number of tokens in the file."""
         return len(self.tokens)
 
     def document(self, document: int) -> Side:
         """Return a document's tokens and loss mask, both of shape [length].
 
-        A mask with weights is of fp32: what each token counts in the loss.
+        A mask with weights is fp32, and holds the weight of each token in the loss.
 
         Raises:
             DataError: if the file was cut off since it was opened.
@@ -325,7 +324,7 @@ class TokenStore:
         return self.tokens[start:stop], mask[start:stop]
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
-        """Return what each of the documents from ``start`` to ``stop`` takes of a row.
+        """Return how many tokens of a row each of the documents from ``start`` to ``stop`` takes.
 
         Raises:
             DataError: if the file was cut off since it was opened.
@@ -335,7 +334,7 @@ class TokenStore:
         return compute_sizes(lengths, None if borders is None else borders[start:stop])
 
     def longest_side(self) -> int:
-        """Return the tokens of the longest side of all documents: of the longest text.
+        """Return the number of tokens in the longest side, that is the longest text, of the file.
 
         Raises:
             DataError: if the file was cut off since it was opened.
@@ -346,7 +345,7 @@ class TokenStore:
         return int(max(borders.max(), (np.diff(self.offsets[:]) - borders).max()))
 
     def sides(self, document: int) -> list[Side]:
-        """Return tokens and loss mask of each side: of preferences two, or one without the other.
+        """Return tokens and loss mask of each side: one, or for preferences two if both are there.
 
         Raises:
             DataError: if the file was cut off since it was opened.
@@ -357,23 +356,23 @@ class TokenStore:
         return split_sides(tokens, mask, int(self.borders[document]))
 
     def require_form(self, form: Form) -> None:
-        """Check what the file was prepared for.
+        """Check that the file was prepared for ``form``.
 
         Raises:
-            DataError: if it is of another form.
+            DataError: if it was prepared for another form.
         """
         if form != self.form:
             raise DataError(
-                f"{self.path} holds {_FORM_NAMES[self.form]}, and this training needs "
-                f"{_FORM_NAMES[form]}: set tune.objective to what it was prepared for, or give raw "
-                "data, which is prepared for the objective"
+                f"{self.path} holds {_FORM_NAMES[self.form]}, but this training needs "
+                f"{_FORM_NAMES[form]}: set tune.objective to the one it was prepared for, or give "
+                "raw data, which is then prepared for your objective"
             )
 
     def require_tokenizer(self, tokenizer: FastTokenizer, fingerprint: str) -> None:
         """Check that ``tokenizer``, chat template included, is the one that the file was made with.
 
         Raises:
-            DataError: if it is another one: its numbers would mean other words.
+            DataError: if it is another one: the token IDs would mean other words.
         """
         made_with = self.attributes.tokenizer_fingerprint
         if fingerprint != made_with:
@@ -389,10 +388,10 @@ class TokenStore:
     def require_embeddings(self, rows: int, name: str) -> None:
         """Check that a model with ``rows`` embeddings has one for each token.
 
-        ``name`` is that of the highest token.
+        ``name`` is the name of the file's highest token.
 
         Raises:
-            DataError: if it has not.
+            DataError: if the highest token has none.
         """
         if (highest := self.attributes.highest_token) >= rows:
             raise DataError(
@@ -434,13 +433,13 @@ class TokenStore:
 
 
 def split_sides(tokens: np.ndarray, mask: np.ndarray, border: int) -> list[Side]:
-    """Return the sides of a document whose first one has ``border`` tokens: two, or one alone."""
+    """Split a document into its sides, the first of ``border`` tokens: two, or one alone."""
     sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
     return sides if border < len(tokens) else sides[:1]
 
 
 def compute_sizes(lengths: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
-    """Return what documents take of a row; ``borders``: of those whose sides are in rows apart."""
+    """Return how many tokens of a row documents take: with ``borders``, only their longer side."""
     return lengths if borders is None else np.maximum(borders, lengths - borders)
 
 
@@ -484,9 +483,9 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
         )
     if version == PAIR_VERSION and attributes.get("form") == "labels":
         raise DataError(
-            f"{path} has answers with labels of version {version} of the format, whose prompts an "
-            "earlier hpc_tune has cut to make room for the answers of other rows; this one reads "
-            f"version {LABEL_VERSION}. A run that was trained on it cannot go on: "
+            f"{path} has answers with labels in version {version} of the format, whose prompts an "
+            "earlier hpc_tune cut to make room for the answers of other rows; this one reads "
+            f"version {LABEL_VERSION}. A run that was trained on it cannot be resumed: "
             f"{PREPARE_AGAIN}, and train in another run.dir"
         )
     if version in _ANSWER_VERSIONS:

@@ -1,12 +1,11 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
     PackedSampler (order.py): stream row -> documents
-    step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
+    step: rows [start, start + global_size) -> this rank's every size-th -> micro-batches -> Batch
 
-Which rows a step has depends on the number of rows consumed before, and on nothing else: not on the
-number of ranks, not on the micro-batch size. So the whole state is one number, and resuming at any
-row takes no time. A thread prefetches steps under a byte budget; a step counts as consumed when it
-is handed out.
+The rows of a step depend only on the number of rows consumed before: not on the number of ranks or
+the micro-batch size. So the whole state is one number, and resuming at any row takes no time. A
+thread prefetches steps under a byte budget; a step counts as consumed when it is handed out.
 
 Shapes: B rows, T tokens per row.
 """
@@ -45,8 +44,8 @@ class Prefetcher:
 
     ``build(start)`` returns the step that begins at a row, and the row after it; None at the end
     of the stream. ``step_bytes`` is the most that a step can take: a step is built only if that
-    much is free. Where not even one fits (or the limit is 0), each step is built when it is asked
-    for, without a thread.
+    much is free. If not even one step fits (or the limit is 0), each step is built on request,
+    without a thread.
     """
 
     def __init__(self, build: Build, limit: int, step_bytes: int) -> None:
@@ -62,7 +61,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def take(self, start: int) -> list[Batch]:
-        """Return the step that begins at ``start``, which follows the last one, or the restart.
+        """Return the step that begins at ``start``: where the last one ended, or at the restart.
 
         An error of ``build`` in the thread is raised here.
         """
@@ -164,8 +163,8 @@ class Prefetcher:
 
 PREFETCH_BYTES = 64 << 20
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
-# A pair takes 25 bytes more, and has 4 tokens at least. Of labelled answers, of 2 tokens at least,
-# the mismatched ones may be as wide as they are.
+# A pair takes 25 bytes more, and has at least 4 tokens. A labelled answer has at least 2 tokens,
+# and the mismatched answers may take as much again.
 BYTES_OF_FORM: dict[Form, int] = {
     "answers": BYTES_PER_TOKEN,
     "pairs": BYTES_PER_TOKEN + 8,
@@ -189,11 +188,11 @@ class Loader:
         micro_size: int = 1,
         prefetch_bytes: int | None = None,
     ) -> None:
-        """Begin with the first of ``rows``, whose order is ``order``; none is read yet.
+        """Begin with the first of ``rows``, whose order is ``order``; no row is read yet.
 
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
         stream ends, by default after one epoch; ``global_size`` rows go into each step over all
-        ranks, fewer into the last one. ``prefetch_bytes``: as ``set_prefetch``, None as
+        ranks, fewer into the last one. ``prefetch_bytes``: see ``set_prefetch``; None means
         ``prefetch_limit``.
         """
         self._global_size, self.stream = global_size, rows
@@ -207,7 +206,7 @@ class Loader:
 
     @property
     def num_rows_per_epoch(self) -> int:
-        """Rows of an epoch."""
+        """Rows per epoch."""
         return self.stream.num_rows
 
     @property
@@ -217,7 +216,7 @@ class Loader:
 
     @property
     def prefetch_bytes(self) -> int:
-        """What prefetched steps may take, unless ``set_prefetch`` says otherwise."""
+        """How many bytes prefetched steps may take, unless ``set_prefetch`` was called."""
         return prefetch_limit(self._step_bytes())
 
     @property
@@ -254,10 +253,11 @@ class Loader:
         return {"rows": self._rows, **self._identity, **self.stream.state()}
 
     def restore(self, state: _State) -> None:
-        """Continue at the position that ``state`` holds; takes no time, on any number of ranks.
+        """Resume at the position that ``state`` holds; takes no time, on any number of ranks.
 
         Raises:
-            ConfigError: if it is a position in another stream. CheckpointError: if it is none.
+            ConfigError: if it is a position in another stream.
+            CheckpointError: if it is not a position.
         """
         differing = {k: v for k, v in self._identity.items() if state.get(k) != v}
         if differing:
@@ -282,7 +282,7 @@ class Loader:
         self._prefetcher.set_limit(num_bytes)
 
     def read_again(self) -> None:
-        """Discard prefetched steps, after something that is in them has changed."""
+        """Discard prefetched steps, after something that they contain has changed."""
         self._prefetcher.restart(self._rows)
 
     def pin_batches(self, gpu: "torch.device") -> None:
@@ -300,7 +300,7 @@ class Loader:
     def _step_bytes(self) -> int:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
         rows = -(-self._global_size // self._size)
-        # Weights are of fp32, one for each token with loss.
+        # Weights are fp32, one for each token with loss.
         token_bytes = BYTES_OF_FORM[self.stream.form] + 4 * self.stream.has_weights
         return rows * self.stream.seq_len * token_bytes
 
@@ -319,7 +319,7 @@ class Loader:
 
 
 class HeldOutRows:
-    """A fixed sample of held-out rows, packed once: the same ones whatever the world."""
+    """A fixed sample of held-out rows, packed once: the same for any number of ranks."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class HeldOutRows:
         size: int = 1,
         limit: int | None = None,
     ) -> None:
-        """Pack the store's length histogram. ``num_rows`` None means all; ``limit``: documents."""
+        """Pack the store's length histogram. ``num_rows``: None means all; ``limit``: documents."""
         self._packed, self._rank, self._size = PackedRows(store, order, limit), rank, size
         num_packed = self._packed.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
@@ -342,21 +342,21 @@ class HeldOutRows:
         return -(-self._num_rows // (self._size * micro_size))
 
     def set_reference(self, reference_D2: np.ndarray) -> None:
-        """Give the log-probabilities of preferences under the reference, as to a ``Loader``."""
+        """Set the log-probabilities of preferences under the reference, as in ``PackedRows``."""
         self._packed.set_reference(reference_D2)
 
     def documents_in(self, batch: Batch) -> list[int]:
-        """Return the numbers of a batch's documents in the store, in their order in it.
+        """Return the store's numbers of a batch's documents, in their order in the batch.
 
-        Over all rows and ranks each document comes once. A ``Loader`` of the same order
-        has the same rows.
+        Over all rows and ranks, each document comes once. A ``Loader`` with the same order has the
+        same rows.
         """
         return self._packed.documents_in(batch)
 
     def batches(self, micro_size: int = 1) -> Iterator[Batch]:
-        """Yield this rank's part, the same number of batches on every rank.
+        """Yield this rank's batches: the same number on every rank.
 
-        ``empty_batch`` fills up.
+        The end is padded with ``empty_batch``.
         """
         for start in range(0, self._num_rows, self._size * micro_size):
             stop = min(start + self._size * micro_size, self._num_rows)
@@ -365,13 +365,13 @@ class HeldOutRows:
 
 
 def prefetch_limit(step_bytes: int) -> int:
-    """Return what prefetched steps may take: a step ahead in any case, however large it is."""
+    """Return how many bytes prefetched steps may take: at least one step, however large it is."""
     return max(PREFETCH_BYTES, step_bytes)
 
 
 def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = True) -> None:
-    """Say which documents are longer than a row, or were when they were prepared, and with
-    ``with_advice`` what it would take to have them whole.
+    """Warn if documents are longer than a row, or were before they were prepared; if
+    ``with_advice``, say which data.seq_len would keep them whole.
     """
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
@@ -405,7 +405,7 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = T
         seq_len,
         f", or dropped ({num_dropped})" if num_dropped else "",
         f"{counters.cut_tokens + int(excess @ store.length_counts):,}",
-        " (pieces of texts lose none where they are prepared again with this data.seq_len)"
+        " (texts that were split lose none if they are prepared again with this data.seq_len)"
         if counters.split and excess.any()
         else "",
         advice if with_advice else "",
@@ -413,12 +413,12 @@ def warn_of_cut_documents(store: TokenStore, seq_len: int, with_advice: bool = T
 
 
 def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
-    """Return how many documents have about how many tokens, of those with more than ``seq_len``:
-    as they were before they were prepared.
+    """Count the documents of more than ``seq_len`` tokens by their rounded length, which is the
+    length before they were prepared.
     """
     counters, values = store.attributes.counters, store.length_values.tolist()
     held = Counter(dict(zip(values, store.length_counts.tolist(), strict=True)))
-    if counters.cut_lengths:  # which are now among those that fill a row
+    if counters.cut_lengths:  # cut documents now count as full rows
         held[store.attributes.seq_len] -= counters.truncated
     beyond = Counter({int(length): num for length, num in counters.cut_lengths.items()})
     for length, num in held.items():
@@ -427,7 +427,7 @@ def _lengths_beyond(store: TokenStore, seq_len: int) -> Counter[int]:
 
 
 def _length_for(lengths: Counter[int], share: float) -> int:
-    """Return the length that a share of the documents has at most."""
+    """Return the length that ``share`` of the documents do not exceed."""
     ordered = sorted(lengths)
     ends = np.cumsum([lengths[length] for length in ordered])
     return ordered[int(np.searchsorted(ends, share * ends[-1]))]

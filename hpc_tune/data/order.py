@@ -6,8 +6,8 @@
 Packing works on the histogram, not on documents (M. M. Krell et al., "Efficient Sequence Packing
 without Cross-contamination", arXiv:2107.02027): ten million documents pack in the time that their
 few thousand lengths take, and no array per document or per row is ever made. The order is a pure
-function of (seed, epoch, position). It does not know how many ranks there are, and any position of
-it is found at once.
+function of (seed, epoch, position). It does not depend on the number of ranks, and any position in
+it is computed directly.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hpc_tune.units import format_count
 
-ORDER_VERSION = 1  # another one for each change after which a seed gives another order
+ORDER_VERSION = 1  # to be changed whenever a seed gives another order than before
 _Items = tuple[tuple[int, int], ...]
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -40,9 +40,9 @@ class Indexed(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What decides, beside the data, which documents are in which row of the stream.
+    """What determines, besides the data, which documents are in which row of the stream.
 
-    ``packing``: several documents in a row of ``seq_len`` tokens; else one in each.
+    ``packing``: whether a row of ``seq_len`` tokens holds several documents, or only one.
     """
 
     seq_len: int
@@ -51,7 +51,7 @@ class SampleOrder:
 
 
 def source_seed(seed: int, source: str) -> int:
-    """Return the seed of a source of a mixture: other sources do not change its order."""
+    """Return the seed of a source of a mixture, so that other sources do not change its order."""
     digest = hashlib.blake2b(repr((seed, source)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -67,9 +67,9 @@ class RowPattern:
 def pack_documents(histogram: dict[int, int], seq_len: int) -> list[RowPattern]:
     """Pack documents {length: count} into rows of ``seq_len`` by best fit decreasing.
 
-    Longest first, each document goes into the fullest row that still takes it. All documents of one
-    length are placed together: the rows that are alike so far, and stay alike, are one pattern with
-    a count.
+    Longest first, each document goes into the fullest row that still has room for it. All documents
+    of one length are placed together: rows with the same lengths in them are one pattern with a
+    count.
     """
     open_patterns: dict[int, list[RowPattern]] = {}
     spaces: list[int] = []  # the keys of open_patterns, rising
@@ -112,7 +112,7 @@ def pack_one_per_row(histogram: dict[int, int]) -> list[RowPattern]:
 
 
 class PackedSampler:
-    """The endless stream of rows: in each epoch each document once, in rows composed afresh."""
+    """The endless stream of rows: each epoch has each document once, in newly composed rows."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class PackedSampler:
         """Pack the histogram (``length_values`` rising, ``length_counts``).
 
         ``by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
-        tokens count as ``seq_len``: they are the tail of it.
+        tokens, at its end, count as ``seq_len``.
         """
         clipped = np.minimum(length_values, order.seq_len)
         lengths, first = np.unique(clipped, return_index=True)
@@ -177,9 +177,9 @@ class Shuffle:
     """The pseudo-random permutation of range(n) that belongs to a key such as (seed, epoch).
 
     It is computed element by element, without memory: a Feistel network over Z_a x Z_b with a * b
-    just above n, so that hardly an element leaves the range; one that does is permuted again until
-    it is back in the range ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002. It is no cipher: the round function is a multiply-and-shift hash.
+    just above n, so that few elements leave the range; one that does is permuted again until it is
+    back in the range ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002. It is not a cipher: the round function is a multiply-and-shift hash.
     """
 
     __slots__ = ("_a", "_b", "_keys", "n")
@@ -195,7 +195,7 @@ class Shuffle:
         ]
 
     def __call__(self, index: int) -> int:
-        """Return where ``index`` goes."""
+        """Return the element at ``index`` of the permutation."""
         a, b = self._a, self._b
         while True:
             left, right = divmod(index, b)
@@ -221,27 +221,27 @@ def _first_documents(patterns: list[RowPattern]) -> list[list[int]]:
 
 
 def _hash_64_bits(value: int) -> int:
-    """Hash 64 bits (the finaliser of splitmix64)."""
+    """Hash 64 bits (the finalizer of splitmix64)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
 
 
-# -- The order of a mixture: which source each row of the stream is of. Pure.
+# -- The order of a mixture: which source each row of the stream comes from. Pure.
 #
 #     weights, sizes of the sources -> rows per unit of the run (rates) -> Interleaving
 #     stream row -> phase -> source, and which row of that source's own stream
 #
-# Two sources take turns by the largest deficit: the next row is of the one that is further behind
-# its share, so that after n rows each has its share of n to within half a row. Of more sources, the
-# two with the smallest rates are taken together as one, again and again, as in Huffman's code: a
-# tree of such pairs. Which row is whose follows from its number alone, by integer arithmetic, at
-# once for any row. Three sources are within one row of their shares; any number of them within 1.68
-# rows, half the sum of the reciprocals of Fibonacci's numbers (one by one by the largest deficit of
-# all, rows are as far off, and are found only by counting from the first).
+# Two sources take turns by the largest deficit: the next row comes from the source that is further
+# behind its share, so that after n rows each has its share of n to within half a row. Among more
+# sources, the two with the smallest rates are merged into one, repeatedly, as in Huffman coding: a
+# tree of such pairs. A row's source follows from the row's number alone, by integer arithmetic, not
+# by counting. Three sources are within one row of their shares; any number of them within 1.68
+# rows, half the sum of the reciprocals of the Fibonacci numbers. (Always choosing the largest
+# deficit of all sources is off by as much, and a row is found only by counting from the first.)
 #
-# A weight is a share of learned tokens. A row of a source counts as its mean row: the order then
-# follows from the weights and the sizes alone, and no document is read for it.
+# A weight is a share of the learned tokens. Each row of a source counts as its mean row, so that
+# the order follows from weights and sizes alone, and no document is read for it.
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,8 @@ class MixtureSource:
     """A source in a phase of a mixture.
 
     ``num_rows`` and ``learned_tokens``: of one pass over it. ``rows_before``: how many of its rows
-    earlier phases had. ``content`` and ``limit``: which documents it has. One of ``weight``, its
-    share of the learned tokens, and ``epochs``, its passes in an epoch of the mixture.
+    earlier phases had. ``content`` and ``limit``: which documents it has. Either ``weight`` is set,
+    its share of the learned tokens, or ``epochs``, its passes in an epoch of the mixture.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -265,22 +265,22 @@ class MixtureSource:
 
     @property
     def rate(self) -> Fraction:
-        """Its rows, in a unit that all parts of a phase have in common."""
+        """Its number of rows, in a unit that all parts of a phase share."""
         if self.epochs is not None:
             return Fraction(self.epochs * self.num_rows)
         return Fraction(str(self.weight)) * self.num_rows / self.learned_tokens
 
     @property
     def describe_amount(self) -> str:
-        """What the settings say of it, in words."""
+        """Its epochs or weight in words, as the settings give them."""
         return f"epochs {self.epochs}" if self.weight is None else f"weight {self.weight:g}"
 
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """What holds from stream row ``first_row`` on, where ``first_epoch`` epochs are over.
+    """The mixture from stream row ``first_row`` on, before which ``first_epoch`` epochs are over.
 
-    ``parts``: by name, in the order of the names, on which the order of rows depends.
+    ``parts``: the sources by name, sorted by name, as the order of rows depends on their order.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -291,10 +291,10 @@ class MixturePhase:
 
     @property
     def num_rows(self) -> int:
-        """The rows of an epoch.
+        """The number of rows in an epoch.
 
-        With weights it has as many learned tokens as all sources have together; with weights in
-        proportion to them it is one pass over each. With epochs it is what they say.
+        With weights, an epoch has as many learned tokens as all sources together; if the weights
+        are in proportion to these, it is one pass over each. With epochs, it is what they say.
         """
         parts = self.parts.values()
         rates = [part.rate for part in parts]
@@ -318,7 +318,7 @@ class MixturePhase:
         return self.first_epoch + (stream_row - self.first_row) / self.num_rows
 
     def row_at(self, epochs: float) -> int:
-        """Return the row of the stream with which some epochs are over."""
+        """Return the row of the stream before which ``epochs`` epochs are over."""
         return self.first_row + math.ceil((epochs - self.first_epoch) * self.num_rows)
 
 
@@ -333,10 +333,10 @@ def rows_before(phases: Sequence[MixturePhase], stream_row: int) -> dict[str, in
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """What a run has of a source at some row of its stream.
+    """How much of a source a run has used at some row of its stream.
 
-    ``asked``: its weight or epochs. ``learned_tokens`` by its mean row, ``share`` of those of all
-    sources, ``passes`` over its ``rows_per_pass`` and ``learned_per_pass``.
+    ``asked``: its weight or epochs. ``learned_tokens`` is estimated by its mean row; ``share``: of
+    all sources' learned tokens. One of its ``passes`` has ``rows_per_pass``, ``learned_per_pass``.
     """
 
     name: str
@@ -357,7 +357,7 @@ class SourceProgress:
 
 
 def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[SourceProgress]:
-    """Return what a run has of each source before a row of the stream."""
+    """Return how much of each source a run has used before a row of the stream."""
     rows = rows_before(phases, stream_row)
     parts = {name: part for phase in phases for name, part in phase.parts.items()}
     learned = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
@@ -365,7 +365,7 @@ def compute_progress(phases: Sequence[MixturePhase], stream_row: int) -> list[So
     return [
         SourceProgress(
             name,
-            part.describe_amount if name in phases[-1].parts else "left out by now",
+            part.describe_amount if name in phases[-1].parts else "no longer used",
             rows[name],
             round(learned[name]),
             learned[name] / total,
@@ -381,7 +381,7 @@ def phases_from_json(values: Any) -> list[MixturePhase]:
     """Return phases from the JSON types of a checkpoint.
 
     Raises:
-        ValueError: if they are none.
+        ValueError: if the values are not phases.
     """
     phases = TypeAdapter(list[MixturePhase]).validate_python(values)
     if not phases:
@@ -391,7 +391,7 @@ def phases_from_json(values: Any) -> list[MixturePhase]:
 
 @dataclass(frozen=True)
 class _InterleavingNode:
-    """A source by its number, or two nodes that take turns; ``rate``: their rows together."""
+    """A source by its number, or two nodes that take turns; ``rate``: its rows, or theirs."""
 
     rate: int
     source: int = 0
@@ -404,10 +404,10 @@ class _InterleavingNode:
 
 
 class Interleaving:
-    """An endless sequence of sources with given rates, found at any place at once."""
+    """An endless sequence of sources with given rates; any place is computed directly."""
 
     def __init__(self, rates: Sequence[Fraction]) -> None:
-        """``rates``: how many rows each source has in comparison with the others, above 0."""
+        """``rates``: how many rows each source has relative to the others, above 0."""
         unit = math.lcm(*(rate.denominator for rate in rates))
         heap = [
             (int(rate * unit), at, _InterleavingNode(int(rate * unit), at))

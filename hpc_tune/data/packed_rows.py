@@ -2,8 +2,8 @@
 
     row number -> documents (order.py) -> their sides (TokenStore) -> Batch, with PreferencePairs
 
-Of pairs, the chosen answer is followed by the rejected one in the same row. Of labelled answers,
-the batch holds those that rows give, and ``mismatched`` those of other rows after their prompts.
+For pairs, the chosen answer is followed by the rejected one in the same row. For labelled answers,
+the batch holds the rows' own answers, and ``mismatched`` other rows' answers to the same prompts.
 
 Shapes: B rows, T tokens per row, P pairs or labelled answers.
 """
@@ -22,7 +22,7 @@ from hpc_tune.data.hdf5_format import Side, TokenStore
 from hpc_tune.data.order import Indexed, MixturePhase, PackedSampler, SampleOrder, Shuffle
 from hpc_tune.errors import ConfigError, DataError
 
-# -- Which documents of a file are used: all, or as many as ``limit`` says; and what they hold.
+# -- Which documents of a file are used (all, or as many as ``limit`` says), and their tokens.
 
 
 _TOKENS_AT_ONCE = 1 << 22  # tokens whose masks are read at once
@@ -30,9 +30,9 @@ _Histogram = tuple[np.ndarray, np.ndarray, Indexed]
 
 
 def sort_by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
-    """Return sizes (rising), how many documents have each, and their numbers in that order.
+    """Return sizes (rising), how many documents have each, and document numbers in that order.
 
-    With ``limit`` of them, which a permutation of all their numbers selects: always the same ones.
+    With ``limit``, a permutation of all numbers selects that many documents: always the same ones.
     """
     if limit is None or limit >= store.num_documents:
         return store.length_values, store.length_counts, store.by_length
@@ -49,9 +49,9 @@ def select_documents(num_documents: int, limit: int) -> np.ndarray:
 
 
 def count_learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) -> int:
-    """Return the tokens with loss in one pass over rows of ``seq_len`` tokens.
+    """Return the number of tokens with loss in one pass over rows of ``seq_len`` tokens.
 
-    Masks are read where the file's own count is of other documents, or of longer ones.
+    Masks are read if the file's own count includes other documents, or longer ones.
     """
     is_whole = limit is None or limit >= store.num_documents
     if is_whole and store.length_values[-1] <= seq_len:
@@ -65,7 +65,7 @@ def count_learned_tokens(store: TokenStore, seq_len: int, limit: int | None = No
 
 
 def count_tokens(store: TokenStore, limit: int | None = None) -> tuple[int, int]:
-    """Return the tokens of the documents that are used, and how many of them are learned."""
+    """Return how many tokens the used documents have, and how many of them are learned."""
     if limit is None or limit >= store.num_documents:
         return store.attributes.counters.tokens, store.attributes.counters.loss_tokens
     tokens = learned = 0
@@ -76,12 +76,12 @@ def count_tokens(store: TokenStore, limit: int | None = None) -> tuple[int, int]
 
 
 def _learned_mask(store: TokenStore, document: int) -> np.ndarray:
-    """Return the mask of what is learned of a document: of a labelled answer the own side."""
+    """Return a document's loss mask; for a labelled answer, that of its own side."""
     return store.document(document)[1] if store.labels is None else store.sides(document)[0][1]
 
 
 def _count_learned_by_piece(store: TokenStore, seq_len: int) -> Iterator[int]:
-    """Yield the tokens with loss of all documents, cut at ``seq_len``, piece by piece."""
+    """Yield how many tokens with loss all documents have, cut at ``seq_len``, piece by piece."""
     offsets = store.offsets[:]
     first = 0
     while first < store.num_documents:
@@ -102,7 +102,7 @@ ROUND_TO = 8
 
 
 class Rows(Protocol):
-    """A stream of rows, of one file or of several."""
+    """A stream of rows, from one file or from several."""
 
     form: Form
     seq_len: int
@@ -110,7 +110,7 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """Rows per epoch."""
 
     @property
     def padding(self) -> float:
@@ -120,23 +120,23 @@ class Rows(Protocol):
         """Return how many epochs come before a row of the stream."""
 
     def row_at(self, epochs: float) -> int:
-        """Return the row of the stream with which some epochs are over."""
+        """Return the row of the stream before which ``epochs`` epochs are over."""
 
     def read(self, stream_row: int) -> "ReadRow":
         """Return a row's documents."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a position in the stream is of, in JSON types."""
+        """Return what identifies this stream, saved with positions in it, in JSON types."""
 
     def require_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a position is one of this stream; ConfigError if it is of another."""
+        """Check that a position is in this stream; ConfigError if it is in another."""
 
 
 @dataclass(frozen=True)
 class ReadRow:
-    """The documents of a row: P of them, with the ``sides`` of each.
+    """The P documents of a row, with the ``sides`` of each.
 
-    Of preferences also ``reference_P2``, fp32; of labelled answers ``desirable``.
+    For preferences also ``reference_P2``, fp32; for labelled answers ``desirable``.
     """
 
     sides: Sequence[Sequence[Side]]
@@ -145,13 +145,13 @@ class ReadRow:
 
 
 class PackedRows:
-    """The rows of a store: packed once, read when a batch is made of them."""
+    """The rows of a store: packed once, read when a batch is built from them."""
 
     def __init__(self, store: TokenStore, order: SampleOrder, limit: int | None = None) -> None:
         """Pack the store's length histogram, or that of ``limit`` documents of it.
 
         Raises:
-            DataError: for preferences that are longer than a row: cut, they would lose an answer.
+            DataError: if preferences are longer than a row: a cut would lose part of an answer.
         """
         values, counts, numbers = sort_by_length(store, limit)
         longest = int(values[-1])
@@ -159,7 +159,7 @@ class PackedRows:
             what = "both answers together" if store.form == "pairs" else "with their prompts"
             raise DataError(
                 f"{store.path} has preferences of up to {longest} tokens, {what}, "
-                f"and data.seq_len={order.seq_len} would cut them; set data.seq_len={longest} or"
+                f"but data.seq_len={order.seq_len} would cut them; set data.seq_len={longest} or"
                 " more, or prepare the data again with this one"
             )
         self.store, self.form, self.seq_len = store, store.form, order.seq_len
@@ -169,7 +169,7 @@ class PackedRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch, in which each document comes once."""
+        """Rows per epoch, in which each document comes once."""
         return self.sampler.num_rows
 
     @property
@@ -182,35 +182,35 @@ class PackedRows:
         return stream_row / self.num_rows
 
     def row_at(self, epochs: float) -> int:
-        """Return the row of the stream with which some epochs are over."""
+        """Return the row of the stream before which ``epochs`` epochs are over."""
         return math.ceil(epochs * self.num_rows)
 
     def state(self) -> dict[str, Any]:
-        """Return what a position in the stream is of."""
+        """Return what identifies this stream, saved with positions in it."""
         return {"content": self.store.attributes.content}
 
     def require_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a position is one of this stream.
+        """Check that a position is in this stream.
 
         Raises:
-            ConfigError: if it is of other data.
+            ConfigError: if it is in other data.
         """
         if state.get("content") != self.store.attributes.content:
             raise ConfigError(
                 f"data.path={self.store.attributes.source} is not the data this run was trained "
                 "on, or it was prepared in another way. Give the old data, or another run.dir; if "
-                "hpc_tune was updated since, give the .h5 in the run's folder data that was "
-                "prepared before"
+                "hpc_tune was updated since, give the .h5 file that it prepared before, which is "
+                "in the run's folder data"
             )
 
     def set_reference(self, reference_D2: np.ndarray) -> None:
-        """Give the log-probabilities under the reference, fp32 [num_documents, 2]."""
+        """Set the log-probabilities under the reference model, fp32 [num_documents, 2]."""
         expected = (self.store.num_documents, 2)
         assert reference_D2.shape == expected, f"{reference_D2.shape}, expected {expected}"
         self._reference_D2 = reference_D2.astype(np.float32, copy=False)
 
     def documents_in(self, batch: Batch) -> list[int]:
-        """Return the numbers of a batch's documents, in their order: of pairs, that of P."""
+        """Return the numbers of a batch's documents, in order (for preferences, that of P)."""
         if not batch.num_tokens:
             return []
         return [document for row in batch.rows for document in self.sampler.documents_of(row)]
@@ -227,7 +227,7 @@ class PackedRows:
 
 
 def micro_batches(rows: Rows, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
-    """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` has."""
+    """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` rows has."""
     batches = []
     for at in range(0, most_rows, micro_size):
         numbers = own_rows[at : at + micro_size]
@@ -251,7 +251,7 @@ def _read_batch(rows: Rows, numbers: range, stride: int) -> Batch:
     own = make_batch([[sides[0] for sides in row.sides] for row in read], *place)
     laid = [[sides[1] for sides in row.sides if len(sides) > 1] for row in read]
     others = make_batch(laid, *place)
-    # Each with the tokens that it has.
+    # Each batch counts only the tokens of its own side.
     counts_P2 = pairs.counts_P2
     first, second = (counts_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
     others = replace(others, pairs=replace(pairs, counts_P2=second))
@@ -278,8 +278,8 @@ def make_batch(
 ) -> Batch:
     """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
 
-    The padding is a document of its own: its positions begin at 0, its labels are ignored. A mask
-    of fp32 holds weights; beside such a document, the tokens of others count 1.
+    The padding is a document of its own: its positions begin at 0, its labels are ignored. An fp32
+    mask holds weights; in a batch with such a mask, documents without one have weight 1.
     """
     longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
     width = min(-(-max(longest, 1) // ROUND_TO) * ROUND_TO, seq_len)
@@ -320,17 +320,17 @@ def make_batch(
     )
 
 
-# -- The rows of a mixture: each of one source, in the order that its phase says (order.py).
+# -- The rows of a mixture: each from one source, in the order of its phase (order.py).
 
 
 class MixedRows:
-    """A stream of rows of several sources; ``phases``: those that a run has had, and its present.
+    """A stream of rows from several sources; ``phases``: a run's earlier ones and the current one.
 
-    Rows before the present phase are over, and are never read again.
+    Rows before the current phase are never read again.
     """
 
     def __init__(self, sources: Mapping[str, PackedRows], phases: list[MixturePhase]) -> None:
-        """``sources``: by name, as in the present phase, of one form and seq_len."""
+        """``sources``: by name, in the current phase's order, all of one form and seq_len."""
         self.phase, self.phases = phases[-1], phases
         assert list(sources) == list(self.phase.parts), f"{[*sources]}, {[*self.phase.parts]}"
         self.packed, self.names = list(sources.values()), list(sources)
@@ -343,7 +343,7 @@ class MixedRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch: see ``MixturePhase``."""
+        """Rows per epoch: see ``MixturePhase``."""
         return self._num_rows
 
     @property
@@ -358,13 +358,13 @@ class MixedRows:
         return self.phase.epoch_at(stream_row)
 
     def row_at(self, epochs: float) -> int:
-        """Return the row of the stream with which some epochs are over."""
+        """Return the row of the stream before which ``epochs`` epochs are over."""
         return self.phase.row_at(epochs)
 
     def source_and_row(self, stream_row: int) -> tuple[int, int]:
-        """Return a row's source, by its number, and which row of its own stream it is."""
+        """Return the number of a row's source, and which row of that source's stream it is."""
         place = stream_row - self.phase.first_row
-        assert place >= 0, f"row {stream_row} is of an earlier phase"
+        assert place >= 0, f"row {stream_row} is in an earlier phase"
         source, before = self._interleaving.source_at(place)
         return source, self._before[source] + before
 
@@ -374,14 +374,14 @@ class MixedRows:
         return self.packed[source].read(row)
 
     def state(self) -> dict[str, Any]:
-        """Return what a position in the stream is of."""
+        """Return what identifies this stream, saved with positions in it."""
         return {"phases": [asdict(phase) for phase in self.phases]}
 
     def require_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a position is one of this stream, or of one that this is to go on with.
+        """Check that a position is in this stream, or in one that this stream continues.
 
         Raises:
-            ConfigError: if it is of another. See ``determine_phases``, which decides.
+            ConfigError: if it is in another. ``determine_phases`` decides what may continue.
         """
         saved, own = state.get("phases"), self.state()["phases"]
         if not saved or saved != own[: len(saved)]:

@@ -1,9 +1,9 @@
 """Rows of preferences -> pairs of answers to one prompt, or answers with a label.
 
     row -> its prompt and its two answers -> records.py, once for each -> PreferencePair
-    row -> records.py -> LabelledAnswers; of a pair both answers, the chosen one as desirable
+    row -> records.py -> LabelledAnswers; for a pair, both answers, the chosen one as desirable
 
-Known are the forms of trl, LLaMA-Factory, axolotl, ms-swift, OpenAI, UltraFeedback and hh-rlhf.
+The formats of trl, LLaMA-Factory, axolotl, ms-swift, OpenAI, UltraFeedback and hh-rlhf are known.
 Only the answers are learned, nothing that the assistant says in the prompt.
 """
 
@@ -33,7 +33,7 @@ from hpc_tune.data.fields import (
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, read_turns, to_example
 from hpc_tune.errors import DataError
 
-# -- The prompt of two answers, where it is only what both begin with.
+# -- The prompt of two answers, if it is given only as their common beginning.
 #
 # two chats -> the messages that both begin with -> what follows in each
 # two texts -> a dialogue of Human and Assistant (hh-rlhf) -> as two chats
@@ -54,10 +54,10 @@ def split_chats(
 ) -> tuple[Messages, Messages, Messages]:
     """Return the messages that two chats begin with, and what follows in each.
 
-    ``names``: their fields.
+    ``names``: the fields of the two chats.
 
     Raises:
-        WrongRecord: if what follows is no answer, or nothing is before it.
+        WrongRecord: if what follows is not an answer, or the chats share no message before it.
     """
     both = " and ".join(names)
     if chosen == rejected:
@@ -115,7 +115,7 @@ def _no_own_answer(name: str) -> WrongRecord:
 
 
 def _split_turns(text: str, name: str) -> Messages:
-    """Return the turns of a dialogue of Human and Assistant as messages; empty if it is none."""
+    """Return the turns of a dialogue of Human and Assistant as messages; empty for other text."""
     before, *parts = _TURN.split(f"\n\n{text.strip()}")
     if before or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return []
@@ -129,7 +129,7 @@ def _split_turns(text: str, name: str) -> Messages:
 
 
 def _as_completion(prompt: Messages) -> Completion | None:
-    """Return a dialogue's prompt with its history; None where the turns do not alternate."""
+    """Return a dialogue's prompt with its history; None if the turns do not alternate."""
     said = [message["content"] for message in prompt]
     if [message["role"] for message in prompt] != (["user", "assistant"] * len(said))[: len(said)]:
         return None
@@ -138,7 +138,7 @@ def _as_completion(prompt: Messages) -> Completion | None:
     return Completion(said[-1], "", f"{plain}\n\nAssistant: ", history=history)
 
 
-# -- The form of a pair: a chosen and a rejected answer, their prompt, and what it may have beside.
+# -- The form of a pair: a chosen and a rejected answer, their prompt, and optional fields.
 
 
 _TEXT_FIELDS = ("prompt", "instruction", "question", "query", "input")
@@ -180,7 +180,7 @@ def to_pair(record: Any) -> PreferencePair:
     """Turn a record into a pair.
 
     Raises:
-        WrongRecord: if it is none.
+        WrongRecord: if it is not a valid pair.
         NotLearned: if it is marked as not to be learned.
     """
     require_object(record)
@@ -213,7 +213,7 @@ def to_labelled(record: Any) -> LabelledAnswers:
     """Turn a record into labelled answers.
 
     Raises:
-        WrongRecord: if it has none.
+        WrongRecord: if it has no valid ones.
         NotLearned: if it is marked as not to be learned.
     """
     require_object(record)
@@ -240,7 +240,7 @@ def to_labelled(record: Any) -> LabelledAnswers:
             "answer is desirable"
         )
     example = to_example({name: value for name, value in record.items() if name != field})
-    is_round = field != "kto_tag"  # of LLaMA-Factory, where it is of the last message
+    is_round = field != "kto_tag"  # LLaMA-Factory's, which labels the last message
     return LabelledAnswers((_read_labelled(example, record, is_round),), (bool(label),))
 
 
@@ -250,7 +250,7 @@ def has_label(record: dict[str, Any]) -> bool:
 
 
 def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
-    """Return the prompt of one labelled answer with the answer of another, all messages of it."""
+    """Return ``example`` with its answer replaced by all messages of the answer in ``other``."""
     if isinstance(example, Completion) and isinstance(other, Completion):
         return replace(example, completion=other.completion)
     chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
@@ -262,9 +262,9 @@ def swap_answer(example: Chat | Completion, other: Chat | Completion) -> Chat | 
 
 
 def find_answer_start(chat: Chat) -> int:
-    """Return with which message the answer of a pair or with a label begins: the first learned.
+    """Return the message with which an answer of a pair or with a label begins: the first learned.
 
-    The number of messages where none is learned.
+    If none is learned, return the number of messages.
     """
     learned = (
         number
@@ -275,7 +275,7 @@ def find_answer_start(chat: Chat) -> int:
 
 
 def _other_objective(record: dict[str, Any]) -> str:
-    """Return which objective takes a row that is no pair."""
+    """Return which objective accepts a row that is not a pair; empty if none does."""
     if has_label(record):
         return "answers with a label are for tune.objective=kto; "
     if any(
@@ -299,7 +299,7 @@ def _only_field(record: dict[str, Any], names: Sequence[str]) -> str | None:
 def _split_row(
     record: dict[str, Any], better: str | None, worse: str | None
 ) -> tuple[Prompt, Answer, Answer]:
-    """Return prompt, chosen and rejected; ``better``, ``worse``: the fields of the latter."""
+    """Return prompt, chosen and rejected answer; ``better``, ``worse``: the answers' fields."""
     whole = next((name for name in CHAT_FIELDS if not is_unset(record.get(name))), None)
     if better is None and worse != "rejected" and whole is not None:
         return _split_ms_swift_row(record, whole, str(worse))
@@ -341,7 +341,7 @@ def _split_ms_swift_row(
 ) -> tuple[Messages, Answer, Answer]:
     """Return the parts of a row whose chosen answer is in its messages.
 
-    It is all that comes after the last turn of the user, and so is the rejected one.
+    The chosen answer is all that follows the user's last turn; the rejected one replaces all of it.
     """
     messages, rejected = _read_turns(record[whole], whole), _read_side(record, worse)
     if messages[-1]["role"] != "assistant":
@@ -358,13 +358,13 @@ def _split_ms_swift_row(
 
 
 def _find_last_round(messages: Messages) -> int:
-    """Return the first of the assistant's messages after the user's last."""
+    """Return the number of the assistant's first message after the user's last one."""
     user = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
     return next(n for n, m in enumerate(messages) if n > user and m["role"] == "assistant")
 
 
 def _require_same_tools(record: dict[str, Any]) -> None:
-    """Refuse tools of the rejected answer alone (ms-swift): its prompt would be another."""
+    """Refuse other tools for the rejected answer (ms-swift): its prompt would be another."""
     rejected = read_tools({"tools": record.get("rejected_tools")})
     if rejected is not None and rejected != _read_tools(record):
         raise WrongRecord(
@@ -387,7 +387,7 @@ def _read_side(record: dict[str, Any], field: str) -> Answer:
 
 
 def _read_turns(value: Any, field: str) -> Messages:
-    """Return messages without the keys that say nothing, so that equal ones are the same."""
+    """Return messages without keys that have no value, so that messages can be compared."""
     return [
         {key: item for key, item in message.items() if key == "content" or not is_unset(item)}
         for message in read_turns(value, field)
@@ -395,7 +395,7 @@ def _read_turns(value: Any, field: str) -> Messages:
 
 
 def _read_prompt(record: dict[str, Any]) -> Prompt | None:
-    """Return the prompt that is a field of its own, or several; None without one."""
+    """Return the prompt from a field of its own, or from several; None without one."""
     if isinstance(inner := record.get("input"), dict):  # OpenAI
         return _read_turns(inner.get("messages"), "input.messages")
     given = record.get("prompt")
@@ -426,7 +426,7 @@ def _read_prompt(record: dict[str, Any]) -> Prompt | None:
 
 
 def _add_system(prompt: Prompt, record: dict[str, Any]) -> Prompt:
-    """Add the row's system prompt to a prompt that is text; with tools it is a chat."""
+    """Add the row's system prompt to a prompt that is text; if the row has tools, return a chat."""
     if isinstance(prompt, list):
         return prompt
     prompt = replace(prompt, system=_read_system(record))
@@ -439,7 +439,7 @@ def _read_system(record: dict[str, Any]) -> str:
         if not isinstance(record[field], str):
             raise WrongRecord(f"{field} is {json_type_name(record[field])}, expected text")
     if len(fields) > 1 and record["system"] != record["system_prompt"]:
-        raise WrongRecord("system and system_prompt are there, and they differ; keep one of them")
+        raise WrongRecord("system and system_prompt are both given, and differ; keep one of them")
     return record[fields[0]] if fields else ""
 
 
@@ -449,7 +449,7 @@ def _read_tools(record: dict[str, Any]) -> list[Any] | None:
 
 
 def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequence[str]) -> None:
-    """Check that a prompt of its own is the one that two whole chats begin with."""
+    """Check that the prompt field agrees with the prompt that two whole chats begin with."""
     given = record.get("prompt")
     if is_unset(given):
         return
@@ -500,10 +500,10 @@ def _add_answer(
 
 
 def _read_labelled(example: Any, record: dict[str, Any], is_round: bool) -> Chat | Completion:
-    """Return a labelled answer, before which nothing is learned.
+    """Return a labelled answer; nothing before it is learned.
 
-    Of a chat the answer is the last message; if ``is_round``, all after the user's last (ms-swift).
-    Beside a prompt it is the whole completion (trl).
+    In a chat, the answer is the last message, or if ``is_round`` all messages after the user's last
+    (ms-swift). Beside a prompt, it is the whole completion (trl).
     """
     if isinstance(example, Text):
         raise WrongRecord(f"found text with a label, and no prompt; {_EXPECTED_LABELS}")
@@ -530,9 +530,9 @@ def _refuse_weight(is_one: bool) -> None:
     """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
     if not is_one:
         raise WrongRecord(
-            "weights other than 0 and 1 are for answers to be learned (tune.objective=sft), and "
-            "each pair, and each answer with a label, counts once; take the weight out, or leave "
-            "rows out by weight: 0"
+            "weights other than 0 and 1 are for answers to be learned (tune.objective=sft), but "
+            "each pair, and each answer with a label, counts once; remove the weight, or set "
+            "weight: 0 to leave a row out"
         )
 
 
@@ -553,10 +553,11 @@ def _has_content(message: dict[str, Any]) -> bool:
     return not all(is_unset(value) for value in (text, *others))
 
 
-# -- Whether labelled answers are of both kinds, and how much each weighs: what kto learns from.
+# -- What kto needs of labelled answers: both kinds of them, with about the same total weight.
 
 
-# Between these, all good answers together weigh as much as all others (arXiv:2402.01306, 4.2).
+# The total weight of the good answers over that of the others should be within these limits
+# (arXiv:2402.01306, 4.2).
 MIN_RATIO, MAX_RATIO = 1.0, 1.33
 
 
@@ -579,7 +580,7 @@ def require_both_labels(num_good: int, num_bad: int, where: str) -> None:
 def describe_label_imbalance(
     num_good: int, num_bad: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
-    """Return what to say of kinds that do not weigh the same, with the weights that would."""
+    """Return a warning if the two kinds do not weigh about the same, with a weight that helps."""
     ratio = desirable_weight * num_good / (undesirable_weight * num_bad)
     if MIN_RATIO <= ratio <= MAX_RATIO:
         return None
@@ -587,7 +588,7 @@ def describe_label_imbalance(
     if num_bad < num_good:
         weights = f"tune.undesirable_weight={desirable_weight * num_good / num_bad:.3g}"
     return (
-        f"{num_good} answers are good and {num_bad} are not, so that the good ones weigh "
-        f"{ratio:.3g} times as much in kto as the others, and {MIN_RATIO:g} to {MAX_RATIO:g} is "
+        f"{num_good} answers are good and {num_bad} are not, so the good ones weigh "
+        f"{ratio:.3g} times as much in kto as the others, but {MIN_RATIO:g} to {MAX_RATIO:g} is "
         f"usual: {weights} makes it 1"
     )

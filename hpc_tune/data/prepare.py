@@ -4,9 +4,9 @@
     tokenize_chunks   rank r      chunks r, r + size, ... -> one part file (.npz) each
     join_parts        rank 0      parts in order of the chunks -> the HDF5 file; removes the folder
 
-The ranks agree on errors of each step, by the caller's ``Ranks.run_and_agree``. The folder's name
-holds a hash of the data and the settings, so that complete parts of a killed run are used by the
-next one, on any number of ranks, and never by a run with other settings.
+If a step fails on one rank, all ranks raise (the caller's ``Ranks.run_and_agree``). The folder's
+name holds a hash of the data and the settings, so that complete parts of a killed run are used by
+the next one, on any number of ranks, and never by a run with other settings.
 
 Memory: one line (or 4 MiB of plain text, or one Parquet batch) with its tokens, and one call of the
 tokenizer (about 25 MB), whatever the file's size.
@@ -53,7 +53,7 @@ from hpc_tune.world.comm import RunAndAgree, run_alone
 
 STALE_S = 24 * 3600
 _FACTS_FILE = "facts.json"
-# Of what is learned of a row: files of another are prepared again.
+# Versions of what is learned of a row: if they change, data is prepared again.
 _MEANING_VERSION, _LABELS_MEANING_VERSION = 8, 9
 ReportProgress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What decides, beside the tokenizer, which documents raw data becomes."""
+    """What determines, besides the tokenizer, which documents raw data becomes."""
 
     seq_len: int
     loss_on: LossOn = "answers"
@@ -88,10 +88,10 @@ class PreparePlan:
 class PreparingRanks:
     """The ranks that prepare together; by default this process alone.
 
-    ``run_and_agree`` does a step on every rank and raises everywhere if it fails on one; it is also
-    what makes the ranks wait for each other, so its timeout must be longer than the tokenizing.
-    ``share`` returns what rank 0 gives: its plan, as modification times, and so the names of parts,
-    differ where each node has a copy of the source; and whether another job's file has come.
+    ``run_and_agree`` runs a step on every rank and raises everywhere if it fails on one; it also
+    makes the ranks wait for each other, so its timeout must be longer than the time to tokenize.
+    ``share`` returns rank 0's value: its plan, since modification times, and so the names of parts,
+    differ if each node has a copy of the source; and whether another job has written the file.
     ``threads`` is the number of cores that this rank may use for the tokenizer; None leaves that to
     the environment.
     """
@@ -103,7 +103,7 @@ class PreparingRanks:
     threads: int | None = None
 
     def run_step(self, work: Callable[[], T]) -> T:
-        """Do a step; what a file system refuses is an error of the data, too. Collective."""
+        """Run a step; an OSError becomes a DataError. Collective."""
 
         def step() -> T:
             try:
@@ -120,7 +120,7 @@ SINGLE_RANK = PreparingRanks()
 def cache_name(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
     """Return a file name for data prepared from ``paths``; ``tokenizer``: its fingerprint.
 
-    It is another one if the source, the settings or the tokenizer change.
+    The name changes if the source, the settings or the tokenizer change.
     """
     first, *others = as_list(paths)
     stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
@@ -165,7 +165,7 @@ def tokenize_chunks(
     ``report(done, total)`` is called after each chunk of this rank.
 
     Raises:
-        DataError: for raw data that cannot be used, with its place.
+        DataError: for raw data that cannot be used, saying where it is.
     """
     work.parts.mkdir(parents=True, exist_ok=True)
     numbers = range(ranks.rank, len(work.chunks), ranks.size)
@@ -253,10 +253,10 @@ def prepare_data(
     """Do all three steps; every rank calls it and gets the counters.
 
     Several jobs may prepare the same file at once: a job that comes late finds its parts gone and
-    takes the file of the first.
+    uses the file that the first one wrote.
 
     Raises:
-        DataError: on every rank, if the data of one cannot be used or written.
+        DataError: on every rank, if one of them cannot use or write the data.
     """
     before = _file_stamp(Path(out), ranks)
     own = ranks.run_step(lambda: plan_preparation(paths, out, tokenizer, settings))
@@ -291,10 +291,10 @@ def prepare_data(
 
 
 def _file_stamp(file: Path, ranks: PreparingRanks) -> tuple[int, int] | None:
-    """Return what differs between a file and one that replaces it; None where there is none.
+    """Return a stamp that differs between a file and one that replaces it; None without a file.
 
-    Rank 0 alone looks: where a rank on another node has looked in vain, NFS goes on telling it that
-    there is no file, for up to a minute after rank 0 has written it.
+    Only rank 0 looks: if a rank on another node has looked in vain, NFS may keep telling it that
+    there is no file for up to a minute after rank 0 has written it.
     """
     if ranks.rank != 0:
         return None
@@ -317,10 +317,9 @@ def _cache_key(paths: Paths, tokenizer: str, settings: PrepareSettings) -> str:
 
 @contextlib.contextmanager
 def _tokenizer_threads(threads: int | None) -> Iterator[None]:
-    """Give the tokenizer its share of the cores: ranks with all cores each would fight for them.
+    """Limit the tokenizer to this rank's share of the cores, for which ranks would compete.
 
-    The size of its thread pool is read once in the life of a process, TOKENIZERS_PARALLELISM at
-    each call.
+    The size of its thread pool is read once per process, TOKENIZERS_PARALLELISM at each call.
     """
     if threads is None:
         yield
@@ -341,7 +340,7 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
 
 
 def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
-    """Write a chunk as numpy's .npz: the arrays of each block in turn, at last facts about all."""
+    """Write a chunk as numpy's .npz: the arrays of each block in turn, then facts about all."""
     findings, histogram = ReadFindings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
     num_tokens = 0
     examples = read_chunk(work.chunks[number], work.settings.reading, findings)
@@ -368,10 +367,10 @@ def _write_part(work: PreparePlan, number: int, encoder: Encoder | PreferenceEnc
 
 @contextlib.contextmanager
 def _open_part(work: PreparePlan, number: int) -> Iterator[Any]:
-    """Open a part, to read from it by name; each array is checked by its CRC then.
+    """Open a part to read arrays from it by name; each array's CRC is checked as it is read.
 
     Raises:
-        DataError: if it is missing, or damaged as far as the block reads it.
+        DataError: if the part is missing, or what the ``with`` block reads of it is damaged.
     """
     try:
         with np.load(work.part_file(number), allow_pickle=False) as part:

@@ -1,7 +1,7 @@
-"""Rows of JSON, as lines or as one array, and plain text; packed by gzip or zstd or not.
+"""Read rows from JSON (lines or one array), plain text and tables, compressed or not.
 
-Each reader yields (position, row). In place of a row that cannot be read there is a
-``WrongRecord``, and the rows after it are read; where they cannot be found, it is an error.
+Each reader yields (position, row). A row that cannot be read is replaced by a ``WrongRecord``, and
+the rows after it are read; if these cannot be found, it is an error.
 """
 
 import io
@@ -22,7 +22,7 @@ from hpc_tune.data.records import Text
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20
-MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
+MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes several times as much to parse
 BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
@@ -30,16 +30,16 @@ _GAP = re.compile(r"[\s,]*")
 
 
 def is_compressed(file: Path) -> bool:
-    """Return whether a file is one compressed stream, which is read from its beginning only."""
+    """Return whether a file is one compressed stream, which can be read only from its beginning."""
     return file.suffix.lower() in COMPRESSIONS
 
 
 @contextmanager
 def open_bytes(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked.
+    """Open a file for reading; a compressed one is decompressed.
 
     Raises:
-        DataError: if its content cannot be unpacked.
+        DataError: if its content cannot be decompressed.
     """
     if not is_compressed(file):
         with file.open("rb") as opened:
@@ -53,7 +53,7 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
             yield opened
     except (pyarrow.ArrowException, OSError) as error:
         long = "too much memory" in str(error)
-        todo = "it was packed with --long: pack it with --long=27 at most" if long else "write it"
+        todo = "--long was above 27: use at most --long=27 and pack it" if long else "write it"
         raise DataError(f"{file} cannot be unpacked ({error}); {todo} again") from error
 
 
@@ -66,8 +66,8 @@ def is_array(file: Path) -> bool:
 def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Yield (position, value) of the lines of JSON that start within a range of the file.
 
-    A position is the byte at which the line starts; in a packed file, which is read whole, the
-    line's number.
+    A position is the byte at which the line starts; in a compressed file, which is read whole, it
+    is the line's number.
     """
     lines = _iterate_positions(file) if is_compressed(file) else _iterate_lines(file, start, stop)
     for position, line in lines:
@@ -78,7 +78,7 @@ def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
 
 
 def line_number(file: Path, position: int) -> int:
-    """Return the number of the line at a position; lines are counted for errors alone."""
+    """Return the number of the line at a position; lines are counted only for error messages."""
     if is_compressed(file):
         return position
     number, left = 1, position
@@ -112,7 +112,7 @@ def _iterate_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, byt
 
 
 def _skip_line(file: BinaryIO, begun: bytes) -> int:
-    """Read what is left of a line of which ``begun`` was read; return how many bytes that is."""
+    """Read the rest of a line of which ``begun`` was read; return its number of bytes."""
     num_bytes, part = 0, begun
     while part and not part.endswith(b"\n"):
         part = file.readline(READ_BYTES)
@@ -134,7 +134,7 @@ def _seek_line_start(file: BinaryIO, position: int, enough: float = math.inf) ->
 
 
 def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
-    """Return ``_seek_line_start`` of a file of text.
+    """Return ``_seek_line_start`` for a file of text.
 
     Raises:
         DataError: if the line before it is too long.
@@ -146,7 +146,7 @@ def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
 
 
 class _ObjectHook:
-    """Makes JSON's objects and notes keys that one has twice: a dict would keep the last alone."""
+    """Builds JSON objects and notes duplicate keys: a dict would keep only the last of them."""
 
     def __init__(self) -> None:
         self.twice: list[str] = []
@@ -159,7 +159,7 @@ class _ObjectHook:
         return made
 
     def refuse_duplicate_keys(self, value: Any) -> Any:
-        """Return a value, or in its place what is wrong if objects in it had a key twice."""
+        """Return a value, or a WrongRecord in its place if an object in it had a key twice."""
         if not self.twice:
             return value
         name, self.twice = self.twice[0], []
@@ -193,7 +193,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a JSON array's elements, holding one element and one read at a time.
 
     Raises:
-        DataError: for what is no JSON: where the next element begins is not known then.
+        DataError: for invalid JSON, after which the start of the next element is unknown.
     """
     objects, number, position, is_end = _ObjectHook(), 1, 1, False
     decoder = json.JSONDecoder(object_pairs_hook=objects)
@@ -239,7 +239,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, Text]]:
-    """Yield the text between the lines at ``start`` and ``stop``; that of a packed file in pieces.
+    """Yield the text between the lines at ``start`` and ``stop``; a compressed file in pieces.
 
     Raises:
         DataError: if it is not UTF-8.
@@ -277,18 +277,18 @@ def _make_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
     return Text(decoded.replace("\r\n", "\n"), begins=begins, ends=ends)
 
 
-# -- Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time, of
+# -- Tables (Parquet, Arrow and CSV) as rows; one batch of rows is held at a time, of up to
 # ``BATCH_BYTES`` or of one row.
 #
-# pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord`` in place of a
-# row that alone is wrong; what is wrong with the file is an error.
+# pyarrow reads them. Each reader yields (number of the row, row), with a ``WrongRecord`` in place
+# of a single wrong row; if the file itself is damaged, it is an error.
 
 
 BATCH_ROWS = 256
 BATCH_BYTES = 4 << 20
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
-_CSV_HEAD = 1  # rows of names
+_CSV_HEAD = 1  # header rows
 _MARK_COLUMNS = (*MARK_FIELDS, *LABEL_FIELDS)  # numbers, or true and false
 _FILE_MAGIC = b"ARROW1"
 
@@ -299,14 +299,14 @@ def open_parquet(file: Path) -> Any:
     """Return pyarrow's reader of a Parquet file.
 
     Raises:
-        DataError: if it is none.
+        DataError: if it is not one.
     """
     import pyarrow.parquet
 
     with _as_data_error(f"{file} cannot be read as Parquet"):
-        # Else pyarrow holds all of a row group's bytes, whatever the size of the buffer.
+        # Otherwise pyarrow holds all bytes of a row group, whatever the buffer size.
         opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
-        opened.schema_arrow.names  # noqa: B018  # of a damaged file they may be no text
+        opened.schema_arrow.names  # noqa: B018  # in a damaged file they may not be text
         return opened
 
 
@@ -314,7 +314,7 @@ def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFin
     """Yield the rows of one row group.
 
     Raises:
-        DataError: for a damaged file, or columns that are not known.
+        DataError: for a damaged file, or columns that cannot be used.
     """
     with open_parquet(file) as parquet:
         columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
@@ -325,7 +325,7 @@ def read_parquet(file: Path, group: int, reading: ReadOptions, findings: ReadFin
 
 
 def _rows_at_once(group: Any, columns: list[str]) -> int:
-    """Return how many rows of a row group have about ``BATCH_BYTES`` in some of its columns."""
+    """Return how many rows of a row group have about ``BATCH_BYTES`` in ``columns``."""
     parts = [group.column(n) for n in range(group.num_columns)]
     num_bytes = sum(
         part.total_uncompressed_size
@@ -338,11 +338,11 @@ def _rows_at_once(group: Any, columns: list[str]) -> int:
 def cut_batches(file: Path, num_bytes: int) -> list[int]:
     """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
 
-    Returns the numbers of the batches at which parts begin, and that of the end. The file is mapped
-    and only the heads of its batches are read.
+    Returns the numbers of the batches at which parts begin, and the number of batches. The file is
+    mapped into memory, and only the headers of its batches are read.
 
     Raises:
-        DataError: if it is no such file.
+        DataError: if it is not an Arrow file or stream.
     """
     cuts, filled, number = [0], 0, 0
     for number, batch in enumerate(_read_batches(file), 1):
@@ -369,7 +369,7 @@ def read_arrow(
     """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
-        DataError: for a damaged file, or columns that are not known.
+        DataError: for a damaged file, or columns that cannot be used.
     """
     first, wanted = 0, []
     for number, batch in enumerate(_read_batches(file)):
@@ -387,10 +387,10 @@ def read_arrow(
 def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
-    Text stays text, also where it looks like a number; an empty cell is empty text.
+    Text stays text, even if it looks like a number; an empty cell is empty text.
 
     Raises:
-        DataError: for a file that is no CSV, or columns that are not known.
+        DataError: for a file that is not CSV, or columns that cannot be used.
     """
     import pyarrow
     from pyarrow import csv
@@ -403,7 +403,7 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
 
     read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
-    what = f"{file} cannot be read as CSV, whose rows have {CSV_BLOCK_BYTES >> 20} MiB at most"
+    what = f"{file} cannot be read as CSV (with rows of at most {CSV_BLOCK_BYTES >> 20} MiB)"
     with (
         open_bytes(file) as opened,
         _as_data_error(what),
@@ -420,7 +420,7 @@ def read_csv(file: Path, reading: ReadOptions, findings: ReadFindings) -> Rows:
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,
-        # As bytes: a row with odd bytes is a wrong row, and no end of the reading.
+        # As bytes: a row that is not UTF-8 is then only one wrong row, and reading continues.
         column_types={c: pyarrow.binary() for c, field in fields.items() if field not in marks},
         strings_can_be_null=False,
     )
@@ -453,7 +453,7 @@ def _halve(batch: Any) -> Iterator[Any]:
     """Yield a batch in parts of ``BATCH_BYTES`` at most, or of one row."""
     halves = [batch.slice(0, batch.num_rows // 2), batch.slice(batch.num_rows // 2)]
     num_bytes = _batch_bytes(batch)
-    shares = sum(map(_batch_bytes, halves)) > 1.5 * num_bytes  # the values of a dictionary
+    shares = sum(map(_batch_bytes, halves)) > 1.5 * num_bytes  # a dictionary's values
     if num_bytes <= BATCH_BYTES or batch.num_rows < 2 or shares:
         yield batch
         return
@@ -477,8 +477,8 @@ def _read_batches(file: Path) -> Iterator[Any]:
             source = pyarrow.ipc.open_file(mapped)
             batches = (source.get_batch(n) for n in range(source.num_record_batches))
         for batch in batches:
-            batch.validate()  # or damaged offsets would be followed anywhere in memory
-            batch.schema.names  # noqa: B018  # of a damaged file they may be no text
+            batch.validate()  # else damaged offsets would be followed anywhere in memory
+            batch.schema.names  # noqa: B018  # in a damaged file they may not be text
             yield batch
 
 
@@ -486,8 +486,8 @@ def _read_batches(file: Path) -> Iterator[Any]:
 def _as_data_error(what: str) -> Iterator[None]:
     """Turn what pyarrow raises for a damaged file into a DataError.
 
-    What goes wrong where pyarrow calls back, as at a ragged row that is no UTF-8, is an error of
-    its own soon after; Python would print it with a traceback as well.
+    If a callback from pyarrow fails, as at a ragged row that is not UTF-8, pyarrow itself raises
+    soon after; Python would also print the callback's traceback, which the hook prevents.
     """
     import pyarrow
 
@@ -502,7 +502,7 @@ def _as_data_error(what: str) -> Iterator[None]:
 
 
 def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
-    """Yield the rows of batches; ``first`` rows of the file are before them."""
+    """Yield the rows of batches; ``first`` rows of the file come before them."""
     number = first
     while True:
         with _as_data_error(f"{file}, after row {number}: cannot be read"):
@@ -516,12 +516,12 @@ def _read_rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
 
 
 def _check_rows(batch: Any) -> list[Any]:
-    """Return a batch's rows as objects, wrong ones as what is wrong with them."""
+    """Return a batch's rows as objects, with a WrongRecord in place of each wrong one."""
     import pyarrow
 
     try:
         batch.validate(full=True)
-        # pyarrow takes several times as long where it is asked for dicts.
+        # pyarrow takes several times as long if it is asked for dicts.
         maps = {"maps_as_pydicts": "strict"} if "map<" in str(batch.schema) else {}
         return [_clean_row(row) for row in batch.to_pylist(**maps)]
     except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
@@ -531,7 +531,7 @@ def _check_rows(batch: Any) -> list[Any]:
 
 
 def _clean_row(row: dict[str, Any]) -> Any:
-    """Return a row without nulls, its bytes as text."""
+    """Return a row without nulls, with bytes as text."""
     try:
         plain = _as_json(row)
     except UnicodeDecodeError as error:
@@ -542,9 +542,9 @@ def _clean_row(row: dict[str, Any]) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Return bytes as text and keys of maps as text; drop the keys that are null.
+    """Return a value with bytes and keys of maps as text; drop keys whose value is null.
 
-    A struct column has them because other rows do.
+    A struct column has such keys because other rows have values there.
     """
     if isinstance(value, bytes):
         return value.decode()

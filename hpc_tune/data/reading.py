@@ -71,8 +71,8 @@ _READERS: dict[Form, Callable[[Any], Row]] = {
 class ReadOptions:
     """How a source is read.
 
-    ``columns``: (name in the data, field that it is read as). ``part``: which of the documents,
-    where the share ``held_out`` of them is split off. ``form``: what rows are read as.
+    ``columns``: (name in the data, field that it is read as). ``part``: which documents are read,
+    if the share ``held_out`` of them is split off. ``form``: what rows are read as.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
@@ -96,7 +96,7 @@ def choose_columns(
     """Return the columns of a table that are read.
 
     Raises:
-        DataError: if there are none, one is there twice, or one of data.columns is missing.
+        DataError: if none is known, one occurs twice, or one of data.columns is missing.
     """
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
@@ -114,7 +114,7 @@ def require_columns(source: str, reading: ReadOptions, findings: ReadFindings) -
     """Check that each name in data.columns was found in some row.
 
     Raises:
-        DataError: if one was not: it is misspelt, or of other data.
+        DataError: if one was not: it is misspelled, or belongs to other data.
     """
     if missing := [name for name, _ in reading.columns if name not in findings.used]:
         raise DataError(_explain_missing(source, missing, [*findings.used, *findings.unread]))
@@ -131,7 +131,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
     """Return the example of a row; None if it is not to be learned, or in the other part.
 
     Raises:
-        WrongRecord: if it is none.
+        WrongRecord: if the row is not a valid example.
     """
     if isinstance(row, WrongRecord):
         raise row
@@ -160,7 +160,7 @@ def read_example(row: Any, reading: ReadOptions, findings: ReadFindings) -> Row 
 def _rename_fields(
     row: dict[str, Any], reading: ReadOptions, findings: ReadFindings
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a row with the names of its fields as they are read, and what was renamed."""
+    """Return a row with its fields under the names they are read as, and the renamed {old: new}."""
     names = {old: new for old, new in reading.columns if old in row}
     kept = dict(row)
     if reading.columns:
@@ -168,7 +168,7 @@ def _rename_fields(
         forms = [form for form in FORMS if wanted.intersection(form.own_fields)]
         others = {name for form in FORMS if forms and form not in forms for name in form.own_fields}
         groups = (CHOSEN_FIELDS, REJECTED_FIELDS, LABEL_FIELDS)
-        is_said = reading.form == "answers" and bool(forms)  # which answers are learned
+        is_said = reading.form == "answers" and bool(forms)  # data.columns says what is learned
         others.update(*(g for g in groups if is_said or wanted.intersection(g)))
         kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
     renamed = {**kept, **{new: row[old] for old, new in names.items()}}
@@ -185,7 +185,7 @@ def _rename_fields(
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in FORMS if renamed.get(form.needs[0]) is not None), None)
     of_form = {*form.own_fields, *form.shares} if form else set()
-    of_form.discard("response")  # it is read renamed alone
+    of_form.discard("response")  # it is read only under another name
     if reading.form != "answers":
         of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABEL_FIELDS}
     read = of_form.intersection(kept) | names.keys()
@@ -197,10 +197,10 @@ def _rename_fields(
 
 
 def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
-    """Return under which names fields of well-known names are read, such as question and answer.
+    """Return {name: read as} for fields with well-known names, such as question and answer.
 
     Raises:
-        WrongRecord: if two of them could be what is meant.
+        WrongRecord: if either of two fields could be meant.
     """
     has = [name for name, value in row.items() if value is not None]
     system = {"system_prompt": "system"} if "system_prompt" in has and "system" not in has else {}
@@ -222,7 +222,7 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
                     f"found the fields {' and '.join(several)}, and either could be meant; say "
                     f"which: data.columns={{{questions[0]}: prompt, {answers[0]}: completion}}"
                 )
-        # ms-swift's query and response have a history, as alpaca's instruction and output.
+        # ms-swift's query and response have a history, as alpaca's instruction and output do.
         is_swift = [*questions, *answers] == ["query", "response"] and bool(row.get("history"))
         is_alpaca = questions == ["instruction"] or "context" in has or is_swift
         question = "instruction" if is_alpaca else "prompt"
@@ -235,8 +235,8 @@ def _find_known_names(row: dict[str, Any]) -> dict[str, str]:
 def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bool:
     """Return whether an example is in the part that is read.
 
-    A hash of its content decides: not its position, not the form in which it is stored. Duplicates
-    are on the same side.
+    A hash of its content decides, not its position or the form in which it is stored. Duplicates
+    are in the same part.
     """
     if isinstance(example, Text) and not (example.begins and example.ends):
         if reading.part != "all":
@@ -247,7 +247,7 @@ def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bo
         return True
     try:
         if reading.part == "all" and isinstance(example, Text):
-            example.text.encode()  # all that can be wrong with it; JSON of it takes as much again
+            example.text.encode()  # all that can be wrong is checked; JSON would double the memory
             return True
         data = _content_bytes(example)
     except RecursionError:
@@ -267,7 +267,7 @@ def _is_wanted(example: Row, reading: ReadOptions, findings: ReadFindings) -> bo
 
 
 def _content_bytes(example: Row) -> bytes:
-    """Return what two examples have in common if they are duplicates."""
+    """Return bytes that are the same for two examples if they are duplicates."""
     if isinstance(example, Tokens):
         return example.numbers.astype("<i8").tobytes()
     text = json.dumps(_json_value(example), ensure_ascii=False, sort_keys=True, default=_json_value)
@@ -275,6 +275,6 @@ def _content_bytes(example: Row) -> bytes:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, Row):  # duplicates are duplicates with any weight
+    if isinstance(value, Row):  # weights make no difference to duplicates
         return {k: v for k, v in vars(value).items() if k not in ("weight", "weights")}
     return sorted(value) if isinstance(value, frozenset) else str(value)

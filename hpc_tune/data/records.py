@@ -25,22 +25,22 @@ from hpc_tune.data.fields import (
     unpack_chats,
 )
 
-# Turns that are calls of tools as JSON text: of LLaMA-Factory, of ms-swift.
+# Roles of turns that are tool calls as JSON text: LLaMA-Factory's and ms-swift's.
 _CALL_ROLES = ("function_call", "tool_call")
 _BLANK_FIELDS = [(name, "") for name in CHAT_FIELDS]
 _CALL_KEYS = ("tool_calls", "function_call")
 
 
 class NotLearned(Exception):
-    """A record that is marked as not to be learned."""
+    """Raised for a record that is marked as not to be learned."""
 
 
 @dataclass(frozen=True)
 class Chat:
     """Messages for the chat template, with whatever further keys they carry.
 
-    ``unlearned``: numbers of messages of the assistant whose data say that they are not learned.
-    ``weight``: what it counts in the loss, and ``weights`` what messages count that have their own.
+    ``unlearned``: numbers of the assistant's messages that the data mark as not learned.
+    ``weight``: the weight of the chat in the loss; ``weights``: those of messages with their own.
     """
 
     messages: list[dict[str, Any]]
@@ -54,9 +54,9 @@ class Chat:
 class Completion:
     """A prompt and the answer that is to be learned.
 
-    ``plain_prompt`` replaces the prompt where the tokenizer has no chat template. ``history``:
-    earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it:
-    without these they are not learned. ``weight``: what it counts in the loss.
+    ``plain_prompt`` replaces the prompt if the tokenizer has no chat template. ``history``: earlier
+    questions and answers, in order; ``plain_answers``: the spans of these answers in
+    ``plain_prompt``, without which they are not learned. ``weight``: its weight in the loss.
     """
 
     prompt: str
@@ -75,7 +75,7 @@ class Completion:
         return [{"role": role, "content": text} for role, text in turns]
 
     def as_chat(self, tools: list[Any] | None = None) -> Chat:
-        """Return all of it as a chat."""
+        """Return the prompt, its history and the answer as a chat."""
         messages = self.messages()
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         earlier = () if self.plain_answers else answers[:-1]
@@ -84,7 +84,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, learned as a whole; ``begins`` and ``ends`` the text that it may be a part of."""
+    """Plain text, learned as a whole; ``begins``, ``ends``: whether its start and end are in it."""
 
     text: str
     begins: bool = True
@@ -94,7 +94,7 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Token numbers of a document, learned as a whole, which stands at ``where``."""
+    """Token IDs of a document, learned as a whole; ``where`` says where the document is."""
 
     numbers: np.ndarray
     where: str
@@ -107,8 +107,8 @@ def to_example(record: Any) -> Example:
     """Turn a record into an example, by the first known field that it has.
 
     Raises:
-        WrongRecord: if it is no object, has none of the known fields, or one of the wrong type.
-        NotLearned: if it is marked so as a whole.
+        WrongRecord: if it is not an object, has no known field, or one of the wrong type.
+        NotLearned: if the whole record is marked as not to be learned.
     """
     require_object(record)
     _refuse_preferences(record)
@@ -125,9 +125,10 @@ def to_example(record: Any) -> Example:
 
 
 def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose chats in other forms are messages.
+    """Return a row with chats of other forms converted to messages.
 
-    A completion that is the text of a chat, but of no answer, stays text after a prompt as text.
+    After a prompt that is text, a completion with a chat as JSON stays text unless the chat begins
+    with the assistant.
     """
     record = unpack_chats(record, CHAT_FIELDS)
     both = unpack_chats(record, ("prompt", "completion"))
@@ -136,10 +137,10 @@ def _unpack_chats(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _advise_on_form(record: dict[str, Any]) -> str:
-    """Return what to do with a record of a form that others read; empty if it is none."""
+    """Return what to do with a record in a form that only other programs read; else empty."""
     if "input_ids" in record:
         return (
-            "token numbers are those of one tokenizer, which the rows do not name: "
+            "token IDs belong to one tokenizer, which the rows do not name: "
             "give the text or the messages that they were made from"
         )
     lists = [key for key, value in record.items() if isinstance(value, list) and value]
@@ -158,7 +159,7 @@ def _has_known_field(record: Any) -> bool:
 
 
 def _apply_marks(example: Example, record: dict[str, Any]) -> Example:
-    """Apply a row's own mark for learning, and add its tools; chats have done so already."""
+    """Apply a row's own marks for learning, and add its tools; chats already have both."""
     if isinstance(example, Chat):
         return example
     weight = read_weight(record, "the row")
@@ -179,14 +180,14 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
         fields.append("label")
     if fields:
         raise WrongRecord(
-            f"{' and '.join(fields)}: rows of preferences are not for this kind of tuning:"
-            " tune.objective=dpo (or kto) trains on them; else say what is to be learned:"
+            f"{' and '.join(fields)}: rows of preferences cannot be used here:"
+            " tune.objective=dpo (or kto) trains on them; to learn only the better answers, set"
             f" data.columns={{{_advise_columns(record)}}}"
         )
 
 
 def _advise_columns(record: dict[str, Any]) -> str:
-    """Return the columns by which the better answers of a row of preferences are learned."""
+    """Return the data.columns with which the better answer of a preference row is learned."""
     answers = ("chosen", "output", "completion", "response")
     record = unpack_chats(record, (*CHAT_FIELDS, *answers))
     has = [name for name, value in record.items() if not is_unset(value)]
@@ -205,7 +206,7 @@ def _advise_columns(record: dict[str, Any]) -> str:
 
 
 def _role_at(messages: Any, at: int) -> str:
-    """Return the role of a message, as templates know it; empty where there are no messages."""
+    """Return the role of a message, as templates know it; empty if there are no messages."""
     message = messages[at] if isinstance(messages, list) and messages else messages
     role = message.get("role", message.get("from")) if isinstance(message, dict) else ""
     role = role[at] if isinstance(role, list) and role else role  # one list per key
@@ -220,14 +221,14 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
         own = read_weight(message, where)
         if own and message["role"] != "assistant":
             raise WrongRecord(
-                f"{where} is marked to be learned; only the assistant's are, or all text with "
-                "data.loss_on=all: take the mark away"
+                f"{where} is marked to be learned, but only the assistant's are, or all text with "
+                "data.loss_on=all: remove the mark"
             )
         if message["role"] == "assistant" and (row if own is None else own) == 0:
             unlearned.add(number)
         elif own is not None and own not in (0, 1):
             weights[number] = own * (row or 1.0)
-        # A template asks whether a key is there, and others' rows have it.
+        # Templates check whether a key exists, and other rows may have given it to this one.
         plain = {
             key: value
             for key, value in message.items()
@@ -244,7 +245,7 @@ def _make_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any
 
 
 def _read_content(content: Any, where: str) -> str | None:
-    """Return the text of a message, parts of text joined."""
+    """Return the text of a message; a list of text parts is joined."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -275,7 +276,7 @@ def _require_nonempty(messages: Any, field: str) -> list[Any]:
 
 
 def _check_messages(messages: Any, field: str) -> list[dict[str, Any]]:
-    """Check a list of messages, each with a role and with content or calls of tools."""
+    """Check a list of messages, each with a role and with content or tool calls."""
     for number, message in enumerate(_require_nonempty(messages, field), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise WrongRecord(
@@ -288,16 +289,16 @@ def _check_messages(messages: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _read_dialogue(record: dict[str, Any], field: str) -> Chat:
-    """Read turns of role and content, or ShareGPT's of from and value, in either field."""
+    """Read turns with role and content, or ShareGPT's with from and value, in either field."""
     turns = read_turns(record[field], field)
     return _make_chat(_prepend_system(turns, field, record), field, record)
 
 
 def read_turns(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return turns as messages, each with a role and with content or calls of tools.
+    """Return turns as messages, each with a role and with content or tool calls.
 
     Raises:
-        WrongRecord: if they are none.
+        WrongRecord: if they are not valid messages.
     """
     turns = parse_json_text(value, field, [])
     if isinstance(turns, dict):
@@ -311,20 +312,20 @@ def read_turns(value: Any, field: str) -> list[dict[str, Any]]:
 def _prepend_system(
     messages: list[dict[str, Any]], field: str, record: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Put the system message that is a field of its own before the others."""
+    """Put the system message from a field of its own before the others."""
     if not (system := _optional_string(record, "system")):
         return messages
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0].get("content") != system:
         raise WrongRecord(
-            f"{field} begins with a system message, and system is another one; keep one of them"
+            f"{field} begins with a system message, but system is another one; keep one of them"
         )
     return messages
 
 
 def _rows_from_columns(columns: dict[str, Any], field: str) -> list[Any]:
-    """Return turns that are stored as one list per key, as a Sequence of datasets is."""
+    """Return turns that are stored as one list per key, as datasets stores a Sequence."""
     lists = [values for values in columns.values() if isinstance(values, list)]
     if len(lists) < len(columns) or len({len(values) for values in lists}) != 1:
         raise WrongRecord(f"{field} is {json_type_name(columns)}, expected a list with messages")
@@ -347,10 +348,10 @@ def _read_turn(turn: Any, number: int, field: str) -> dict[str, Any]:
 
 
 def _merge_calls(turns: list[Any], field: str) -> list[Any]:
-    """Return turns with those that are calls as the assistant's.
+    """Return turns with those that are tool calls as the assistant's.
 
-    Calls after one another, or after the assistant's text, are of one turn, as in ms-swift and NeMo
-    AutoModel: nobody answers between them. Those of another mark stay apart.
+    Consecutive calls, or calls after the assistant's text, become one turn, as in ms-swift and NeMo
+    AutoModel: nobody answers between them. Calls with other marks stay apart.
     """
     found: list[Any] = []
     for number, turn in enumerate(turns, 1):
@@ -371,7 +372,7 @@ def _other_keys(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_call(message: Any, number: int, field: str) -> Any:
-    """Return a turn that is a call of tools, or its answer, in the form that templates expect."""
+    """Return a tool call, or a tool's answer, in the form that templates expect; else the turn."""
     role = message.get("role") if isinstance(message, dict) else None
     if role in ("observation", "tool_response", "function_response", "function"):
         return {**message, "role": "tool"}
@@ -435,7 +436,7 @@ def _read_completion(record: dict[str, Any]) -> Example:
 
 
 def _read_messages(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return the messages of a prompt, or of an answer, which may be one of them or its text."""
+    """Return the messages of a prompt or an answer, which may also be one message, or text."""
     if isinstance(value, str):
         value = [{"role": "assistant", "content": value}]
     return read_turns([value] if isinstance(value, dict) and is_chat([value]) else value, field)
@@ -453,13 +454,13 @@ def _required_string(record: dict[str, Any], field: str) -> str:
     return record[field]
 
 
-# -- The known forms of a row that is learned, in the order in which it is taken for one.
+# -- The known forms of rows that are learned, in the order in which they are tried.
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A form of rows: fields that it ``needs``, and is known by the first of; those that it
-    ``may_have``, and those that it ``shares`` with other forms; what reads it; its name.
+    """A form of rows: the fields that it ``needs``, of which the first identifies it; fields that
+    it ``may_have``; fields that it ``shares`` with other forms; its reader and its name.
     """
 
     needs: tuple[str, ...]
@@ -475,7 +476,7 @@ class RecordForm:
 
 
 _SHARED = ("system", "tools", "functions", *MARK_FIELDS)
-_HISTORY = ("history", *_SHARED)  # as queries and responses of ms-swift have it, too
+_HISTORY = ("history", *_SHARED)  # ms-swift's queries and responses have a history, too
 FORMS = (
     RecordForm(("messages",), (), _SHARED, lambda row: _read_dialogue(row, "messages"), "chat"),
     RecordForm(

@@ -1,9 +1,9 @@
-"""Documents as the model will see them, as text for a person: ``show`` and ``inspect FILE.h5``.
+"""Show documents as the model will see them, as text: ``show`` and ``inspect FILE.h5``.
 
     raw data -> one example at a time -> encode.py -> its documents, and counts -> lines
 
-What is learned is in colour or in marks, special tokens are bold. Text that only looks like a
-special token is preceded by a backslash, as are a terminal's control characters.
+Learned text is in color or between marks, special tokens are bold. Text that only looks like a
+special token is preceded by a backslash; terminal control characters are shown as escapes.
 """
 
 import re
@@ -30,7 +30,7 @@ from hpc_tune.data.tokenizer import FastTokenizer, tokenizer_name
 from hpc_tune.data.writer import Block, verify_content
 from hpc_tune.errors import DataError
 
-# After the rows that are shown others are counted, up to these limits: that takes seconds.
+# After the rows that are shown, further rows are counted up to these limits, which takes seconds.
 COUNTED_ROWS = 1000
 COUNTED_TOKENS = 1 << 20
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -39,7 +39,7 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORM_LABELS: dict[Form, str] = {
     "answers": "documents  ",
     "pairs": "pairs      ",
-    "labels": "answers    with labels, the longer of each and another's in its place: ",
+    "labels": "answers    with labels, sized by the longer of its own and another row's answer: ",
 }
 
 
@@ -52,7 +52,7 @@ class ShownDocument:
 
     @property
     def names(self) -> Sequence[str]:
-        """What the sides are, for a person; nothing for plain documents."""
+        """Names of the sides for the user; none for plain documents."""
         if self.is_desirable is not None:
             return ("desirable" if self.is_desirable else "undesirable",)
         return ("chosen", "rejected") if len(self.sides) > 1 else ()
@@ -60,13 +60,13 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class TextStyle:
-    """What is written around learned text and around special tokens."""
+    """The marks around learned text and around special tokens: (before, after)."""
 
     learned: tuple[str, str]
     special: tuple[str, str] = ("", "")
 
     def paint(self, text: str, marks: tuple[str, str]) -> str:
-        """Put marks around a text; a terminal's around each line, for pagers."""
+        """Put marks around a text; terminal escapes around each line of it, for pagers."""
         begin, end = marks
         if not begin.startswith("\x1b"):
             return f"{begin}{text}{end}"
@@ -102,7 +102,7 @@ def show_documents(
     findings = ReadFindings()
     for label, example in _read_examples(paths, reading, findings):
         counters = encoder.counters
-        counters.unmatched = 0  # others' answers are those of other rows
+        counters.unmatched = 0  # each row is encoded alone, without other rows' answers
         is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
         if num_shown >= num_rows and is_enough:
             is_all = False
@@ -143,7 +143,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
     """Return lines about a file of prepared data, and whether each byte is as it was written.
 
     Raises:
-        DataError: if it is no such file.
+        DataError: if it is not such a file.
     """
     store = TokenStore.open(path)
     attributes = store.attributes
@@ -161,7 +161,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
     ]
     if attributes.template_date:
         day = date.fromisoformat(attributes.template_date)
-        lines.append(f"date       the chat template has printed {day:%-d %B %Y} as today's")
+        lines.append(f"date       the chat template printed {day:%-d %B %Y} as today's date")
     lines.append(f"counts     {attributes.counters}")
     try:
         verify_content(store)
@@ -199,7 +199,7 @@ class DocumentDecoder:
         return self._style.paint(text, self._style.special)
 
     def _decode_plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
-        """Decode a run of tokens after the one before it: at a beginning some lose a space."""
+        """Decode a run of tokens together with the one before it: alone, some lose a space."""
         start, stop = places[0], places[-1] + 1
         first = max(start - 1, 0)
         before = self._backend.decode(ids[first:start], skip_special_tokens=False)
@@ -239,7 +239,7 @@ def _describe_row(
 
 
 def _describe_weights(mask: np.ndarray) -> str:
-    """Return by which weights tokens are learned, for a person; nothing without any."""
+    """Return the weights of learned tokens in words; empty if there are none."""
     learned = mask[mask > 0]
     if mask.dtype != np.float32 or not len(learned):
         return ""
@@ -265,7 +265,7 @@ def _read_documents(block: Block) -> Iterator[ShownDocument]:
 def _read_examples(
     paths: Paths, reading: ReadOptions, findings: ReadFindings
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (label, example); a label counts the rows of a file that are read."""
+    """Yield (label, example); the label has the number of the row among those read of its file."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1
     for file, parts in groupby(chunks, lambda chunk: chunk.path):

@@ -1,4 +1,4 @@
-"""What data/ asks of a tokenizer, and the fingerprint that ties prepared data to it.
+"""What data/ needs from a tokenizer, and the fingerprint that ties prepared data to it.
 
 ``transformers`` is not imported here: its fast tokenizers satisfy ``FastTokenizer`` as they are.
 """
@@ -38,7 +38,7 @@ class FastTokenizer(Protocol):
         """Render messages to text."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Each token and its number, added tokens included."""
+        """Each token and its ID, added tokens included."""
 
     def __len__(self) -> int:
         """How many tokens there are, added ones included."""
@@ -65,19 +65,19 @@ def tokenizer_name(tokenizer: Any) -> str:
 
 
 def splits_special_tokens(tokenizer: FastTokenizer) -> bool:
-    """Return whether special tokens in plain text are text, by ``split_special_tokens``."""
+    """Return whether special tokens in plain text are read as text (``split_special_tokens``)."""
     return bool(getattr(tokenizer, "split_special_tokens", False))
 
 
 def num_ids(tokenizer: FastTokenizer) -> int:
-    """Return the highest token number plus one: more than there are tokens, if some are unused."""
+    """Return the highest token ID plus one: more than the number of tokens if IDs are unused."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def fingerprint(tokenizer: FastTokenizer) -> str:
     """Return a sha256 over everything that decides which tokens and masks a text becomes.
 
-    That is the backend (vocabulary, merges, normaliser, pre-tokeniser, added tokens), the special
+    That is the backend (vocabulary, merges, normalizer, pre-tokenizer, added tokens), the special
     tokens, the chat template in use, and whether special tokens in plain text are text. Truncation
     and padding are left out: calls change them, and preparing turns both off.
     """
@@ -95,10 +95,10 @@ def fingerprint(tokenizer: FastTokenizer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# -- The chat templates of a tokenizer: one, or several by name, with a date that stays.
+# -- The chat templates of a tokenizer: one, or several by name, with a fixed date.
 #
-# A template that prints today's date would make other tokens of the same data tomorrow: in its
-# place it gets TEMPLATE_DATE.
+# A template that prints today's date would make other tokens of the same data tomorrow, so it gets
+# TEMPLATE_DATE instead.
 
 
 TEMPLATE_DATE = datetime(2026, 1, 1)
@@ -125,7 +125,7 @@ class ChatTemplates:
         return bool(self._named)
 
     def choose(self, has_tools: bool) -> tuple[str, str | None]:
-        """Return the template of a row as transformers chooses it, and the same with marks if any.
+        """Return the template that transformers chooses, and the same with marked blocks, if any.
 
         Raises:
             ValueError: if there are several and none is called default.
@@ -148,7 +148,7 @@ def fix_date(template: str) -> str:
     formatted = "(format | string)"
     for directive in _DIRECTIVES:
         formatted += f" | replace('{directive}', '{TEMPLATE_DATE.strftime(directive)}')"
-    # Behind the empty text jinja keeps a line end at the beginning of the template.
+    # After {{ '' }}, Jinja keeps a newline at the beginning of the template.
     return f"{{% macro {_NOW}(format) %}}{{{{ {formatted} }}}}{{% endmacro %}}{{{{ '' }}}}{fixed}"
 
 

@@ -1,8 +1,8 @@
-"""Writes the file of prepared data: streaming, deterministic, under its name only when complete.
+"""Write the file of prepared data: streaming, deterministic, under its name only when complete.
 
 HDF5 makes the (still empty) contiguous datasets; their bytes are then written in place by plain
-writes, so that memory does not grow with the data and a full disk is an error, not a SIGBUS.
-Temporary name, fsync, rename, fsync of the folder.
+writes, so that memory does not grow with the data and a full disk is an error, not a SIGBUS. The
+file is written under a temporary name, fsynced and renamed; then its folder is fsynced.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ from hpc_tune.units import format_bytes
 #
 # ``TokenStore.open`` reads no documents: it takes the same time for any size. ``verify_content``
 # reads each byte, a second or two for a GB. All other ranks wait for rank 0 meanwhile, so a run
-# does it once for each file, before the first step, and again only if its size or the time of its
-# change is another.
+# does it once for each file, before the first step, and again only if the file's size, modification
+# time or change time differs.
 
 
 VERIFIED_FILE = "data-verified.json"
-HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then what a form has beside them
-# The same labelled answers were packed into other rows before: a run does not go on with these.
+HASHED_DATASETS = ("documents/offsets", "tokens", "loss_mask")  # then a form's own
+# Earlier versions packed the same labelled answers into other rows: such a run cannot resume.
 _LABELS_SALT = b"each side by itself"
 _LARGE_BYTES = 1 << 30
 _PIECE = 1 << 22
@@ -53,7 +53,7 @@ _DOCUMENTS = 1 << 20
 
 
 def new_hash() -> Any:
-    """Return the hash of one dataset, before its first byte."""
+    """Return an empty hash for one dataset."""
     return hashlib.blake2b(digest_size=32)
 
 
@@ -102,7 +102,7 @@ def verify_content_once(store: TokenStore, known: Path, is_new: bool = False) ->
         if status.st_size > _LARGE_BYTES:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify_content(store)
-    with contextlib.suppress(OSError):  # it is verified again then
+    with contextlib.suppress(OSError):  # then the next start verifies it again
         write_file(known, json.dumps({**verified, name: stamp}))
 
 
@@ -114,9 +114,9 @@ def _hash_column(values: Column) -> Any:
 
 
 def _is_sorted(store: TokenStore) -> bool:
-    """Return whether by_length and the lengths are what follows from the offsets.
+    """Return whether by_length and the lengths agree with the offsets.
 
-    They are if (length, number) rises from document to document: then none is there twice.
+    (length, number) must rise from document to document, so that no document occurs twice.
     """
     values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
     all_lengths = np.empty(store.num_documents, dtype=np.uint32)
@@ -151,9 +151,9 @@ SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted i
 class Block:
     """Documents one after the other: lengths [documents], tokens and loss mask [their sum].
 
-    Of preferences also ``borders`` [documents], the tokens of their first sides, and of labelled
-    answers ``labels`` [documents]. ``loss_weights`` [tokens]: of documents with weights, as the
-    loss mask 0 where a token is not learned.
+    Preferences also have ``borders`` [documents], the tokens of their first sides, and labelled
+    answers ``labels`` [documents]. ``loss_weights`` [tokens], if documents have weights, are 0
+    where a token is not learned, like the loss mask.
     """
 
     lengths: np.ndarray
@@ -165,12 +165,12 @@ class Block:
 
     @property
     def sizes(self) -> np.ndarray:
-        """What each document takes of a row of ``seq_len`` tokens."""
+        """How many of a row's ``seq_len`` tokens each document takes."""
         return compute_sizes(self.lengths, self.borders if self.labels is not None else None)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that are there, by name."""
+        """The arrays that are not None, by name."""
         return {name: array for name, array in vars(self).items() if array is not None}
 
 
@@ -188,7 +188,7 @@ def write_store(
 ) -> None:
     """Write documents to ``path``; ``histogram`` holds the number of documents of each size.
 
-    ``num_tokens``: of all documents, where their sizes do not add up to it.
+    ``num_tokens``: of all documents, if their sizes do not add up to it.
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left, and what was at ``path`` before is untouched.
@@ -208,7 +208,7 @@ def write_store(
 def _allocate(
     path: Path, histogram: dict[int, int], num_tokens: int, attributes: Attributes
 ) -> dict[str, tuple[int, np.dtype]]:
-    """Make the HDF5 file with its datasets, unwritten; return where each begins and its type."""
+    """Create the HDF5 file with unwritten datasets; return where each begins, and its type."""
     num_documents = sum(histogram.values())
     documents = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
     shapes = {

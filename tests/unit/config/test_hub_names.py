@@ -104,7 +104,7 @@ def test_a_folder_with_the_cache_in_it_names_the_data_and_not_the_models(hub, tm
     with pytest.raises(DataError, match="data.path=hf/hub/datasets--Org--Set$"):
         find_files("hf")
     cache(tmp_path / "alone" / "models--Org--Tiny", FILES, main=NEW)
-    with pytest.raises(DataError, match="a model in the hub's cache, which is no data"):
+    with pytest.raises(DataError, match="a model in the hub's cache, which is not data"):
         find_files("alone")
 
 

@@ -251,7 +251,7 @@ def test_a_folder_gives_the_rows_that_hugging_face_datasets_finds_in_it(tmp_path
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"input_ids": [1, 2], "labels": [-100, 2]}, "token numbers are those of one tokenizer"),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, "token IDs belong to one tokenizer"),
         (
             {"version": "1", "tags": ["x"], "data": [{"prompt": "a", "completion": "b"}]},
             "the list in data: write",

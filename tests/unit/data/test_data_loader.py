@@ -300,7 +300,7 @@ def test_of_texts_that_are_split_no_loss_is_said(tmp_path, caplog):
     warn_of_cut_documents(store, 64)
     assert not caplog.records
     warn_of_cut_documents(store, 32)
-    assert "pieces of texts lose none where they are prepared again" in caplog.text
+    assert "texts that were split lose none if they are prepared again" in caplog.text
 
 
 def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(

@@ -107,7 +107,7 @@ def test_rows_left_out_for_their_own_marks_are_counted(tmp_path):
     rows = [{"prompt": "q", "completion": "a", "train": n > 2} for n in range(5)]
     findings = ReadFindings()
     assert len(_read(write_jsonl(tmp_path / "d.jsonl", rows), DEFAULT_READING, findings)) == 2
-    assert findings.lines() == ["3 rows left out, as their own marks say"]
+    assert findings.lines() == ["3 rows left out, as the data mark them"]
 
 
 def test_two_fields_that_could_be_meant_are_refused_until_columns_say_which(tmp_path):

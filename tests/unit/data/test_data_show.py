@@ -40,15 +40,15 @@ def test_rows_are_shown_with_what_is_learned_and_why_others_are_dropped(tmp_path
         "",
         "row 2; 1 dropped: no answer of the assistant",
         "",
-        "row 3: 46 tokens, 7 learned; 1 special tokens in people's text, taken as plain text",
+        "row 3: 46 tokens, 7 learned; 1 special tokens typed into messages, taken as plain text",
         "<|im_start|>user",
         r"what is \<|im_end|>?<|im_end|>",
         "<|im_start|>assistant",
         "«an end<|im_end|>»",
         "",
         "",
-        "all 3 rows: 3 examples -> 2 documents, 72 tokens, 9 of them learned; 1 special tokens in "
-        "people's text, taken as plain text; 1 dropped: no answer of the assistant",
+        "all 3 rows: 3 examples -> 2 documents, 72 tokens, 9 of them learned; 1 special tokens "
+        "typed into messages, taken as plain text; 1 dropped: no answer of the assistant",
     ]
 
 

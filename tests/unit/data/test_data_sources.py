@@ -162,7 +162,7 @@ def test_two_system_messages_that_differ_are_refused():
     system = {"role": "system", "content": "one"}
     record = {"messages": [system, *chat("q", "a")["messages"]], "system": "one"}
     assert to_example(record).messages == record["messages"]
-    with pytest.raises(WrongRecord, match="begins with a system message, and system is another"):
+    with pytest.raises(WrongRecord, match="begins with a system message, but system is another"):
         to_example({**record, "system": "two"})
 
 

@@ -107,7 +107,7 @@ def test_of_the_hubs_cache_the_revision_of_refs_main_is_read(inner, tmp_path):
     with pytest.raises(DataError, match="files of 2 revisions of"):
         find_files(str(root / "snapshots" / "*" / "data" / "*.jsonl"))
     assert texts(root / "snapshots" / ("b" * 40)) == ["new"]
-    with pytest.raises(DataError, match="a folder of the hub's cache; name it itself"):
+    with pytest.raises(DataError, match="a folder of the hub's cache; name that folder"):
         find_files(str(tmp_path))
 
 

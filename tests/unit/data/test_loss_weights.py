@@ -222,7 +222,7 @@ def test_advantages_are_refused_by_name(tmp_path, form):
         row = {"prompt": "q", "chosen": "a", "rejected": "b", "advantage": 1}
     if form == "labels":
         row["label"] = True
-    with pytest.raises(DataError, match="advantage: advantages are of reinforcement learning"):
+    with pytest.raises(DataError, match="advantage: advantages belong to reinforcement learning"):
         _prepare(tmp_path, [row], reading=ReadOptions(form=form))
     if form == "answers":
         columns = (("advantage", "weight"),)

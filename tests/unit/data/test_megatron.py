@@ -129,8 +129,8 @@ def test_a_token_beyond_the_vocabulary_is_one_error_with_its_place(tmp_path, dty
     path = write(tmp_path / "x", [[[1, 2]], [[3, token, 4]]], dtype)
     with pytest.raises(DataError) as raised:
         prepared(path, tmp_path / "out.h5")
-    assert f"x.bin, document 2: it has the token {token}, and" in str(raised.value)
-    assert "those from 0 to 257" in str(raised.value)
+    assert f"x.bin, document 2: it has the token {token}, but" in str(raised.value)
+    assert "has only tokens 0 to 257" in str(raised.value)
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 33, 34, 60, -1])
@@ -147,7 +147,7 @@ def test_a_truncated_index_is_one_error(prefix, size):
 def test_data_that_do_not_have_what_the_index_says_are_one_error(prefix, change):
     data = prefix.with_name(f"{prefix.name}.bin")
     data.write_bytes(change(data.read_bytes()))
-    with pytest.raises(DataError, match=r"and x_text_document\.idx describes 28: one of both"):
+    with pytest.raises(DataError, match=r"but x_text_document\.idx describes 28: one of them"):
         list_chunks(str(prefix))
 
 
@@ -168,7 +168,7 @@ def test_what_holds_no_token_numbers_is_refused(tmp_path, changes, why):
 @pytest.mark.parametrize(
     ("at", "value", "why"),
     [
-        (0, b"TNTIDX\x00\x00\x00", "no index of Megatron"),
+        (0, b"TNTIDX\x00\x00\x00", "is not a Megatron index"),
         (9, struct.pack("<Q", 2), "version 2, expected 1"),
         (34, struct.pack("<i", -3), "contradicts itself"),
         (34 + 4 * 5, struct.pack("<q", 2), "contradicts itself"),
@@ -213,7 +213,7 @@ def test_preferences_are_not_read_from_it(prefix, tmp_path):
 def test_show_and_prepare_say_that_the_tokenizer_is_unknown(prefix, tmp_path, capsys, caplog):
     assert cli.main(["show", f"{prefix}.idx"]) == 0
     shown = capsys.readouterr().out
-    assert "do not say which tokenizer made their tokens: they are taken for those of" in shown
+    assert "do not say which tokenizer made their tokens: it is assumed to be" in shown
     assert "4 examples -> 4 documents, 14 tokens, 10 of them learned" in shown
     with caplog.at_level(logging.WARNING, "hpc_tune"):
         words = ["prepare", f"data.path={prefix}", "--out", str(tmp_path / "out.h5")]

@@ -353,7 +353,7 @@ def test_a_store_of_pairs_says_what_it_is(tmp_path):
     assert chosen_mask.sum() == len("good " * 4) + 1
     assert rejected_mask.sum() == len("bad" * 4) + 1
     store.require_form("pairs")
-    with pytest.raises(DataError, match=r"holds pairs of .*, and this training needs answers to l"):
+    with pytest.raises(DataError, match=r"holds pairs of .*, but this training needs answers to l"):
         store.require_form("answers")
 
 
@@ -612,4 +612,4 @@ def test_show_prints_the_label_of_an_answer(tmp_path):
         text = "\n".join(lines)
         assert "question 0\ndesirable: «answer 0<|im_end|>»" in text
         assert "question 1\nundesirable: «answer 1<|im_end|>»" in text
-        assert "without another's" not in text
+        assert "without another row's" not in text

@@ -456,7 +456,7 @@ BOTH += [LABELLED[n] for n in sorted(LABELLED.keys() - BY_NUMBER)]
 
 
 def columns_of(row):
-    with pytest.raises(WrongRecord, match="are not for this kind of tuning") as raised:
+    with pytest.raises(WrongRecord, match="rows of preferences cannot be used here") as raised:
         read_example(row, ReadOptions(), ReadFindings())
     advice = str(raised.value).partition("data.columns={")[2].partition("}")[0]
     return tuple(tuple(part.split(": ")) for part in advice.split(", "))
