@@ -351,7 +351,7 @@ def _describe_gpu_shortage(
             "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
-        f"{text}; {len(seen)} ranks run there and see {together} GPUs in all: start {together} per "
+        f"{text}; {len(seen)} ranks run there and see {together} in all: start {together} per "
         f"node (--ntasks-per-node={together}), request {len(seen)} GPUs per node "
         f"(--gpus-per-node={len(seen)}), or set run.device=cpu"
     )

@@ -154,7 +154,7 @@ REFUSED = {
     "all see too few": (
         ["ab"] * 4,
         2,
-        r"ranks 0, 1, 2, 3 on n0 share 2 GPUs \(a, b\); 4 ranks run there and see 2 GPUs in all: "
+        r"ranks 0, 1, 2, 3 on n0 share 2 GPUs \(a, b\); 4 ranks run there and see 2 in all: "
         r"start 2 per node \(--ntasks-per-node=2\), request 4 GPUs per node "
         r"\(--gpus-per-node=4\), or set run.device=cpu",
     ),
