@@ -203,7 +203,7 @@ class StepLimit:
         return True
 
     def _send_progress(self) -> None:
-        """Send this rank's place at once, and again once its trace is written: that takes longer."""
+        """Send this rank's place at once, and again once its trace is there: that takes longer."""
         with self._send_lock:
             if not self._has_sent:
                 self._has_sent = True
