@@ -155,7 +155,7 @@ def _require_pbs(command: str) -> None:
     raise ConfigError(
         f"this qsub does not belong to PBS Pro or OpenPBS, whose --version says pbs_version: it "
         f"says {first!r}. Torque and Grid Engine are not supported (their directives differ); use "
-        "the script of --dry-run as a draft. For Slurm's own qsub, set --scheduler slurm"
+        "the script of --dry-run as a draft. For Slurm's own qsub, use --scheduler slurm"
     )
 
 

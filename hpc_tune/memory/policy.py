@@ -277,10 +277,9 @@ def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
     """Return the bytes per second by which memory grows, 0 with too few samples.
 
     The smaller of two rates. First, the trimmed mean of the slopes between neighbors, weighted by
-    time, over the middle quarter only: one allocation, however large, is over when it is sampled.
-    Second, the growth over all samples less their maximum drawdown, the deepest fall from a peak:
-    memory that has fallen as far as it now rises is oscillating, wherever in a cycle the samples
-    begin and end.
+    time, over the middle quarter only: one allocation, however large, is over when sampled. Second,
+    the growth over all samples less their maximum drawdown, the deepest fall from a peak: memory
+    that has fallen as far as it rises now oscillates, wherever in a cycle samples begin and end.
     """
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
     if len(pairs) < _MIN_SLOPES:

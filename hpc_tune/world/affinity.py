@@ -25,8 +25,7 @@ ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 class CoreShare:
     """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
-    ``pin`` says whether the mask must be set; ``warning`` is a message for the user;
-    ``shared_by`` is the number of ranks on these CPUs.
+    ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: ranks on them.
     """
 
     cpus: Mask

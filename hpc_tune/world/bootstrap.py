@@ -395,9 +395,9 @@ def init_groups(
     """Make the default group for the device and return the gloo group for control traffic.
 
     The default group is used once: this connects all GPUs before anything else asks for some of
-    them, and reveals a network on which NCCL does not work. All of it may take ``start_s`` seconds;
+    them, and shows if NCCL does not work on the network. All of it may take ``start_s`` seconds;
     ``warning``, about devices, may explain a failure. The group's collectives time out later than
-    ``StepLimit``, which ends the world and knows who is missing.
+    ``StepLimit``, which knows who is missing.
     """
     who = world.label
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT

@@ -44,8 +44,7 @@ def number_nodes(
 
     ``by_mpi`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own split, and
     from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every rank
-    alone, so all ranks of a node would take the same GPU). ``claimed_sizes``: how many ranks each
-    rank's node has according to the launcher.
+    alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by rank.
 
     Raises:
         WorldError: if the launcher's sizes match neither.

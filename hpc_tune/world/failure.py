@@ -175,8 +175,7 @@ class RankProgress:
 def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
     """Return the ranks that the others wait for; none if all wait in the same place.
 
-    These are the ranks that do not answer, else the ranks that are behind, else the ranks that are
-    not in a collective.
+    These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """
     if missing := [rank for rank in range(size) if rank not in places]:
         return missing

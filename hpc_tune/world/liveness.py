@@ -140,8 +140,7 @@ def make_stall_check(
 ) -> Callable[[], bool]:
     """Return a look, for every ``every_s``, that acts if ``sign`` does not change for ``limit_s``.
 
-    It counts looks instead of reading a clock, so a job that is suspended as a whole does not count
-    as hanging.
+    It counts looks and reads no clock, so a job that is suspended as a whole does not hang.
     """
     seen: object = None
     still_s = 0.0
