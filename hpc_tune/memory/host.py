@@ -360,7 +360,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
             continue
         for root in roots:
             group = root / os.path.normpath("/" + path).lstrip("/")  # it can begin with /../
-            # In a container the path can be the host's, and this group the root of our tree.
+            # In a container the path can be the host's: then the root of our tree is our group.
             for folder in (group, *group.parents):
                 if not folder.is_relative_to(root):
                     break
