@@ -32,14 +32,14 @@ def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
     ``folder``, which the job runs in, is bound too.
 
     Raises:
-        ConfigError: if the settings do not go together.
+        ConfigError: if the settings contradict each other.
     """
     image, name = settings.image, settings.section
     binds = [one if ":" in one else f"{one}:{one}" for one in (str(folder), *settings.binds)]
     if not image:
         if settings.binds:
             raise ConfigError(
-                f"{name}.binds needs {name}.image; a {name}.container without it has its own --bind"
+                f"{name}.binds needs {name}.image; without it, give {name}.container its own --bind"
             )
         return f"{launch} {settings.container}".strip()
     if wrong := [one for one in binds if "," in one or one.count(":") > 2]:
@@ -56,7 +56,7 @@ def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
     kind = "an EDF file" if is_edf else "an image for Pyxis"
     if not launch.startswith("srun"):
         raise ConfigError(
-            f"{name}.image={image} is {kind}, for srun; found {name}.launch={launch!r}"
+            f"{name}.image={image} is {kind}, which needs srun; found {name}.launch={launch!r}"
         )
     if settings.container:
         raise ConfigError(
@@ -65,7 +65,7 @@ def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
         )
     if is_edf:
         if settings.binds:
-            raise ConfigError(f"{name}.binds: the mounts of {image} stand in that file")
+            raise ConfigError(f"{name}.binds: the mounts of {image} belong in that file")
         return f"{launch} {shlex.quote(f'--environment={image}')}"
     options = (
         f"--container-image={image}",
@@ -76,7 +76,7 @@ def with_container(settings: JobConfig, launch: str, folder: Path) -> str:
 
 
 def _is_remote(image: str) -> bool:
-    """Return whether it is of a registry: Pyxis has docker://, enroot's has HOST#NAME:TAG."""
+    """Return whether the image is in a registry: docker:// of Pyxis, or enroot's HOST#NAME:TAG."""
     return image.startswith("docker://") or "#" in image
 
 
@@ -88,10 +88,10 @@ _WORD = re.compile(r"[\w@%+=:,./\[\]|&*^-]+")
 
 
 def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], mark: str) -> None:
-    """Refuse ``directives``, (setting, value) each, that a line of ``mark`` cannot hold.
+    """Refuse ``directives``, pairs of (setting, value), that a line of ``mark`` cannot hold.
 
     Raises:
-        ConfigError: naming every one of them; or too many nodes that are needed.
+        ConfigError: naming all of them; or if min_nodes exceeds nodes.
     """
     name = settings.section
     wrong = [f"{name}.{field}={value!r}" for field, value in directives if not _is_word(value)]
@@ -102,8 +102,8 @@ def check_settings(settings: JobConfig, directives: Sequence[tuple[str, str]], m
         )
     if settings.min_nodes > settings.nodes:
         raise ConfigError(
-            f"{name}.min_nodes={settings.min_nodes} of {name}.nodes={settings.nodes}: expected no "
-            "more than there are"
+            f"{name}.min_nodes={settings.min_nodes} exceeds {name}.nodes={settings.nodes}: "
+            "expected at most that many"
         )
 
 
@@ -114,9 +114,9 @@ def _is_word(value: str) -> bool:
 def environment_lines(
     settings: JobConfig, folder: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield the lines that go to ``folder`` and make what ``supervise`` needs available.
+    """Yield the lines that change to ``folder`` and make available what ``supervise`` needs.
 
-    ``variables`` are set first: a file of the user's own may set them otherwise.
+    ``variables`` are set first, so that the user's own file can override them.
     """
     yield "set -eo pipefail"
     yield f"cd {shlex.quote(str(folder))}"
@@ -130,10 +130,10 @@ def environment_lines(
 
 
 def supervise_line(settings: JobConfig, launch: str, arguments: Sequence[str], folder: Path) -> str:
-    """Return the line that keeps ``train ARGUMENTS`` going, its ranks started by ``launch``.
+    """Return the line that keeps ``train ARGUMENTS`` going, with its ranks started by ``launch``.
 
     Raises:
-        ConfigError: if no command line can be made of the settings.
+        ConfigError: if the settings do not form a command line.
     """
     started = with_container(settings, launch, folder)
     _require_valid_command(settings, launch, started, [*arguments, str(folder)])

@@ -1,5 +1,5 @@
-"""Launchers: which one has started this process, its command rewritten to start ranks on some nodes
-only, and commands of hpc_tune that are no ranks of it.
+"""Launchers: find the one that started this process, rewrite its command to start ranks on some
+nodes only, and run commands of hpc_tune that are not ranks.
 """
 
 import ipaddress
@@ -76,15 +76,15 @@ PRUN = Launcher(_claim_of_prun, prefixes=("PMIX_", "PRTE_"), processes=("prterun
 # -- Hydra, the mpirun of MPICH, Intel MPI and MVAPICH.
 
 
-# Sites set it by a module; mpi4py is linked without the library that Cray MPICH asks for then, and
+# Sites set it in a module; but mpi4py is not linked with the library that Cray MPICH then needs, so
 # MPI_Init aborts ("GPU_SUPPORT_ENABLED is requested, but GTL library is not linked").
 GPU_AWARE_VARIABLE = "MPICH_GPU_SUPPORT_ENABLED"
 
 
 def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
-    """Let Cray MPICH leave GPUs alone, which only NCCL sends from here; return what is to be said.
+    """Disable GPU support in Cray MPICH, since only NCCL sends from GPUs here; return a message.
 
-    Beside NCCL it can also wait for ever. MPI must not be imported yet.
+    Next to NCCL it can also hang forever. Call this before MPI is imported.
     """
     if environ.get(GPU_AWARE_VARIABLE, "0") == "0":
         return None
@@ -93,7 +93,7 @@ def disable_gpu_aware_mpi(environ: MutableMapping[str, str]) -> str | None:
 
 
 def _claim_of_hydra(environ: Environ) -> Claim | None:
-    # Over srun-started proxies the step's variables describe the proxies; srun sets PMI_RANK too.
+    # If srun started the proxies, the step's variables describe these; srun sets PMI_RANK too.
     if "PMI_RANK" not in environ:
         return None
     if "MPI_LOCALNRANKS" not in environ and is_srun_step(environ):
@@ -133,8 +133,8 @@ MVAPICH = Launcher(_claim_of_mvapich, prefixes=("MV2_",), processes=_HYDRA_PROCE
 
 # -- Flux's ``flux run``, and IBM's jsrun.
 #
-# Flux sets these for each task, whatever PMI the job has; its batch scripts and shells have none of
-# them (https://flux-framework.readthedocs.io/projects/flux-core/, flux-environment(7)).
+# Flux sets these variables for each task, whatever PMI the job has, but not in batch scripts and
+# shells (https://flux-framework.readthedocs.io/projects/flux-core/, flux-environment(7)).
 
 
 def _claim_of_flux(environ: Environ) -> Claim | None:
@@ -162,7 +162,7 @@ FLUX = Launcher(
     _claim_of_flux,
     prefixes=("FLUX_",),
     processes=("flux-shell", "flux-broker"),
-    advice="With Open MPI start by flux run -o pmi=pmix.",
+    advice="With Open MPI, start with flux run -o pmi=pmix.",
 )
 JSRUN = Launcher(_claim_of_jsrun, prefixes=("JSM_",), processes=("jsrun", "jsmd"))
 
@@ -218,10 +218,10 @@ TORCHRUN = Launcher(
 
 
 def check_torchrun_master(environ: Environ) -> None:
-    """Refuse a torchrun of several nodes whose master address is each node's own.
+    """Refuse a torchrun on several nodes whose master address is loopback, each node's own.
 
     Raises:
-        WorldError: since no two nodes would ever meet.
+        WorldError: since no two nodes would ever meet; or if the address cannot be resolved.
     """
     name, nodes = environ.get("MASTER_ADDR", ""), environ.get("GROUP_WORLD_SIZE", "1")
     if not name or nodes in ("", "1"):
@@ -240,7 +240,7 @@ def check_torchrun_master(environ: Environ) -> None:
 # -- Which launcher has started this process.
 
 
-# The first that claims the process is its launcher, so the innermost stands first: torchrun runs
+# The first that claims the process is its launcher, so inner launchers come first: torchrun runs
 # under srun, mpirun under sbatch or over daemons that srun has started.
 LAUNCHERS = (
     TORCHRUN,
@@ -275,7 +275,7 @@ def find_claim(environ: Environ) -> Claim:
 
 
 def rank_hint(environ: Environ = os.environ) -> int:
-    """Return this process's rank by the launcher's variables alone, 0 if they are invalid."""
+    """Return this process's rank from the launcher's variables alone, 0 if they are invalid."""
     try:
         return find_claim(environ).rank or 0
     except WorldError:
@@ -283,7 +283,7 @@ def rank_hint(environ: Environ = os.environ) -> int:
 
 
 def size_hint(environ: Environ = os.environ) -> int:
-    """Return the number of ranks by the launcher's variables alone, 1 if they do not say."""
+    """Return the number of ranks from the launcher's variables alone, 1 if they do not say."""
     try:
         return find_claim(environ).size or 1
     except WorldError:
@@ -291,11 +291,11 @@ def size_hint(environ: Environ = os.environ) -> int:
 
 
 def environ_without_launcher() -> dict[str, str]:
-    """Return the environment without the launchers' variables, for a process that is no rank."""
+    """Return the environment without the launchers' variables, for a process that is not a rank."""
     return {k: v for k, v in os.environ.items() if not k.startswith(VARIABLE_PREFIXES)}
 
 
-# -- The command of a launcher, rewritten to start ranks on some nodes only (pure, but for asking).
+# -- Rewrite a launcher's command to start ranks on some nodes only (pure except for --version).
 #
 # srun                 --no-kill --nodes --ntasks --nodelist
 # mpirun of any kind   -np, and a hostfile in place of its own list of hosts
@@ -342,7 +342,7 @@ def find_launcher_kind(command: str) -> LauncherKind | None:
 
 
 def read_hosts(words: Sequence[str], environ: Environ) -> dict[str, int | None]:
-    """Return the hosts that mpirun's options list, or PBS, and the ranks of each if they say so."""
+    """Return the hosts that mpirun's options or PBS list, and the ranks of each host if given."""
     lines: list[str] = []
     if file := _option_value(words, _HOSTFILE_OPTIONS) or environ.get("PBS_NODEFILE"):
         try:
@@ -373,9 +373,9 @@ def read_ranks_per_node(words: Sequence[str]) -> int | None:
 
 
 def add_no_kill(words: Sequence[str]) -> list[str]:
-    """Return srun's command with --no-kill: Slurm does not kill its tasks on the nodes that live.
+    """Return srun's command with --no-kill, so that its tasks survive the failure of another node.
 
-    It would, and name each of them as killed, when one node fails.
+    Otherwise Slurm would kill them all, and report each of them as killed.
     """
     return (
         [*words]
@@ -385,9 +385,9 @@ def add_no_kill(words: Sequence[str]) -> list[str]:
 
 
 def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]:
-    """Return the command with a name for the step that srun makes, and the names of its steps.
+    """Return the command with a name for srun's step, and the names that its steps may have.
 
-    A name of the user's own stays. mpirun's daemons are a step too, and a script of the site's may
+    A name that the user has set stays. mpirun's daemons are a step too, and a site's own script may
     call srun with some of these words.
     """
     if Path(words[0]).name != "srun":
@@ -400,7 +400,7 @@ def add_step_name(words: Sequence[str], name: str) -> tuple[list[str], set[str]]
 def restrict_to_nodes(
     words: Sequence[str], kind: LauncherKind, ranks: Mapping[str, int], hostfile: Path
 ) -> list[str]:
-    """Return the command for ``ranks`` of each node, in this order; mpirun reads ``hostfile``."""
+    """Return the command for these ``ranks`` per node, in this order; mpirun reads ``hostfile``."""
     number = sum(ranks.values())
     if kind == "srun":
         own = [f"--nodes={len(ranks)}", f"--ntasks={number}", f"--nodelist={','.join(ranks)}"]
@@ -411,7 +411,7 @@ def restrict_to_nodes(
 
 
 def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
-    """Return the text of the file that names the hosts of mpirun."""
+    """Return the text of mpirun's hostfile."""
     line = {"openmpi": "{} slots={}", "hydra": "{}:{}"}.get(kind, "{}")
     return "".join(line.format(node, count) + "\n" for node, count in ranks.items())
 
@@ -419,7 +419,7 @@ def format_hostfile(kind: LauncherKind, ranks: Mapping[str, int]) -> str:
 def _launcher_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the launcher's own words: those before the program that it starts.
 
-    The program is the first word that can be no option's value, or the one after a flag.
+    The program is the first word that cannot be the value of an option, or the one after a flag.
     """
     values = 0
     for word in words[1:]:
@@ -458,7 +458,7 @@ def _strip_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return [*kept, *words[1 + len(own) :]]
 
 
-# -- A command of hpc_tune in a process of its own, which is no rank.
+# -- A command of hpc_tune in its own process, which is not a rank.
 
 
 def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
@@ -479,7 +479,7 @@ def run_command(words: Iterable[str], limit_s: float) -> "subprocess.CompletedPr
 
 
 def why_command_failed(error: Exception) -> str:
-    """Return in words why a command came to nothing, without the command itself."""
+    """Return in words why a command failed, without the command itself."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done within {error.timeout:.0f} s"
     if isinstance(error, subprocess.CalledProcessError):

@@ -1,11 +1,11 @@
-"""On which nodes of a job the ranks are started, and which are left out after a failure, and why.
+"""Choose the nodes of a job on which ranks start, and which to leave out after a failure, and why.
 
     a start has failed -> its steps are ended -> Slurm, a probe: lost nodes
                                               -> the launcher, the report: accused nodes, which
                                                  are tried once more
     -> the nodes that are left, without spares -> the launcher's command for the next start
 
-Where the nodes are not known, or the launcher is none that can be told them, none is left out.
+If the nodes are not known, or the launcher cannot be told which to use, none is left out.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from hpc_tune.errors import EXIT_RESUMABLE
 from hpc_tune.log import log
 from hpc_tune.units import count_of
 
-# -- Which nodes do not start a process any more.
+# -- Which nodes no longer start a process.
 
 
 PROBE_LIMIT_S = 20.0
@@ -44,10 +44,10 @@ def find_silent_nodes(
     command: Callable[[str], Sequence[str]],
     environment: Mapping[str, str],
 ) -> dict[str, str]:
-    """Start a process on each of ``nodes``; return those where that fails, and why.
+    """Start a process on each of ``nodes``; return the nodes where that fails, and why.
 
-    ``command`` returns what starts it, ``environment`` is added to its own. Where it fails on all
-    nodes, the command is at fault and nothing is known.
+    ``command`` returns the command for a node; ``environment`` is added to this process's own. If
+    it fails on all nodes, the command is at fault, and no node is returned.
     """
     if not nodes:
         return {}
@@ -98,16 +98,16 @@ def _end_process(process: "subprocess.Popen[str]") -> None:
 # -- On which nodes the ranks are started.
 
 
-_STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm lists an ended step no more
+_STEPS_GONE_S, _LOST_STEPS_GONE_S = 60.0, 5.0  # until Slurm no longer lists an ended step
 _DRAINED = "drain"
 
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """What starts the ranks: its words, what it adds to the environment, and on which nodes.
+    """The command that starts the ranks: its words, added environment variables, and its nodes.
 
-    On fewer nodes than asked for, by ``missing``, there are ``settings`` for the layout, and
-    ``told`` says so.
+    If it has ``missing`` nodes fewer than wanted, ``settings`` adapt the layout, and ``told`` says
+    so.
     """
 
     words: Sequence[str]
@@ -119,7 +119,7 @@ class LaunchCommand:
 
 
 class JobNodes:
-    """The nodes of one job and its launcher. ``left_out`` are those that are not used, and why."""
+    """The nodes of one job and its launcher. ``left_out``: nodes that are not used, and why."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class JobNodes:
         job, self._parallel = job or SlurmConfig(), parallel or ParallelConfig()
         self._launch, self.spares, self._least = list(launch), job.spare_nodes, job.min_nodes
         self._section = job.section
-        self._steps: set[str] = set()  # the names of those that the launcher makes
+        self._steps: set[str] = set()  # the names of the steps that the launcher creates
         self.left_out: dict[str, str] = {}
         self._num_unexplained = self._num_swapped = 0
         self._suspects: set[str] = set()  # nodes that are tried once more
@@ -140,7 +140,7 @@ class JobNodes:
         if self._slurm is not None:
             self._job_nodes = self._slurm.allocated_nodes()
             self._guard = RequeueGuard(self._slurm.id, environ)
-            # Others start steps in the same job, to look at a run or for another one.
+            # Other processes start steps in the same job, to look at this run or for another run.
             name = f"hpc_tune-{secrets.token_hex(3)}"
             self._launch, self._steps = launchers.add_step_name(self._launch, name)
         else:
@@ -178,16 +178,16 @@ class JobNodes:
         return max(1, len(self._job_nodes) - self.spares)
 
     def why_too_few(self) -> str | None:
-        """Return why the job cannot go on with the nodes that are left, if so."""
+        """Return why the job cannot continue with the nodes that are left; None if it can."""
         left, of = len(self._usable_nodes), len(self._job_nodes)
         if not self.can_choose_nodes or left >= self._least:
             return None
         return f"{left} of {of} nodes are left, fewer than {self._section}.min_nodes={self._least}"
 
     def command(self) -> LaunchCommand:
-        """Return the command of the next start, on as many nodes as it is to have.
+        """Return the command of the next start, on as many nodes as wanted if they are left.
 
-        On fewer, those nodes are used whose ranks a layout divides.
+        If fewer are left, it uses as many of them as have a layout that fits their ranks.
         """
         self._wait_for_steps()
         if self._slurm is not None:
@@ -219,18 +219,18 @@ class JobNodes:
         has_cause: bool = False,
         certain: Collection[str] = (),
     ) -> tuple[dict[str, str], bool]:
-        """After a failed start on ``used``, return which nodes are left out from now on, and why.
+        """After a failed start on ``used``, return the nodes to leave out from now on, and why.
 
-        Also whether nobody else is to blame: they are lost, by Slurm or by a probe, or were tried
-        once more. ``accused`` are those that the launcher or the report names; they are tried once
-        more before they are left out, but for those that are ``certain``. ``progressed``: whether
-        the start saved a newer checkpoint; ``has_cause``: whether the report says why it failed,
-        and that is no node, such as a full disk.
+        Also return whether nothing else is to blame: Slurm or a probe calls them lost, or they were
+        already tried once more. ``accused``: the nodes that the launcher or the report names; they
+        are tried once more before they are left out, except those in ``certain``. ``progressed``:
+        whether the start saved a newer checkpoint; ``has_cause``: whether the report gives a cause
+        that is not a node, such as a full disk.
         """
         if not self.can_choose_nodes:
             return {}, False
         lost = self._slurm.find_sick(self._usable_nodes) if self._slurm is not None else {}
-        if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, later
+        if len(lost) == len(self._usable_nodes):  # an administrator drains all of them, for later
             lost = {node: why for node, why in lost.items() if _DRAINED not in why}
         rest = [node for node in self._usable_nodes if node not in lost]
         lost |= find_silent_nodes(
@@ -261,14 +261,14 @@ class JobNodes:
         return found, bool(lost or twice)
 
     def end_steps(self) -> None:
-        """End what is left of the last start's steps, which would keep nodes and GPUs."""
+        """End the remaining steps of the last start, which would otherwise keep nodes and GPUs."""
         self._lost = {}
         if self._slurm is not None:
             own = self._slurm.steps(self._steps) - (self._before or set())
             self._slurm.end(own, _LOST_STEPS_GONE_S)
 
     def _wait_for_steps(self) -> None:
-        """Wait until the last start's steps are gone, but not for those of lost nodes."""
+        """Wait until the last start's steps are gone, but not for steps on lost nodes."""
         if self._slurm is None:
             return
         own = self._slurm.steps(self._steps)
@@ -283,7 +283,7 @@ class JobNodes:
         self._before = self._slurm.steps(self._steps)
 
     def _swap_in_spare(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
-        """Where nothing says which node is at fault: none at first, then one for a spare."""
+        """If nothing says which node is at fault, leave out none at first, then one for a spare."""
         self._num_unexplained = 1 if progressed else self._num_unexplained + 1
         if self._num_unexplained < 2 or len(self._usable_nodes) <= self._num_wanted:
             return {}
@@ -292,7 +292,7 @@ class JobNodes:
         return {node: "nothing says which node is at fault: a spare one is tried in its place"}
 
     def _find_counts(self) -> dict[str, int]:
-        """Return the ranks of each node, nothing if they are not known."""
+        """Return the number of ranks of each node, empty if not known."""
         if self._kind is None:
             return {}
         each = launchers.read_ranks_per_node(self._launch)
@@ -317,15 +317,15 @@ class JobNodes:
         return [*self._command_words({node: 1}, f"probe-{node}"), "-c", ""]
 
     def _find_node(self, host: str) -> str | None:
-        """Return the node of that host name, with or without a domain."""
+        """Return the node with this host name, with or without a domain."""
         by_host = {node.partition(".")[0]: node for node in self._job_nodes}
         return by_host.get(host.partition(".")[0])
 
 
-# -- Which nodes a launcher's own lines, or a failed run's report, call lost or sick.
+# -- Which nodes a launcher's output, or a failed run's report, calls lost or sick.
 #
-# srun: error: n2: tasks 4-7: Killed      the victim; what follows "Terminating" are bystanders
-# srun: error: Node failure on n2         the cause, and every other task is killed with it
+# srun: error: n2: tasks 4-7: Killed      the victim; nodes named after "Terminating" are bystanders
+# srun: error: Node failure on n2         the cause; every other task is killed because of it
 
 
 _CHUNK_BYTES = 1 << 16
@@ -336,7 +336,7 @@ _LOST_NODE = (
     re.compile(r"Remote daemon: \[[^\]]*\] on node (\S+)"),  # PRRTE, Open MPI 5
     re.compile(r"lost (?:connection|communication) .*? on (?:node|host):? (\S+)", re.I),
 )
-# Memory that ran out is nobody's node's fault, and has its own answer.
+# Running out of memory is no node's fault, and is handled elsewhere.
 _DIED_RANK = re.compile(
     r"srun: error: (\S+): tasks? [\d,-]+: "
     r"(Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Exited with exit code \d+)"
@@ -358,7 +358,7 @@ class LauncherLines:
         self._is_over = False
 
     def copy(self, stream: IO[bytes]) -> threading.Thread:
-        """Read what comes from ``stream`` and write it to stderr as it is; return the thread."""
+        """Read ``stream`` in a thread and copy it to stderr unchanged; return the thread."""
         thread = threading.Thread(target=self._copy, args=(stream,), daemon=True)
         thread.start()
         return thread
@@ -367,7 +367,7 @@ class LauncherLines:
         rest = b""
         with stream:
             while new := os.read(stream.fileno(), _CHUNK_BYTES):
-                with contextlib.suppress(OSError):  # whoever starts the ranks must not wait for it
+                with contextlib.suppress(OSError):  # the launcher must not block on a full pipe
                     os.write(2, new)
                 *lines, rest = (rest + new).split(b"\n")
                 for line in lines:
@@ -393,15 +393,15 @@ class LauncherLines:
     def find_suspects(self, has_report: bool) -> dict[str, str]:
         """Return the nodes that were lost or whose ranks died, and the line that says so.
 
-        A rank that exits with a code has a reason, which its own report gives: only without one
-        does its node count.
+        A rank that exits with a code has a reason, which its own report gives: its node counts only
+        without a report.
         """
         return self._lost or {**({} if has_report else self._exited), **self._died}
 
     def find_certain_suspects(self, has_report: bool) -> set[str]:
-        """Return those of the accused that another try would not help: lost nodes, and those whose
-        ranks have exited without a report, as where a program is not there. Not those where a rank
-        was killed, which may have been by chance.
+        """Return the accused nodes that another try would not help: lost nodes, and nodes whose
+        ranks have exited without a report, for example because a program is missing; not nodes
+        where a rank was killed, possibly by chance.
         """
         return {*self._lost, *(() if has_report else self._exited)}
 

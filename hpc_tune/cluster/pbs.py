@@ -1,10 +1,10 @@
 """PBS Pro and OpenPBS: the scheduler, and the batch script that ``submit`` gives it.
 
 pbs settings -> render (pure) -> submission.py -> qsub
-a script that submits itself again -> PBS: the next job, with what qsub was given for this one
+a script that submits itself again -> PBS: the next job, with the qsub options of this one
 
-A job learns its end from its script, which asks qstat. MOM runs a copy of the script that qsub has
-read, which the job may read: that is what qsub gets for the next job.
+A job learns its end from its script, which asks qstat. MOM runs a copy of the script that qsub
+read. The job may read this copy, and it is what qsub gets for the next job.
 Source: qsub(1B), pbs_job_attributes(7B) and resmom/start_exec.c of OpenPBS.
 """
 
@@ -19,10 +19,9 @@ from hpc_tune.cluster.protocol import Scheduler, read_output
 from hpc_tune.config.scheduler import PbsConfig
 from hpc_tune.log import log
 
-_SCRIPT_VARIABLE = "HPC_TUNE_JOB_SCRIPT"  # which the script itself sets
+_SCRIPT_VARIABLE = "HPC_TUNE_JOB_SCRIPT"  # set by the script itself
 _RESOURCES = ("walltime", "select", "place", "filesystems")
-# PBS tells a job its end only where it is asked; a server that does not answer is no reason to
-# fail.
+# PBS tells a job its end only if asked; a server that does not answer is no reason to fail.
 _END_LINES = """\
 walltime=$(qstat -f "$PBS_JOBID" | sed -n 's/^ *Resource_List.walltime = //p') || true
 IFS=: read -r hours minutes seconds <<<"${{walltime:-{walltime}}}"
@@ -30,15 +29,15 @@ export HPC_TUNE_JOB_END=$(($(date +%s) + 10#$hours * 3600 + 10#$minutes * 60 + 1
 
 
 def _requeue_command(job_id: str) -> list[str]:
-    """Return what submits the script of this job again, to wait for the end of this one.
+    """Return the command that submits this job's script again, to run after this job has ended.
 
-    PBS has no command by which a job of a user's own goes back into its queue.
+    PBS has no command with which users can put their own job back into its queue.
     """
     script = os.environ.get(_SCRIPT_VARIABLE)
-    if script is None:  # a script of the user's own, which says how by --requeue
+    if script is None:  # the user's own script, which says how with --requeue
         return []
     if shutil.which("qsub") is None or not Path(script).is_file():
-        what = f"{script} is no file" if shutil.which("qsub") else "qsub is not on PATH here"
+        what = f"{script} is not a file" if shutil.which("qsub") else "qsub is not on PATH here"
         log.warning("%s: the next job cannot be submitted when this one's time is over", what)
         return []
     return [
@@ -51,10 +50,10 @@ def _requeue_command(job_id: str) -> list[str]:
 
 
 def _qsub_options(shown: str) -> Iterator[str]:
-    """Yield what qsub was given for a job, as qstat shows it: of its own command line, too."""
+    """Yield the options that qsub was given for a job, from qstat: the command line's included."""
     shown = shown.replace("\n\t", "")  # long lines are wrapped
     told = dict(re.findall(r"^ *([\w.]+) = (\S.*)$", shown, re.MULTILINE))
-    # Where it was submitted: the queue that a routing queue has chosen may take no jobs.
+    # The queue of the submission: one that a routing queue has chosen may accept no jobs directly.
     options = {"-q": os.environ.get("PBS_O_QUEUE"), "-A": told.get("Account_Name")}
     for option, value in options.items():
         if value:
@@ -72,7 +71,7 @@ def render(
 ) -> str:
     """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
 
-    ``variables`` are set in it: a job of PBS inherits none of the shell's.
+    ``variables`` are set in it: a PBS job inherits none of the shell's variables.
 
     Raises:
         ConfigError: naming every setting that cannot be written into a script.
@@ -97,7 +96,7 @@ def _launch_command(settings: PbsConfig) -> str:
 
 
 def _directives(settings: PbsConfig, folder: Path) -> list[tuple[str, str, str]]:
-    """Return (field, option of qsub, value) of all that is set."""
+    """Return (field, option of qsub, value) of every field that is set."""
     number = settings.nodes + settings.spare_nodes
     chunk = _select_chunk(settings) if settings.chunk is None else settings.chunk
     output = None if settings.output is None else f"{folder / settings.output}/"

@@ -3,7 +3,7 @@
     environment -> Launcher.claim -> Claim, if this launcher has started the process
     environment -> Scheduler.job_id -> the id of the job, if this scheduler runs it
 
-Each sets the fields that apply to it; the defaults are for the others.
+Each implementation sets the fields that apply to it and keeps the defaults of the others.
 """
 
 import os
@@ -43,9 +43,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where ranks without MPI connect to rank 0; ``token`` is what only ranks of this job know.
+    """Where ranks without MPI connect to rank 0; ``token`` is known only to ranks of this job.
 
-    Without ``ports`` they follow from the token.
+    If ``ports`` is None, the ports are derived from the token.
     """
 
     addresses: Sequence[str]
@@ -66,11 +66,11 @@ class Launcher:
     """What starts the ranks, and the variables that it sets for them.
 
     ``claim`` is pure and returns ``None`` unless this launcher has started the process. The names
-    of its variables begin with one of ``prefixes``, those of its own processes with one of
+    of its variables begin with one of ``prefixes``, the names of its own processes with one of
     ``processes``.
 
     Ranks that use MPI: ``library_folder`` is the variable that names the folder of the MPI library.
-    ``cannot_start`` tells by a library's version string whether MPI_Init would end the rank.
+    ``cannot_start`` tells from a library's version string whether MPI_Init would end the rank.
     ``advice`` ends the error of ranks that have loaded another MPI.
 
     Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
@@ -90,10 +90,10 @@ class Launcher:
 
 @dataclass(frozen=True)
 class JobEnergy:
-    """What a scheduler has counted for the nodes of a job in one of the times that it ran.
+    """The energy that a scheduler has counted for a job's nodes, in one execution of the job.
 
-    ``joules`` is None where that is not known, and ``why``. ``of_steps``: it is a sum of steps, of
-    which several can have counted one node.
+    If it is not known, ``joules`` is None and ``why`` says why. ``of_steps``: it is a sum over
+    steps, several of which can have counted the same node.
     """
 
     job: str
@@ -107,15 +107,15 @@ class Scheduler:
     """What runs batch jobs, and the variables that it sets for them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
-    since the epoch) name variables. ``array_task`` reads the id of one task of a job array, where
-    that of ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each
-    node the job may use, with the names of the variables that say so; ``granted_cpus`` reads how
-    many CPUs of this node.
+    since the epoch) name variables. ``array_task`` reads the id of one task of a job array, since
+    ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each node
+    the job may use, with the names of the variables that say so; ``granted_cpus`` reads how many
+    CPUs of this node it may use.
 
-    The others take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler, which may
-    take many seconds. ``requeue_command`` returns what requeues the job, nothing if it cannot be.
-    ``ask_energy``, if it counts that, takes starts of a run: (job, seconds since 1970).
-    ``name``: in words.
+    The other functions take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler,
+    which may take many seconds. ``requeue_command`` returns the command that requeues the job,
+    empty if that is impossible. ``ask_energy``, if the scheduler counts energy, takes starts of a
+    run: (job, seconds since 1970). ``name`` is the scheduler's name in words.
     """
 
     job_id: str
@@ -155,7 +155,7 @@ def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **nam
     return Claim(launcher, libmpi, **values)
 
 
-# -- Ranks that have torch's own variables and nothing else, and one process alone.
+# -- Ranks that have torch's own variables and nothing else, and a single process.
 #
 # deepspeed's launcher, a Kubernetes PyTorchJob and a loop over ssh start such ranks.
 
@@ -166,7 +166,7 @@ _SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, nu
 
 
 def _claim_without_nodes(environ: Environ) -> Claim | None:
-    """Return a claim without nodes: each such launcher has other names for them, or none."""
+    """Return a claim without nodes: such launchers have different variables for them, or none."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
     claim = read_claim(environ, UNKNOWN, rank="RANK", size="WORLD_SIZE")
@@ -186,7 +186,7 @@ def _claim_without_nodes(environ: Environ) -> Claim | None:
 
 def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
     port = int(environ["MASTER_PORT"])
-    # Not the address: for rank 0 it is often localhost.
+    # The token leaves out the address, which is often localhost for rank 0.
     return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 
@@ -201,7 +201,7 @@ ANSWER_LIMIT_S = 15.0
 
 
 def read_output(*command: str, limit_s: float = ANSWER_LIMIT_S, **variables: str) -> str:
-    """Return what a program prints, nothing if it is not there or does not answer in ``limit_s``.
+    """Return what a program prints; empty if it is missing or does not answer within ``limit_s``.
 
     ``variables`` are set in its environment.
     """

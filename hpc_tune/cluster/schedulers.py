@@ -16,9 +16,9 @@ SCHEDULERS = (
     slurm.SLURM,
     pbs.PBS,
 )
-# For the script of a scheduler that does not tell when the job ends.
+# Set by the script of a scheduler that does not tell when the job ends.
 _END_VARIABLE = "HPC_TUNE_JOB_END"
-# For that of one that sends no signal before it: so many seconds before, the ranks are asked.
+# Set by the script of a scheduler that sends no signal: seconds before the end to ask the ranks.
 _LEAVE_VARIABLE = "HPC_TUNE_LEAVE_BEFORE"
 
 
@@ -43,8 +43,8 @@ def find_job(environ: Environ) -> BatchJob | None:
 def find_job_end(environ: Environ, ask: bool) -> float | None:
     """Return when the batch job ends, in seconds since the epoch; ``None`` if it has no limit.
 
-    An end that is past is another job's, whose environment a shell has kept: no job outlives its
-    end. ``ask``: ask the scheduler where the environment does not tell.
+    An end in the past belongs to an earlier job, whose environment a shell has kept: no job
+    outlives its end. ``ask``: ask the scheduler if the environment does not tell.
     """
     for name in (_END_VARIABLE, *(s.end for s in SCHEDULERS if s.end is not None)):
         text = environ.get(name, "")
@@ -62,7 +62,7 @@ def find_job_end(environ: Environ, ask: bool) -> float | None:
         log.warning(
             "the scheduler says that this job has ended %s ago: the clock of %s is ahead of the "
             "scheduler's by at least as much, so only its signal asks the run to stop. Compare "
-            "the clocks (date), and set this one right",
+            "the clocks (date), and correct this one",
             format_seconds(ago_s),
             socket.gethostname(),
         )
@@ -77,7 +77,10 @@ def leave_before_s(environ: Environ, default_s: float) -> float:
 
 
 def choose_section(of_slurm: SlurmConfig, of_pbs: PbsConfig, environ: Environ) -> JobConfig:
-    """Return the section of the job that this process runs in: ``slurm`` also outside of jobs."""
+    """Return the section for this process's job.
+
+    It is ``pbs`` if that is given and this is a PBS job or ``slurm`` is not given; else ``slurm``.
+    """
     job = find_job(environ)
     is_of_pbs = job is not None and job.scheduler is pbs.PBS
     return of_pbs if of_pbs.is_given and (is_of_pbs or not of_slurm.is_given) else of_slurm
@@ -90,7 +93,7 @@ def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:
 
 
 def granted_cpus(environ: Environ) -> int | None:
-    """Return the CPUs of this node that the job was granted; ``None`` if nobody says."""
+    """Return the CPUs of this node that the job was granted; ``None`` if no scheduler says."""
     counts = (scheduler.granted_cpus(environ) for scheduler in SCHEDULERS)
     return next((count for count in counts if count is not None), None)
 

@@ -33,29 +33,29 @@ from hpc_tune.cluster.protocol import (
 from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
 from hpc_tune.errors import WorldError
 
-# -- What Slurm has counted of the energy of a job's nodes (AcctGatherEnergyType), once it is over.
+# -- The energy of a job's nodes as counted by Slurm (AcctGatherEnergyType), once the job is over.
 #
-#     starts of a run in jobs -> sacct -> rows -> JobEnergy, of each time that a job ran
+#     starts of a run in jobs -> sacct -> rows -> JobEnergy, of each execution of a job
 #
-# Where a job has a step of its own for all of its nodes (extern, PrologFlags=Contain), Slurm takes
-# the job's energy from that, else it adds up all steps, of which several can count one node
-# (_internal_step_complete in src/slurmctld/step_mgr.c). Numbers of jobs begin again where a centre
-# sets up its accounting anew, and are others on another cluster: so a job counts only if it ran
-# when the run started.
+# If a job has a separate step for all of its nodes (extern, PrologFlags=Contain), Slurm takes the
+# job's energy from that step; else it adds up all steps, several of which can count the same node
+# (_internal_step_complete in src/slurmctld/step_mgr.c). Job numbers begin again when a center sets
+# up its accounting anew, and differ between clusters: so a job counts only if it ran when the run
+# started.
 
 
 _SACCT_LIMIT_S = 15.0
-_MAX_CLOCK_SKEW_S = 120.0  # of the clocks of a node and of Slurm's database
+_MAX_CLOCK_SKEW_S = 120.0  # between the clocks of a node and of Slurm's database
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
 _FIELDS = "JobID,Start,End,ConsumedEnergyRaw"
-# What Slurm has for no value, as 32 and 64 bits.
+# What Slurm writes for no value, in 32 and 64 bits.
 _NO_VALUES = (0, 0xFFFFFFFE, 0xFFFFFFFF)
 _MAX_J = 1e15
 
 
 @dataclass(frozen=True)
 class _SacctRow:
-    """A job, or one of its steps, in one of the times that it ran; ``end_s`` None: not over."""
+    """One execution of a job or of one of its steps; ``end_s`` is None if it is not over."""
 
     job: str
     step: str
@@ -68,7 +68,7 @@ class _SacctRow:
 
 
 def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
-    """Return what Slurm counted for these starts, of (job, seconds since 1970); asks sacct once."""
+    """Return the energy counted for these starts (job, seconds since 1970); ask sacct once."""
     jobs = list(dict.fromkeys(job for job, _ in starts if _JOB_ID.fullmatch(job)))
     if not jobs:
         return []
@@ -97,7 +97,7 @@ def ask_energy(starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
 
 
 def parse_energies(text: str, starts: Sequence[tuple[str, float]]) -> list[JobEnergy]:
-    """Return the energy of each time that a job ran, from sacct's rows (pure)."""
+    """Return the energy of each execution of a job, from sacct's rows (pure)."""
     rows = list(_parse_rows(text))
     found: dict[tuple[str, float | None], JobEnergy] = {}
     for job, at_s in starts:
@@ -139,14 +139,14 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# So long scontrol may take: all ranks wait while rank 0 asks for the end of the job.
+# How long scontrol may take: all ranks wait while rank 0 asks for the end of the job.
 _END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
 
 
 def is_srun_step(environ: Environ) -> bool:
     """Tell whether srun has started this process.
 
-    Every process of a batch script inherits SLURM_PROCID=0 too.
+    SLURM_PROCID alone does not tell: every process of a batch script inherits SLURM_PROCID=0 too.
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return (
@@ -197,7 +197,7 @@ def _claim_without_mpi(environ: Environ) -> Claim:
 
 
 def _expand_run_lengths(text: str) -> list[int]:
-    """Return the numbers of Slurm's list, such as ``"4(x2),3"``; none where it is no such list."""
+    """Return the numbers of Slurm's list, such as ``"4(x2),3"``; empty if it is not such a list."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part)
@@ -208,7 +208,7 @@ def _expand_run_lengths(text: str) -> list[int]:
 
 
 def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
-    """Return the first node of the step, and what only this start of this step knows."""
+    """Return the first node of the step, and a token that only this start of this step knows."""
     hosts = expand_nodelist(
         environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
@@ -260,7 +260,7 @@ SRUN = Launcher(
 
 
 def _memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:
-    """Yield what --mem and --mem-per-cpu granted, in megabytes; 0 means all of the node's."""
+    """Yield the bytes granted by --mem and --mem-per-cpu (in MB; 0 means all of the node's)."""
     per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{what}", "") for what in ("NODE", "CPU"))
     cpus = _granted_cpus(environ)
     if per_node.isdigit() and int(per_node):
@@ -275,14 +275,14 @@ def _granted_cpus(environ: Environ) -> int | None:
 
 
 def _array_task(environ: Environ) -> str | None:
-    """Return such as ``"700_3"``: one task of each array has the number of the array itself."""
+    """Return an id such as ``"700_3"``: one task of each array has the array's own job number."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     numbers = [environ.get(name, "") for name in names]
     return "_".join(numbers) if all(number.isdigit() for number in numbers) else None
 
 
 def _ask_end(job_id: str) -> float | None:
-    """A job without a limit has no end."""
+    """Return when the job ends; a job without a limit has no end."""
     if not _JOB_ID.fullmatch(job_id):
         return None
     end = _find_in_job(job_id, r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", _END_LIMIT_S)
@@ -292,7 +292,7 @@ def _ask_end(job_id: str) -> float | None:
 def _is_preempted(job_id: str) -> bool:
     """Ask whether the job is being preempted.
 
-    With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
+    With a grace time (GraceTime) Slurm sends SIGTERM to the ranks, as scancel can, and waits; a job
     that ends in that time counts as ended and is not requeued.
     """
     return _find_in_job(job_id, r"\bPreemptTime=(\d)", _PREEMPTED_LIMIT_S) is not None
@@ -300,7 +300,7 @@ def _is_preempted(job_id: str) -> bool:
 
 def _find_in_job(job_id: str, pattern: str, limit_s: float) -> str | None:
     """Return the group of ``pattern`` in what scontrol shows of a job, if it answers."""
-    # A user's own format of times would not be understood.
+    # A time format that the user has set would not be understood.
     command = ("scontrol", "show", "job", job_id)
     shown = read_output(*command, limit_s=limit_s, SLURM_TIME_FORMAT="standard")
     match = re.search(pattern, shown, re.MULTILINE)
@@ -347,7 +347,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
 
 
 def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
-    """Return (field, option of sbatch, value) of all that is set."""
+    """Return (field, option of sbatch, value) of every field that is set."""
     gpus = None if asks_for_gpus(settings.options) else settings.gpus_per_node or None
     options: list[tuple[str, str, object]] = [
         ("account", "--account", settings.account),
@@ -373,11 +373,11 @@ def _sbatch_options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
 # squeue -s         -> the steps that still hold nodes
 
 
-# With it a step shares what an old one, of which a lost node has not reported the end, still holds.
+# With it a step shares the resources of an old step whose end a lost node has not reported.
 OVERLAP_VARIABLES = {"SLURM_OVERLAP": "1"}
 GUARD_STEP = "hpc_tune-guard"  # the name of the step that RequeueGuard keeps
 _POLL_S = 0.5
-# What sinfo calls a node on which no rank can be started; a * after it: it does not answer.
+# The states in sinfo of nodes on which no rank can start; a * after it: the node does not answer.
 _SICK_STATE = re.compile(r"(down|drain|fail|error|unknown|no_respond|power|reboot)\w*|\w+\*")
 
 
@@ -386,7 +386,7 @@ class SlurmNodes:
 
     @classmethod
     def from_environ(cls, environ: Environ) -> "SlurmNodes | None":
-        """Return those of the job with these variables; ``None`` outside of one."""
+        """Return the nodes of the job with these variables; ``None`` outside of a job."""
         return cls(environ) if environ.get("SLURM_JOB_NODELIST") else None
 
     def __init__(self, environ: Environ) -> None:
@@ -399,19 +399,19 @@ class SlurmNodes:
 
     @property
     def id(self) -> str:
-        """The number of the job, for Slurm's programs: of an array that of its task."""
+        """The number of the job for Slurm's programs; in an array, the number of the task."""
         return self._id
 
     def allocated_nodes(self) -> dict[str, int | None]:
-        """Return the nodes that the job began with, and the ranks for each where they are known."""
+        """Return the nodes that the job began with, and the number of ranks of each if known."""
         if len(self._counts) != len(self._given):
             return dict.fromkeys(self._given)
         return dict(zip(self._given, self._counts, strict=True))
 
     def find_sick(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Return those of ``nodes`` that the job no longer has or that cannot be used, and why.
+        """Return the ``nodes`` that the job no longer has or that cannot be used, and why.
 
-        What Slurm does not answer counts as good news.
+        If Slurm does not answer, that counts as good news.
         """
         shown = _find_in_job(self._id, r"^ *NodeList=(\S+)", ANSWER_LIMIT_S)
         held = expand_nodelist(shown) if shown else list(nodes)
@@ -425,7 +425,7 @@ class SlurmNodes:
         return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
 
     def steps(self, names: Container[str] | None = None) -> set[str]:
-        """Return the steps of the job that srun has started, such as ``7.0``, of these names."""
+        """Return the job's steps started by srun, such as ``7.0``; only ``names`` if given."""
         listed = read_output("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
         words = [line.split(maxsplit=1) for line in listed]
         parts = [
@@ -458,10 +458,10 @@ def _why_sick(state: str) -> str:
 
 # -- Requeues a Slurm job whose first node is lost.
 #
-# With --no-kill Slurm only takes the node out of the job. If it has gone with all its processes,
-# the job then holds the other nodes until its time limit, without a batch script; if its daemon
-# lives, the job has failed. So a small step on another node looks, and asks for what Slurm does
-# otherwise.
+# With --no-kill Slurm only takes the node out of the job. If the node is gone with all processes,
+# the job then holds the other nodes until its time limit, without a batch script; if the node's
+# daemon is alive, the job has failed. So a small step on another node checks the job, and requeues
+# it as Slurm would without --no-kill.
 
 
 GUARD_CHECK_EVERY_S = 60
@@ -490,7 +490,7 @@ done
 
 
 class RequeueGuard:
-    """Keeps one such step alive."""
+    """Keeps one such step running."""
 
     def __init__(self, job_id: str, environ: Environ) -> None:
         """Take the job of ``environ``, in whose batch script this process runs."""
@@ -499,7 +499,7 @@ class RequeueGuard:
         self._node = ""
 
     def keep_running(self, nodes: Sequence[str]) -> None:
-        """Start the step on one of ``nodes`` unless it runs there."""
+        """Start the step on one of ``nodes`` unless it already runs there."""
         others = [node for node in nodes if node != self._first]
         runs = self._child is not None and self._child.poll() is None and self._node in others
         if runs or not others or self._first not in nodes:

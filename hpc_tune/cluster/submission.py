@@ -19,17 +19,17 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 
 _LIMIT_S = 60.0
-# What a job sets for its own processes, the GPUs that they see beside it; what a user sets for all.
+# What a job sets for its own processes, besides their visible GPUs; what a user sets for all jobs.
 _JOB_PREFIXES = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
 _USER_PREFIXES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "PMIX_MCA_")
-# Where hpc_tune looks for models by name: a job of PBS is told where the shell is.
-_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # which each job has
+# Where hpc_tune looks for models by name: a PBS job gets the shell's values.
+_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "PWD")  # each job has its own
 _HUB_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True)
 class _SubmitCommand:
-    """How a scheduler is given a script on its standard input, and how it shows a job."""
+    """A scheduler's command that reads a script from standard input, and one that shows a job."""
 
     words: Sequence[str]
     shows: str
@@ -47,13 +47,13 @@ def find_schedulers() -> list[str]:
 
 
 def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None) -> JobConfig:
-    """Return the section of the scheduler that is to have the job.
+    """Return the section of the scheduler that gets the job.
 
-    It is the one that is ``named``, else the one whose section is given, else the one that this
-    host has. Without any it is Slurm's, for a script that is only to be looked at.
+    It is the one that is ``named``, else the only one whose section is given, else the only one
+    that this host has. Without any it is Slurm's, for a script that is only looked at.
 
     Raises:
-        ConfigError: if both are as good.
+        ConfigError: if this does not decide between the two.
     """
     sections: dict[str, JobConfig] = {"slurm": of_slurm, "pbs": of_pbs}
     if named is not None:
@@ -69,7 +69,7 @@ def choose_scheduler(of_slurm: SlurmConfig, of_pbs: PbsConfig, named: str | None
     is_said = "has a slurm and a pbs section" if given else "has neither a slurm nor a pbs section"
     found = "sbatch and qsub" if here else "neither sbatch nor qsub"
     raise ConfigError(
-        f"this host has {found}, and the configuration {is_said}: say which is meant by "
+        f"this host has {found}, and the configuration {is_said}: choose one with "
         "--scheduler slurm or --scheduler pbs"
     )
 
@@ -91,7 +91,7 @@ def render_script(
 
 
 def job_variables(names: Sequence[str], environ: Environ) -> dict[str, str]:
-    """Return what a job lacks of this shell's variables: ``names``, and the hub cache's."""
+    """Return the variables of this shell that a job lacks: ``names``, and the hub cache's."""
     names = [name for name in (*names, *_HUB_VARIABLES) if name not in _LOGIN_VARIABLES]
     return {name: environ[name] for name in names if environ.get(name)}
 
@@ -100,7 +100,7 @@ def submit_job(script: str, settings: JobConfig, folder: Path, environ: Environ)
     """Submit ``script``, which runs in ``folder``; return the job's id.
 
     Raises:
-        HpcTuneError: if the scheduler is missing or refuses, or the job's output has no place.
+        HpcTuneError: if the scheduler is missing or refuses, or the output's folder cannot be made.
     """
     for warning in _missing_files(settings):
         log.warning(warning)
@@ -145,7 +145,7 @@ def _require_pbs(command: str) -> None:
     """Refuse the qsub of another scheduler: Torque's, Grid Engine's, or the one that Slurm has.
 
     Raises:
-        ConfigError: unless it is that of PBS Pro or OpenPBS.
+        ConfigError: unless it belongs to PBS Pro or OpenPBS.
     """
     done = _run_command((command, "--version"), "", None)
     said = f"{done.stdout}\n{done.stderr}"
@@ -153,9 +153,9 @@ def _require_pbs(command: str) -> None:
         return
     first = next((line.strip() for line in said.splitlines() if line.strip()), "nothing")
     raise ConfigError(
-        f"this qsub is not that of PBS Pro or OpenPBS, whose --version says pbs_version: it says "
-        f"{first!r}. Torque and Grid Engine are not supported (their directives differ); take the "
-        "script of --dry-run as a draft. Slurm's own qsub: --scheduler slurm"
+        f"this qsub does not belong to PBS Pro or OpenPBS, whose --version says pbs_version: it "
+        f"says {first!r}. Torque and Grid Engine are not supported (their directives differ); use "
+        "the script of --dry-run as a draft. For Slurm's own qsub, use --scheduler slurm"
     )
 
 
@@ -177,8 +177,8 @@ def _make_output_folder(settings: JobConfig, folder: Path) -> None:
     name = Path(output) if settings.section == "pbs" else Path(output).parent
     if "%" in str(name):
         log.warning(
-            "slurm.output=%s: Slurm makes no folders, and the job ends at once without a word "
-            "where there is none; use %% in the file's name alone",
+            "slurm.output=%s: Slurm makes no folders, and without the folder the job ends at once "
+            "and says nothing; use %% only in the file's name",
             output,
         )
         return
@@ -193,10 +193,10 @@ def _make_output_folder(settings: JobConfig, folder: Path) -> None:
 
 
 def _inherited_variables(environ: Environ) -> dict[str, str]:
-    """Return the variables for a new job: without those of the job that this shell is in.
+    """Return the variables for a new job, without the variables of the job that this shell is in.
 
-    sbatch would hand them on, and srun in the new job takes them for options, which then
-    contradict the new job's own. qsub hands on none.
+    sbatch would pass them on, and srun in the new job would take them for options, which then
+    contradict the new job's own. qsub passes on none.
     """
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)

@@ -1,4 +1,4 @@
-"""Why a rank has no GPU where the job was granted some, or the node has some.
+"""Explain why a rank has no GPU although the job was granted some, or the node has some.
 
 variables of the scheduler, what the kernel shows, how torch was built -> a sentence, or nothing
 """
@@ -17,23 +17,23 @@ from hpc_tune.files import raise_if_out_of_files
 
 GpuVendor = Literal["NVIDIA", "AMD", "Intel"]
 
-# Which GPUs a process is shown: of CUDA, of HIP twice, of ROCm's runtime below it, of Level Zero.
+# Which GPUs a process sees: for CUDA, HIP (two), ROCm's runtime below HIP, and Level Zero.
 VISIBILITY_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
 _COUNT, _LIST = "SLURM_GPUS_ON_NODE", "PBS_GPUFILE"  # a number of GPUs; a file with their names
 _GRANT_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _COUNT, _LIST)
-# What Slurm, or a user, writes for no GPU at all.
+# What Slurm, or a user, sets for no GPU at all.
 _NO_GPU_VALUES = ("", "-1", "nodevfiles", "none", "void")
-# The oldest driver that starts programs of a major version of CUDA (CUDA Compatibility, table 1).
+# The oldest driver that runs programs of each major version of CUDA (CUDA Compatibility, table 1).
 _OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 _REMEDY = "use the torch of your centre (its module or container)"
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What a torch is built for: versions of CUDA and ROCm, empty where it is not."""
+    """What torch is built for: the versions of CUDA and ROCm, empty if not built for it."""
 
     version: str
     cuda: str = ""
@@ -41,7 +41,7 @@ class TorchBuild:
 
     @classmethod
     def of_imported_torch(cls) -> "TorchBuild":
-        """Return that of the torch that is imported."""
+        """Return the build of the imported torch."""
         import torch
 
         return cls(torch.__version__, torch.version.cuda or "", torch.version.hip or "")
@@ -56,7 +56,7 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class UnusedGpus:
-    """Why no GPU of a node is used: refused where the job was granted some, else said."""
+    """Why no GPU of a node is used: an error if the job was granted some, else a warning."""
 
     text: str
     is_refused: bool
@@ -69,10 +69,10 @@ def find_unused_gpus(
     why: Callable[[], str] = lambda: "",
     root: Path = Path("/"),
 ) -> UnusedGpus | None:
-    """Return what is not used, where torch finds no GPU; None where there is none to be used.
+    """Return which GPUs are not used, if torch finds none; None if there is none to be used.
 
-    ``why`` returns what torch says of it, if anything. ``root``: where the kernel shows its
-    devices. Intel's GPUs are refused in any job: their sites grant whole nodes.
+    ``why`` returns torch's own reason, if any. ``root``: where the kernel's /dev, /proc and /sys
+    are. Intel's GPUs lead to an error in any job: their sites grant whole nodes.
     """
     granted, present, hidden = (
         find_granted_gpus(environ),
@@ -123,7 +123,7 @@ def find_granted_gpus(environ: Environ) -> str:
 
 
 def count_present_gpus(root: Path = Path("/")) -> dict[GpuVendor, int]:
-    """Return how many GPUs of each maker the kernel's drivers show; of Intel's those of nodes."""
+    """Return how many GPUs of each maker the kernel's drivers show; of Intel's only server GPUs."""
     amd = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     intel = (root / "sys/class/drm").glob("card[0-9]*/device")
     found: dict[GpuVendor, int] = {
@@ -165,7 +165,7 @@ def _why_unused(
         return (
             f"{build.description}, and the GPUs here are {others}'s; {_REMEDY}, or install another"
         )
-    if maker == "NVIDIA":  # where the others' variables have no effect
+    if maker == "NVIDIA":  # on which the variables of other makers have no effect
         hidden = [said for said in hidden if said.startswith("CUDA_")]
     if hidden:
         return (

@@ -1,4 +1,4 @@
-"""A GPU's memory as the driver and the allocator count it, without synchronising the device."""
+"""A GPU's memory as the driver and the allocator count it, without synchronizing the device."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,11 +37,11 @@ class DeviceMemory(Protocol):
         """Return the peak since the last call, and begin the next interval."""
 
     def utilization(self) -> float | None:
-        """Return the share of the last sampling period in which it was busy, 0 to 1, if known."""
+        """Return the busy share of the last sampling period, 0 to 1, if known."""
 
 
 class GpuMemory:
-    """A GPU of torch.cuda, of NVIDIA or AMD."""
+    """A GPU of torch.cuda, from NVIDIA or AMD."""
 
     def __init__(self, device: torch.device) -> None:
         """Ask about ``device``."""
@@ -68,7 +68,7 @@ class GpuMemory:
     def utilization(self) -> float | None:
         """See ``DeviceMemory``; None for good once the driver's management library refuses.
 
-        MIG instances, vGPUs and some sites do.
+        It does for MIG instances, for vGPUs, and at some sites.
         """
         if not self._tells_utilization:
             return None
@@ -81,7 +81,7 @@ class GpuMemory:
 
 
 def find_device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of a GPU; None for a CPU, which computes in the host's."""
+    """Return the memory of a GPU; None for a CPU, which uses host memory."""
     return GpuMemory(device) if device.type == "cuda" else None
 
 
@@ -103,11 +103,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether it was on a device that an allocation failed, by the allocator or a library."""
+    """Whether an allocation failed on a device, in the allocator or in a library."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _DEVICE_SIGNS)
 
 
 def describe_failed_allocation(error: BaseException) -> str:
-    """Return which allocation failed: of torch's long line the first two sentences."""
+    """Return which allocation failed: the first two sentences of torch's long line."""
     return ". ".join(first_line(error).rstrip(".").split(". ")[:2])

@@ -1,11 +1,10 @@
 """Host memory as the kernel counts it against this job.
 
-The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
-leaf says max and the limit is on an ancestor), else the scheduler's, else the machine's RAM without
-that of its GPUs. What
-counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's own for
-the job where that is accounted separately; page cache is reclaimed before anything is killed and
-does not count.
+The limit is the tightest of: the limits from the process's own cgroup up to the root (in Slurm the
+leaf says max and the limit is on an ancestor), the scheduler's limits, and the machine's RAM
+without the memory of its GPUs. Anonymous, shared (tmpfs too) and unevictable memory count against
+it, and so does the kernel's own memory for the job if it is accounted separately. Page cache does
+not count: it is reclaimed before anything is killed.
 """
 
 import contextlib
@@ -26,17 +25,17 @@ from hpc_tune.files import raise_if_out_of_files
 from hpc_tune.memory.policy import free_bytes_below
 from hpc_tune.world.affinity import SYS, read_node_cpus
 
-# -- Memory of GPUs that the kernel counts as the machine's: of GH200 and GB200, NUMA nodes of it.
+# -- GPU memory that the kernel counts as the machine's: on GH200 and GB200 it is a NUMA node.
 #
-# Such a node has no CPUs. MemTotal has its 96 or 144 GB, and CUDA gives them to whoever asks for
-# memory of the GPU, so it is not the host's.
+# Such a node has no CPUs. MemTotal includes its 96 or 144 GB, but CUDA gives them to whoever asks
+# for GPU memory, so they are not host memory.
 
 
 _LINE = re.compile(r"^Node \d+ (MemTotal|MemFree):\s+(\d+) kB", re.MULTILINE)
 
 
 def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Path]:
-    """Return where the kernel tells of memory of GPUs; none without NVIDIA's driver."""
+    """Return the meminfo files of NUMA nodes that are GPU memory; none without NVIDIA's driver."""
     if not (proc / "driver" / "nvidia").is_dir():
         return []
     nodes = folder.glob("devices/system/node/node[0-9]*")
@@ -49,7 +48,7 @@ def find_gpu_meminfo(proc: Path = Path("/proc"), folder: Path = SYS) -> list[Pat
 
 
 def read_total_and_free(files: list[Path]) -> tuple[int, int]:
-    """Return the bytes that these nodes have, and those of them that nobody uses."""
+    """Return the total and the free bytes of these NUMA nodes."""
     sums = {"MemTotal": 0, "MemFree": 0}
     for file in files:
         for name, kib in _LINE.findall(file.read_text(encoding="ascii", errors="replace")):
@@ -67,14 +66,14 @@ _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 _LATE_BYTES, _MOVED_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
 _SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
-_KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
+_KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # only in v1, whose sums leave it out
 CONFIGURED_SOURCE, MACHINE_SOURCE = "memory.host_limit", "the machine's RAM"
 
 
 @dataclass(frozen=True)
 class _CgroupVersion:
-    """A cgroup version: fields of memory.stat that count against the limit, those that are only
-    charged, and the files of the charge and of the limit.
+    """A cgroup version: fields of memory.stat that count against the limit, fields that are only
+    charged, and the files with the charge and the limit.
     """
 
     counted: tuple[str, ...]
@@ -83,9 +82,9 @@ class _CgroupVersion:
     limit_file: str
 
 
-# Memory that only swap could free is on these lists of the kernel, shmem and mlocked files too.
+# The kernel's lists of memory that only swap could free, including shmem and mlocked files.
 _V1 = _CgroupVersion(
-    ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # with the groups below
+    ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # groups below included
     ("total_inactive_file", "total_active_file"),
     "memory.usage_in_bytes",
     "memory.limit_in_bytes",
@@ -104,8 +103,8 @@ _V2 = _CgroupVersion(
 class HostLimit:
     """The bytes that this node grants the job, their source, and the cgroup that counts usage.
 
-    Without a cgroup the machine's RAM is shared by all that runs on it, any other limit is for the
-    job's ranks alone.
+    Without a cgroup, the machine's RAM is shared by everything that runs on it; any other limit is
+    for the job's ranks alone.
     """
 
     num_bytes: int
@@ -122,9 +121,10 @@ def find_limit(
 ) -> HostLimit:
     """Return the tightest limit on host memory of this process.
 
-    ``devices`` is where the kernel shows NUMA nodes, of which some are memory of GPUs.
+    ``devices`` is the kernel's tree of devices, with NUMA nodes that may be GPU memory.
 
-    Of equal ones the outermost: a Slurm job has the limit of its steps, and more processes.
+    Of equal limits the outermost is used: a Slurm job has the limit of its steps, but more
+    processes.
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
@@ -142,10 +142,10 @@ class HostUsage:
     The kernel's files stay open and only the few lines that count are parsed: a thread that wakes
     up on a cold processor pays for everything it touches.
 
-    The kernel sums up a group's memory.stat when it is read, but includes groups below only every
-    two seconds; the charge of a group is exact at any time. Reading the groups below makes the next
-    sum come earlier. That is done when the charge has moved away from the sum by more than the
-    ranks' own usage, and periodically, less often the more ranks of the node do it.
+    The kernel sums up a group's memory.stat when it is read, but includes the groups below only
+    every two seconds; the charge of a group is always exact. Reading the groups below makes the
+    next sum come earlier. This is done when the charge has moved away from the sum by more than the
+    ranks' own usage, and periodically, less often the more ranks the node has.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class HostUsage:
         pids: Sequence[int] = (),
         devices: Path = SYS,
     ) -> None:
-        """Open the files of ``limit``, or of the machine where it has no cgroup.
+        """Open the files of ``limit``, or of the machine if it has no cgroup.
 
-        ``pids`` are the job's ranks on this node, this process where there are none; those in
-        other groups do not count.
+        ``pids`` are the job's ranks on this node, this process if empty; ranks in other cgroups do
+        not count.
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source != MACHINE_SOURCE
@@ -212,8 +212,8 @@ class HostUsage:
         counted = max(ranks, stat + max(0, growth))
         if self._charged is None:
             return counted
-        # Sums can be late in both directions, and memory that ranks allocate and free ten times per
-        # second be in them twice: the charge without page cache is an upper bound.
+        # Sums can lag in both directions, and can count memory twice that ranks allocate and free
+        # ten times per second: the charge without page cache is an upper bound.
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
         most = charged - kernel - _sum_fields(self._others, text)
@@ -223,9 +223,9 @@ class HostUsage:
         return max(ranks, min(counted, most))
 
     def _refresh_late_sum(self, group: Path, others: int, gap: int) -> None:
-        """Make the kernel sum up ``group`` where its sum is late, by ``gap`` bytes.
+        """Make the kernel sum up ``group`` if its sum lags; ``gap`` is by how many bytes.
 
-        ``others`` are the bytes that are charged to the group and not the ranks'.
+        ``others`` are the bytes charged to the group that are not the ranks'.
         """
         has_moved = abs(others - self._last_others) > _MOVED_BYTES
         self._last_others = others
@@ -260,12 +260,12 @@ def used_bytes(
 
 
 def spare_bytes(limit: HostLimit) -> int:
-    """Return how many bytes work beside a run may take now: until the governor would act."""
+    """Return how many bytes other work may take now, beside a run, before the governor acts."""
     return free_bytes_below(used_bytes(limit), limit.num_bytes)
 
 
 def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
-    """Return the bytes that are in swap, of all processes under ``limit``."""
+    """Return the bytes in swap of all processes under ``limit``."""
     if limit.cgroup is None:
         info = _read_meminfo(proc)
         return info.get("SwapTotal", 0) - info.get("SwapFree", 0)
@@ -279,7 +279,7 @@ def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
 def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
     """Return the share of the last ten seconds in which some task waited for memory (PSI), 0 to 1.
 
-    The group's own where the kernel has it, else the machine's; None without PSI.
+    It is the cgroup's own share if the kernel has it, else the machine's; None without PSI.
     """
     group = [] if limit.cgroup is None else _read_lines(limit.cgroup / "memory.pressure")
     for line in group or _read_lines(proc / "pressure" / "memory"):
@@ -300,7 +300,7 @@ def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
 
 
 def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
-    """Return how many processes the kernel has killed for memory, under ``limit`` or at all."""
+    """Return how many processes the kernel killed for memory, in the cgroup or on the machine."""
     if limit.cgroup is None:
         return _read_fields(proc / "vmstat").get("oom_kill", 0)
     if (kills := _read_fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
@@ -318,9 +318,9 @@ def trim_heap() -> None:
 
 
 def keep_freed_blocks() -> None:
-    """Make glibc keep freed blocks of up to MAX_KEPT_BYTES, as a step asks for them again.
+    """Make glibc keep freed blocks of up to MAX_KEPT_BYTES, since a step asks for them again.
 
-    Its thresholds adapt up to the same size, but it returns the end of the heap on the way: 20,000
+    Its thresholds adapt up to the same size, but on the way it returns the end of the heap: 20,000
     to 100,000 page faults in a step of a 135M model. ``trim_heap`` returns what is kept.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -332,17 +332,17 @@ def keep_freed_blocks() -> None:
 def return_freed_blocks() -> None:
     """Make glibc return freed blocks of RETURNED_BYTES and more to the kernel immediately.
 
-    Its threshold adapts up to MAX_KEPT_BYTES, and weights that are gathered and freed block by
-    block would leave a heap as large as the model.
+    Its threshold would adapt up to MAX_KEPT_BYTES, and weights that are gathered and freed block by
+    block would then leave a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
-    """Return the anonymous and shared bytes (RssAnon + RssShmem) of this process, or of another.
+    """Return the anonymous and shared bytes (RssAnon + RssShmem) of this process, or of ``pid``.
 
-    0 for one that has ended. psutil has no such sum: its figures include mapped files.
+    0 if the process has ended. psutil has no such sum: its figures include mapped files.
     """
     status = _read_fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
     return (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024
@@ -360,7 +360,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
             continue
         for root in roots:
             group = root / os.path.normpath("/" + path).lstrip("/")  # it can begin with /../
-            # Inside a container the path can name the host's tree: then its root is ours.
+            # In a container the path can be the host's: then the root of our tree is our group.
             for folder in (group, *group.parents):
                 if not folder.is_relative_to(root):
                     break
@@ -370,7 +370,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
 
 
 def _refresh_sums_below(group: Path) -> None:
-    """Make the kernel sum up the groups below, the innermost first: sums wait for those below."""
+    """Make the kernel sum up the groups below, innermost first: a sum needs the sums below it."""
     for _, folder in zip(range(_MAX_GROUPS), _folders_below(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
@@ -393,7 +393,7 @@ def _member_pids(group: Path | None) -> set[int]:
 
 @contextlib.contextmanager
 def _skip_missing_file() -> Iterator[None]:
-    """Do without a file that cannot be opened, unless no file can."""
+    """Skip a file that cannot be opened; raise if this process may open no more files."""
     try:
         yield
     except OSError as error:
@@ -430,13 +430,13 @@ def _read_fields(file: Path, separator: str | None = None) -> dict[str, int]:
 
 def _read_lines(file: Path) -> list[str]:
     try:
-        return os.fsdecode(file.read_bytes()).splitlines()  # paths of mounts are of any bytes
+        return os.fsdecode(file.read_bytes()).splitlines()  # mount paths may have any bytes
     except OSError as error:
         raise_if_out_of_files(error)  # without its cgroup's limit a job would be killed
         return []
 
 
-# -- What the processes of a run take of host memory before any value of a model: the one table.
+# -- Host memory that a run's processes take before any model values: the only table of it.
 #
 # Bytes are the anonymous and shared ones of one process, as ``own_bytes`` counts them.
 # Measured on x86-64 with torch 2.13, transformers 5.23 and Python 3.11, unless a comment says
@@ -448,24 +448,24 @@ MIB = 1 << 20
 # A rank that has imported torch, transformers and peft and connected gloo, without a model. It has
 # prepared the data and tried the architecture too; the median of 6 shapes.
 RANK_BYTES = 284 * MIB
-# What comes to it. With a model: Python's objects for the modules and parameters, adapters included
-# (Llama shapes), once and for each decoder block. With ZeRO: DeepSpeed.
+# Added to it with a model: Python's objects for modules and parameters, adapters included (Llama
+# shapes), once and for each decoder block. Added with ZeRO: DeepSpeed.
 MODEL_OBJECTS_BYTES, BLOCK_OBJECTS_BYTES = 20 * MIB, 900 * 1024
 DEEPSPEED_BYTES = 45 * MIB
-# With the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the sizes
-# that rows of short documents have. Fitted to 3 shapes. And what of it stays when the heap is
-# trimmed, before an evaluation and a save that training waits for: 2 to 14 MiB in 4 runs.
+# Added by the first step on CPUs: the libraries' own buffers, Python's objects, and blocks of the
+# sizes that rows of short documents have. Fitted to 3 shapes. Then the part that stays when the
+# heap is trimmed before an evaluation or a save that training waits for: 2 to 14 MiB in 4 runs.
 FIRST_STEP_BYTES, TRIMMED_STEP_BYTES = 32 * MIB, 12 * MIB
-# With a GPU. Not measured, on the safe side.
+# Added with a GPU. Not measured; on the safe side.
 GPU_RANK_BYTES = 1478 * MIB
-# Less than this on a node for each of its ranks is worth a warning: their libraries, and a small
-# model. Not measured.
+# A node with less than this for each of its ranks is worth a warning: a rank's libraries and a
+# small model. Not measured.
 MIN_RANK_BYTES = 1024 * MIB
 
-# A process that merges, before it knows the model; and what comes to it with transformers, and its
-# model without values: 113 to 140 MiB.
+# A process that merges, before it knows the model; and what transformers and its model without
+# values add to it: 113 to 140 MiB.
 MERGE_BYTES, STOCK_MODEL_BYTES = 153 * MIB, 130 * MIB
-# What other processes of hpc_tune take in all, with some to spare: a plan, and a report without its
+# What other processes of hpc_tune take in total, with some margin: a plan, and a report without the
 # run's metrics.
 PLAN_BYTES, REPORT_BYTES = 600 * MIB, 250 * MIB
 # A worker of torch.compile: a Python with torch, and one run of the C++ or Triton compiler. Not
@@ -503,18 +503,18 @@ class PrivateMemoryLimit:
 
 # -- Garbage collection in step with all ranks.
 #
-# Python collects when a process has made enough objects: each rank at another time, while the
-# others wait for it in their next collective. Here all ranks do at the boundary at which one of
-# them has made many.
+# Python collects when a process has made enough objects: each rank at a different time, while the
+# others wait for it in their next collective. Here all ranks collect at the step boundary at which
+# one of them has made many.
 
 
-_MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
-_FORCED_OBJECTS = 10 * _MAX_OBJECTS  # a rank alone collects them, within a step or an evaluation
+_MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred per pass of a block
+_FORCED_OBJECTS = 10 * _MAX_OBJECTS  # then a rank collects alone, within a step or an evaluation
 
 
 @contextmanager
 def defer_collection() -> Iterator[None]:
-    """Leave garbage in a block to those who ask ``is_collection_due``."""
+    """Leave garbage collection during the block to callers that ask ``is_collection_due``."""
     gc.collect()
     before = gc.get_threshold()
     gc.set_threshold(_FORCED_OBJECTS)

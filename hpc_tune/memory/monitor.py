@@ -1,4 +1,4 @@
-"""Samples host and device memory in a thread: no collectives, no synchronising of the device.
+"""Samples host and device memory in a thread, without collectives or device synchronization.
 
     every 0.1 s   host bytes -> peak of the interval; if the limit is about to be reached -> leave
     every step    ``level`` of host and device, which the ranks agree on and act upon (policy.py)
@@ -55,10 +55,10 @@ class MemorySample:
     """The peaks of an interval.
 
     Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any.
-    ``ranks_bytes`` is the current usage of this job's ranks on the node, ``own_bytes`` of this
-    rank; the rest is the launcher's, tmpfs and other tenants'. ``swap_bytes`` and ``shm_bytes`` are
-    the node's, ``stalled`` the share of the last ten seconds in which a task waited for memory,
-    where the kernel has it.
+    ``ranks_bytes`` is the current usage of this job's ranks on the node, ``own_bytes`` that of this
+    rank; the rest belongs to the launcher, tmpfs and other tenants. ``swap_bytes`` and
+    ``shm_bytes`` are the node's. ``stalled`` is the share of the last ten seconds in which a task
+    waited for memory, if the kernel has it.
     """
 
     host_bytes: int
@@ -73,7 +73,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Why a run cannot continue: the bytes that it needs and has of a memory, the phase, the rank
+    """Why a run cannot continue: the bytes of a memory that it needs and has, the phase, the rank
     and the host; ``words`` is the message.
     """
 
@@ -90,7 +90,7 @@ class HeartbeatWriter(Protocol):
     """Writes a file that shows what a run did when it was killed; see ``rundir/outcome.py``."""
 
     def beat(self, phase: str, used: int) -> None:
-        """Write what the run does and how many bytes the node uses."""
+        """Write what the run is doing and how many bytes the node uses."""
 
     def close(self) -> None:
         """Remove it: the run has not been killed."""
@@ -112,7 +112,7 @@ class Monitor:
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
-        ``device`` is None where the rank computes in host memory. ``pids`` are the ranks that share
+        ``device`` is None if the rank computes in host memory. ``pids`` are the ranks that share
         this node's memory. ``heartbeat`` is written every few seconds.
         """
         self.limit: HostLimit = find_limit(host_limit)
@@ -144,7 +144,7 @@ class Monitor:
     def limit_private_memory(self) -> None:
         """From now on make allocations fail that would exceed the limit.
 
-        Not while loading: files are mapped over memory that is allocated and never touched.
+        Not for use while loading: files are mapped over memory that is allocated but never touched.
         """
         if self.mode == "on":
             self._private_limit = PrivateMemoryLimit()
@@ -152,7 +152,7 @@ class Monitor:
     def enter(self, phase: Phase, activity: str, tell: bool = False) -> None:
         """Begin a phase of the memory plan, or a part of it; ``activity`` is for messages.
 
-        ``tell`` writes it into the heartbeat immediately, and not within a few seconds.
+        ``tell`` writes it into the heartbeat immediately instead of within a few seconds.
         """
         self._phase, self._activity = phase, activity
         if tell:
@@ -206,9 +206,9 @@ class Monitor:
         return Level[self._faults.level(self._host_level.name)], self._device_level
 
     def expect_usage(self, num_bytes: int) -> None:
-        """Let usage grow to the ``num_bytes`` that are predicted for a step without leaving.
+        """Let usage grow to the ``num_bytes`` predicted for a step without ending the run.
 
-        The prediction may be off by a tenth. From level TIGHT on it does not count.
+        The prediction may be off by a tenth. It is ignored from level TIGHT on.
         """
         calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
         self._expected_peak = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
@@ -218,7 +218,7 @@ class Monitor:
         self._peaks.clear()
 
     def can_allocate(self, num_bytes: int, why: str) -> bool:
-        """Whether host memory may be allocated now; else the caller works piece by piece."""
+        """Whether host memory may be allocated now; if not, the caller works piece by piece."""
         if self.mode != "on":
             return True
         return num_bytes <= free_bytes_below(self.used_bytes(), self.limit.num_bytes) // len(
@@ -235,7 +235,7 @@ class Monitor:
         used, limit = self.used_bytes(), self.limit.num_bytes
         if used + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
             need = self.describe_shortage(used)
-            message = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
+            message = f"{need.words}; {format_bytes(num_bytes)} more on each rank would not fit"
             self._leave(replace(need, words=message))
 
     def describe_shortage(self, used: int) -> MemoryShortage:
@@ -251,7 +251,7 @@ class Monitor:
         return MemoryShortage(used, had, self._activity, self._rank, self._host, message)
 
     def device_shortage(self, sample: DeviceSample) -> MemoryShortage:
-        """Return the same of this rank's device."""
+        """Return how much of its device's memory this rank needs and has."""
         used, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
         message = (
             f"device memory of rank {self._rank} on {self._host}: {format_bytes(used)} "
@@ -264,7 +264,7 @@ class Monitor:
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the device was busy, 0 to 1.
 
-        None without one, or where it does not say.
+        None without a device, or if it does not say.
         """
         if self.mode == "off" or self.device is None:
             return None

@@ -3,13 +3,13 @@
     peaks of the last steps, limit -> level (hysteresis, forecast) -> decide_action -> an action
 
 The ladder's actions are taken in order, from those that cost nothing to leaving with a checkpoint.
-Cheap ones begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for a
-step, whose peak shows what it saved. After many calm steps the last action is undone, and the next
-one after twice as many, so that a run does not oscillate between two states. A step that runs out
-of a device's memory is answered at once, by the next action that frees some (``relieve_device``).
+Cheap actions begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for
+one step, whose peak shows what it saved. After many calm steps the last action is undone, and the
+next one after twice as many, so that a run does not oscillate between two states. If a step runs
+out of device memory, the next action that frees some is taken at once (``relieve_device``).
 
-Between step boundaries only ``must_stop_run`` decides: would the limit be reached before this
-process could act.
+Between step boundaries only ``must_stop_run`` decides, by whether the limit would be reached before
+this process could act.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from typing import Literal
 
 
 class Phase(StrEnum):
-    """The phases in which a run's memory is planned and measured; files and messages have these."""
+    """The phases in which a run's memory is planned and measured; files and messages use them."""
 
     START = "start"
     DATA = "data"
@@ -51,7 +51,7 @@ class Level(IntEnum):
 
     @property
     def description(self) -> str:
-        """What memory is, in a sentence."""
+        """The level in words, for messages such as "memory is tight"."""
         return "about to run out" if self == Level.WILL_EXCEED else self.name.lower()
 
 
@@ -72,7 +72,7 @@ class Action(Enum):
     frees: Literal["any", "host", "device"]
 
     def __new__(cls, name: str, level: Level, frees: Literal["any", "host", "device"]) -> "Action":
-        """Make the name alone the value."""
+        """Make the name alone the enum's value."""
         action = object.__new__(cls)
         action._value_, action.level, action.frees = name, level, frees
         return action
@@ -80,10 +80,10 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class ActionHandle:
-    """How an action is done between two steps, by every rank alike.
+    """How an action is applied between two steps, in the same way on every rank.
 
-    ``set_level(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds
-    then. More than ``most`` times would free nothing more.
+    ``set_level(times)`` makes it apply that many times in total, 0 undoes it; it returns in words
+    what applies then. More than ``most`` times would free nothing more.
     """
 
     set_level: Callable[[int], str]
@@ -92,11 +92,11 @@ class ActionHandle:
 
 @dataclass(frozen=True)
 class FillLimits:
-    """How full a memory may get, as shares of its limit: the one table of them.
+    """How full a memory may get, as shares of its limit: the only table of these shares.
 
-    ``filled``: so far plans advise to fill it, and the search for a micro-batch size does. A plan
-    that needs more than ``fits`` is refused. ``begins_at``: where the governor's levels begin; on
-    the way down a level stays for another ``stays_for``.
+    ``filled``: plans advise to fill it up to here, and the search for a micro-batch size does. A
+    plan that needs more than ``fits`` is refused. ``begins_at``: where the governor's levels begin;
+    on the way down a level ends only ``stays_for`` below that.
     """
 
     filled: float
@@ -109,7 +109,7 @@ class FillLimits:
         return num_bytes <= self.fits * limit
 
 
-# The kernel kills at a host's limit.
+# At the host's limit the kernel kills processes.
 HOST_LIMITS = FillLimits(
     filled=0.85,
     fits=0.97,
@@ -117,27 +117,27 @@ HOST_LIMITS = FillLimits(
     stays_for=0.04,
 )
 # At a device's limit the allocator frees its cache, and then raises an error that is caught. So a
-# full one is no danger, and what lies above TIGHT follows from these alone: see ``device_level``.
+# full device is no danger, and only these events lead above TIGHT: see ``device_level``.
 DEVICE_LIMITS = FillLimits(
     filled=0.97, fits=0.97, begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99}, stays_for=0.01
 )
-# Of the memory that a rank has, by arithmetic before it takes any.
-NO_PLAN_BELOW = 0.5  # a run that takes less by an upper bound needs no plan
-STATE_SHARE = 0.6  # weights, gradients and optimizer may take so much: the rest is for activations
-MEASURED_STATE_SHARE = 0.5  # those of the few blocks that layout=auto measures
-COMPILING_SHARE = 1 / 8  # workers of torch.compile
+# Shares of a rank's memory, for arithmetic before it takes any.
+NO_PLAN_BELOW = 0.5  # a run needs no plan if an upper bound of its usage is below this
+STATE_SHARE = 0.6  # for weights, gradients and optimizer state: the rest is for activations
+MEASURED_STATE_SHARE = 0.5  # the same, for the few blocks that layout=auto measures
+COMPILING_SHARE = 1 / 8  # for workers of torch.compile
 RETRY_WINDOW = 8  # steps
-_MIN_RETRIED_STEPS = 3  # of the window: one alone may be an evaluation's, or a longer batch's
+_MIN_RETRIED_STEPS = 3  # of the window: an evaluation or a longer batch may cause one alone
 _ACTIONS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
-_FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
+_FORECAST_STEPS = 20  # the level is HIGH if the limit would be reached within these steps
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
 GROWTH_WINDOW = 8  # peaks
 _CALM_STEPS = 50
 _MAX_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
 _MIN_SLOPES = 3
-_TRIMMED_SHARE = 3 / 8  # at each end; one slope of three, which may be one allocation, is less
+_TRIMMED_SHARE = 3 / 8  # at each end; more than one slope of three, which may be one allocation
 _RESERVE_SHARE, _MIN_RESERVE = 0.01, 8 << 20
 
 
@@ -145,7 +145,7 @@ _RESERVE_SHARE, _MIN_RESERVE = 0.01, 8 << 20
 class PolicyState:
     """The state of the policy, the same on all ranks.
 
-    ``taken``: actions to undo, in order, but for the first ``num_kept``, which hold for good.
+    ``taken``: the actions taken, in order; the first ``num_kept`` of them are never undone.
     """
 
     taken: tuple[Action, ...] = ()
@@ -167,7 +167,7 @@ class ActionDecision:
 def growth_per_step(peaks: Iterable[int]) -> float:
     """Return by how many bytes the peak grows per step, 0 with fewer than GROWTH_WINDOW peaks.
 
-    The smaller of two medians: of the differences between neighbours, which ignores one jump (a
+    The smaller of two medians: of the differences between neighbors, which ignores one jump (a
     longer batch), and of the slopes between all pairs (Theil and Sen), which ignores oscillation.
     """
     last = list(enumerate(list(peaks)[-GROWTH_WINDOW:]))
@@ -181,7 +181,7 @@ def growth_per_step(peaks: Iterable[int]) -> float:
 def host_level(
     before: Level, used: int, limit: int, growth: float = 0.0, shares: FillLimits = HOST_LIMITS
 ) -> Level:
-    """Return the level for the peak of a step, given the level before it and bytes per step."""
+    """Return the level for a step's peak, given the level before and the growth per step."""
     share = used / limit
     level = max(lev for lev, begins in shares.begins_at.items() if share >= begins)
     kept = min(before, max(shares.begins_at))
@@ -197,10 +197,10 @@ def host_level(
 
 
 def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) -> Level:
-    """Return the level of a device for the peak of a step, given the level before it.
+    """Return the level of a device for a step's peak, given the level before.
 
-    ``retried``: of the last RETRY_WINDOW steps, in which the allocator had to free its cache. Where
-    that goes on, each step is slower by it, and the next longer batch may not fit.
+    ``retried``: for each of the last RETRY_WINDOW steps, whether the allocator had to free its
+    cache. If that persists, every step is slower, and the next longer batch may not fit.
     """
     if sum(retried) >= _MIN_RETRIED_STEPS and retried[-1]:
         return Level.HIGH
@@ -214,8 +214,8 @@ def decide_action(
 ) -> tuple[PolicyState, ActionDecision | None]:
     """Return the ladder after this step boundary, and the decision.
 
-    ``available`` are the actions that can still save memory: one that was taken is among them only
-    if it can be taken again.
+    ``available`` are the actions that can still save memory; an action that was taken is among them
+    only if it can be taken again.
     """
     if level == Level.WILL_EXCEED:
         return ladder, ActionDecision(Action.LEAVE)
@@ -239,8 +239,8 @@ def relieve_device(
 ) -> tuple[PolicyState, ActionDecision]:
     """Return the ladder and the decision after a step that ran out of a device's memory.
 
-    The step is run again, so there is no time to see what another action saves. This one is kept
-    for good: what it saves is needed, and elsewhere such a step ends the run.
+    The step is run again, so there is no time to see what another action saves. This action is
+    never undone: its memory is needed, and running out elsewhere would end the run.
     """
     action = next((a for a in _ACTIONS if a in available), None)
     if action is None:
@@ -252,7 +252,7 @@ def relieve_device(
 def next_actions_after_oom(
     taken: tuple[Action, ...], available: Collection[Action]
 ) -> tuple[Action, ...]:
-    """Return the actions for the start after a kill: all cheap ones, and the next costly one.
+    """Return the actions for the start after a kill: all cheap actions and the next costly one.
 
     ``available`` are the actions that can save more than ``taken``.
     """
@@ -265,7 +265,7 @@ def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, familiar: in
     """Whether the limit would be reached before this process could act.
 
     ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``familiar``,
-    the peak of a completed step, is no reason.
+    the peak of a completed step, is no reason to stop.
     """
     used = samples[-1][1]
     if used <= familiar:
@@ -276,10 +276,10 @@ def must_stop_run(samples: Sequence[tuple[float, int]], limit: int, familiar: in
 def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
     """Return the bytes per second by which memory grows, 0 with too few samples.
 
-    The smaller of two. The trimmed mean of the slopes between neighbours, weighted by time, of the
-    middle quarter alone: one allocation, however large, is over when it is sampled. And the growth
-    over all samples less their maximum drawdown, the deepest fall from a peak: memory that has
-    fallen as far as it rises now oscillates, wherever in a cycle the samples begin and end.
+    The smaller of two rates. First, the trimmed mean of the slopes between neighbors, weighted by
+    time, over the middle quarter only: one allocation, however large, is over when sampled. Second,
+    the growth over all samples less their maximum drawdown, the deepest fall from a peak: memory
+    that has fallen as far as it rises now oscillates, wherever in a cycle samples begin and end.
     """
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
     if len(pairs) < _MIN_SLOPES:
@@ -295,12 +295,12 @@ def sustained_rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def reserved_bytes(limit: int) -> int:
-    """Return the bytes below the limit that stay free, for usage that samples miss."""
+    """Return how many bytes below the limit stay free, for usage that samples miss."""
     return max(int(limit * _RESERVE_SHARE), _MIN_RESERVE)
 
 
 def free_bytes_below(used: int, limit: int, below: Level = Level.HIGH) -> int:
-    """Return how many bytes of a host may be allocated before the level reaches ``below``."""
+    """Return how many bytes of host memory may be allocated before the level reaches ``below``."""
     return max(0, int(limit * HOST_LIMITS.begins_at[below]) - used)
 
 

@@ -1,10 +1,10 @@
-"""Cores and threads of a rank: its share of what the ranks of its node may use.
+"""Give each rank CPU cores and threads: its share of what the ranks of its node may use.
 
     masks of the node's ranks + what the cpuset would allow -> assign_cores (pure) ->
     apply_core_share
 
-It runs before torch is imported, since the threads that torch starts inherit the mask. Which GPU
-each rank has is known only after that: then the cores are assigned again, by the GPUs' NUMA nodes.
+This runs before torch is imported, since the threads that torch starts inherit the mask. The ranks'
+GPUs are known only later; then the cores are assigned again, by the GPUs' NUMA nodes.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from hpc_tune.cluster.schedulers import granted_cpus
 
 Mask = frozenset[int]
 CoreLookup = Callable[[int], tuple[int, int]]
-ONEDNN_CACHE_SIZE = 128  # by oneDNN, see ``apply_core_share``
+ONEDNN_CACHE_SIZE = 128  # kernels that oneDNN keeps, see ``apply_core_share``
 
 
 @dataclass(frozen=True)
 class CoreShare:
-    """What one rank gets: CPUs (hardware threads), how many cores they are, and compute threads.
+    """One rank's CPUs (hardware threads), the number of their cores, and its compute threads.
 
-    ``pin`` says whether the mask must be set; ``warning`` is for the user, with both figures.
+    ``pin``: whether the mask must be set; ``warning``: for the user; ``shared_by``: ranks on them.
     """
 
     cpus: Mask
@@ -53,23 +53,23 @@ def assign_cores(
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
-    Ranks with one and the same mask split it into contiguous slices; ranks with masks of their own
-    keep them; ranks that all sit on too few CPUs are spread over ``reachable``; with more ranks
-    than CPUs each gets one thread and no pinning. ``physical`` gives (package, core) of a CPU, so
-    that a slice holds whole cores.
+    Ranks with the same mask split it into contiguous slices; a rank keeps a mask that no other rank
+    has; if all ranks are pinned to too few CPUs, they are spread over ``reachable``; with more
+    ranks than CPUs, each gets one thread and no pinning. ``physical`` gives (package, core) of a
+    CPU, so that a slice holds whole cores.
 
-    ``near``: where each rank's GPU is. Ranks that split a mask then split, with those whose GPU is
-    at the same node, what of the mask is of that node.
+    ``near``: the NUMA node of each rank's GPU. The mask's CPUs at one node are then split among the
+    ranks whose GPUs are at this node.
     """
     share = _split_cores(masks, reachable, local_rank, physical, near)
     place = near[local_rank] if near else None
     if place is None or not place.cpus or share.cpus & place.cpus:
         return share
     warning = (
-        f"a rank's GPU is at NUMA node {place.node}, where it has no CPU: its data takes a "
-        "longer way. mpirun --bind-to none or srun --cpu-bind=none lets hpc_tune pin ranks by "
+        f"a rank's GPU is at NUMA node {place.node}, where the rank has no CPU, so data takes a "
+        "longer path. mpirun --bind-to none or srun --cpu-bind=none lets hpc_tune pin ranks by "
         "their GPUs' nodes; if the job has no cores there, request whole nodes, or let Slurm "
-        "choose by --gres-flags=enforce-binding"
+        "choose with --gres-flags=enforce-binding"
     )
     return replace(share, warning="; ".join(filter(None, [share.warning, warning])))
 
@@ -117,9 +117,9 @@ def _split_cores(
 def reachable_cpus() -> Mask:
     """Return the CPUs that this process could widen its mask to.
 
-    The kernel cuts a mask down to the cpuset, so setting all CPUs shows which are allowed. Where
-    the scheduler granted fewer CPUs of the node than that, it is unknown which, and the present
-    mask counts.
+    The kernel cuts a mask down to the cpuset, so setting all CPUs shows which are allowed. If the
+    scheduler granted fewer CPUs of the node than that, it is unknown which ones, and the current
+    mask is returned.
     """
     now = frozenset(os.sched_getaffinity(0))
     try:
@@ -133,7 +133,7 @@ def reachable_cpus() -> Mask:
 
 
 def to_cpu_ranges(mask: Mask) -> list[list[int]]:
-    """Return the first and last CPU of each contiguous run, which is short to send."""
+    """Return the first and last CPU of each contiguous run: a short form to send."""
     runs: list[list[int]] = []
     for cpu in sorted(mask):
         if runs and runs[-1][1] == cpu - 1:
@@ -149,7 +149,7 @@ def from_cpu_ranges(runs: Sequence[Sequence[int]]) -> Mask:
 
 
 def physical_core(cpu: int) -> tuple[int, int]:
-    """Return (package, core) of a CPU; where the kernel does not say, each CPU is a core."""
+    """Return (package, core) of a CPU; if the kernel does not say, each CPU counts as a core."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         package = int((folder / "physical_package_id").read_text())
@@ -159,13 +159,13 @@ def physical_core(cpu: int) -> tuple[int, int]:
 
 
 def apply_core_share(share: CoreShare, threads: int) -> str | None:
-    """Set the mask and the variables of thread pools; return a note if one was overridden."""
+    """Set the mask and the thread pools' variables; return a note if one was overridden."""
     if share.pin:
         os.sched_setaffinity(0, share.cpus)
-    # oneDNN keeps a kernel for each of the last 1,024 shapes it met, and torch's layer above it as
-    # many again. Documents have many lengths: a CPU rank of a 135M model in bf16 grew by a half
-    # within 100 steps. With 128 kept it is as fast; 64 are fewer than a row of 1,024 tokens needs,
-    # whose step makes 333 of 660 anew, 0.6 ms each. The layer above pays nothing for keeping one.
+    # oneDNN caches a kernel for each of the last 1,024 shapes, and torch's layer above it caches as
+    # many again. Documents have many lengths: a CPU rank of a 135M model in bf16 grew by half
+    # within 100 steps. A cache of 128 is as fast; 64 is too small for rows of 1,024 tokens, where a
+    # step rebuilds 333 of 660 kernels, 0.6 ms each. Torch's layer loses nothing by caching one.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_CACHE_SIZE))
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     before = os.environ.get("OMP_NUM_THREADS")
@@ -176,9 +176,9 @@ def apply_core_share(share: CoreShare, threads: int) -> str | None:
 
 
 def move_other_threads(before: Mask, cpus: Mask) -> None:
-    """Let the threads of this process that have the mask ``before`` run on ``cpus`` instead.
+    """Move this process's threads that have the mask ``before`` to ``cpus``.
 
-    CUDA's driver has started some by the time that the rank's GPU is known.
+    The CUDA driver has started some of them by the time the rank's GPU is known.
     """
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -187,7 +187,7 @@ def move_other_threads(before: Mask, cpus: Mask) -> None:
 
 
 def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
-    """Return one line for the world from each rank's (cores, threads, ranks on these cores)."""
+    """Describe the world in one line, from each rank's (cores, threads, ranks on these cores)."""
     counts = Counter(shares)
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
@@ -204,7 +204,7 @@ def describe_cores(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> st
 
 
 def _core_slice(mask: Mask, num: int, index: int, physical: CoreLookup) -> Mask:
-    """Return slice ``index`` of ``num`` contiguous ones, of whole cores where there are enough."""
+    """Return slice ``index`` of ``num`` contiguous slices, of whole cores if there are enough."""
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(mask):
         cores.setdefault(physical(cpu), []).append(cpu)
@@ -224,8 +224,8 @@ def _slice_near_gpu(
 ) -> Mask | None:
     """Return the rank's slice of the mask's CPUs at its GPU's node.
 
-    ``None`` for all ranks of the mask where one of them would get no CPU so: their slices of the
-    whole mask would overlap the others' of a node.
+    Return ``None`` for all ranks of the mask if one of them would get no CPU this way: its slice of
+    the whole mask would overlap the slices that other ranks take from a node.
     """
     places = [place for rank in alike if (place := near[rank]) is not None] if near else []
     if len(alike) == 1 or len(places) < len(alike):
@@ -245,9 +245,9 @@ def _format_cpus(mask: Mask) -> str:
     return "1 CPU" if len(mask) == 1 else f"{len(mask)} CPUs"
 
 
-# -- Where the kernel says a PCI device sits, and which CPUs are of a NUMA node.
+# -- The NUMA node of a PCI device and the CPUs of a NUMA node, as the kernel shows them.
 #
-# ``folder`` is where it shows its devices: /sys, or a tree like it.
+# ``folder`` is the kernel's tree of devices: /sys, or a tree like it.
 
 
 SYS = Path("/sys")
@@ -259,7 +259,7 @@ def pci_path(folder: Path, address: str) -> Path:
 
 
 def read_numa_node(device: Path) -> int | None:
-    """Return the NUMA node of a device; the kernel says -1 where there is but one."""
+    """Return the NUMA node of a device, if known; the kernel says -1 if there is only one."""
     with contextlib.suppress(OSError, ValueError):
         number = int((device / "numa_node").read_text())
         return number if number >= 0 else None
@@ -267,7 +267,7 @@ def read_numa_node(device: Path) -> int | None:
 
 
 def read_node_cpus(folder: Path, node: int) -> frozenset[int]:
-    """Return the CPUs of a NUMA node; none where it has memory alone, or is not shown."""
+    """Return the CPUs of a NUMA node; empty if it has only memory, or is not shown."""
     file = folder / "devices" / "system" / "node" / f"node{node}" / "cpulist"
     with contextlib.suppress(OSError, ValueError):
         return frozenset(

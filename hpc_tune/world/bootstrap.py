@@ -1,10 +1,10 @@
-"""From the launcher to a working world: one call at the start of every rank, one at its clean end.
+"""Turn launched processes into a working world: one call at each rank's start, one at a clean end.
 
     discover -> cores and threads -> torch -> rendezvous -> device -> check of devices
     -> cores near the device -> process groups -> Comm
 
-torch is imported here and not before: MPI comes first, and the threads that torch starts inherit
-the rank's cores.
+torch is imported here and not earlier: MPI must be loaded first, and the threads that torch starts
+inherit the rank's cores.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ _START_HINT = (
 )
 _CONNECT_HINT = (
     "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface it "
-    "takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
+    "uses, NCCL_SOCKET_IFNAME or run.interface=NAME selects another"
 )
 _GLOO_IDLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -103,12 +103,12 @@ def bootstrap(
     processes.require_min_files(files := processes.raise_file_limit())
     launcher, claim = find_launcher(os.environ)
     who = label_of(None)
-    if claim.launcher not in ("single", UNKNOWN):  # that one may end before its ranks, as ssh does
+    if claim.launcher not in ("single", UNKNOWN):  # UNKNOWN may end before its ranks, as ssh does
         watch_launcher(who)
     limit_s = liveness.start_limit_s(settings.start_timeout, claim.size or 1)
     with time_limit("all ranks to start", limit_s, _START_HINT, who):
         world, mpi_comm = discover()
-        if world.rank == 0:  # now, since the world may not form without them
+        if world.rank == 0:  # now, since the world may not form with too few files
             _log_warnings([processes.file_shortage_warning(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim, settings)
         world = _fill_in_nodes(world, channel)
@@ -149,7 +149,7 @@ def bootstrap(
 def _rank_facts(
     world: World, share: affinity.CoreShare, threads: int, notes: list[str | None]
 ) -> dict[str, Any]:
-    """Return what each rank tells the others of itself once the groups are there."""
+    """Return what each rank tells the others about itself once the groups exist."""
     return {
         "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
         "cores": (share.num_cores, threads, share.shared_by),
@@ -167,10 +167,10 @@ def _start_watches(comm: Comm, address: str, settings: RunSettings, lost: EndWor
 
 
 def needs_host_watch(world: World, device: "torch.device") -> bool:
-    """Whether the ranks need connections by which they hear of the end of another.
+    """Whether the ranks need connections through which they learn that another rank has ended.
 
-    Within a node gloo hears of it by itself; a GPU waits for a rank that is gone until run.timeout,
-    unless the launcher ends the others, which srun, ssh and flux do not by default.
+    Within a node gloo notices it by itself. A GPU waits for a dead rank until run.timeout, unless
+    the launcher ends the other ranks, which srun, ssh and flux do not do by default.
     """
     return world.num_nodes > 1 or (world.size > 1 and device.type != "cpu")
 
@@ -193,7 +193,7 @@ def _log_warnings(texts: list[str | None]) -> None:
 
 
 def shutdown(comm: Comm) -> None:
-    """End the world cleanly, when all is well on every rank; MPI's own end follows at exit."""
+    """End the world cleanly after success on every rank; MPI is finalized at process exit."""
     import torch.distributed as dist
 
     hint = "see what the other ranks are still doing"
@@ -204,16 +204,16 @@ def shutdown(comm: Comm) -> None:
         if comm.nccl is not None:
             comm.nccl.close()
         dist.destroy_process_group()
-        gc.collect()  # an engine is in cycles and holds groups
+        gc.collect()  # an engine is part of reference cycles and holds groups
         wait_for_idle_gloo()
     sys.excepthook = sys.__excepthook__
 
 
 def wait_for_idle_gloo() -> None:
-    """Wait until gloo's threads are idle, those of groups that torch still holds included.
+    """Wait until gloo's threads are idle, including threads of groups that torch still holds.
 
-    A thread drops the tensors of a collective a moment after all ranks have their result. If Python
-    is ending by then, that aborts the process (pytorch PR 179291).
+    A thread frees the tensors of a collective a moment after all ranks have their result. If Python
+    is shutting down by then, that aborts the process (pytorch PR 179291).
     """
     until_s, num_calm = time.monotonic() + _GLOO_IDLE_LIMIT_S, 0
     while num_calm < 3 and time.monotonic() < until_s:
@@ -223,8 +223,8 @@ def wait_for_idle_gloo() -> None:
 
 
 def _thread_state(name: str, task: Path) -> str | None:
-    """Return the state of a thread if it has this name, such as S: it waits."""
-    try:  # psutil has neither for threads
+    """Return the state of a thread, such as S (waiting), if it has this name."""
+    try:  # psutil gives neither name nor state of threads
         stat = (task / "stat").read_text()
     except OSError:
         return None
@@ -233,9 +233,10 @@ def _thread_state(name: str, task: Path) -> str | None:
 
 
 def _import_torch(channel: Channel | None, limit_s: float, who: str) -> None:
-    """Import it on all ranks, which takes minutes where thousands read it from one file system.
+    """Import torch on all ranks; it takes minutes if thousands read it from one file system.
 
-    The start of the others is counted from then on; with a store, which needs torch, that of each.
+    The next time limit begins once all ranks have torch; with a store, which needs torch, each
+    rank's limit begins after its own import.
     """
     hint = "the file system with the Python packages is slow, or does not answer on some node"
     with time_limit("all ranks to import torch", limit_s, hint, who):
@@ -254,7 +255,7 @@ def _set_torch_threads(threads: int) -> None:
 def _open_channel(
     world: World, mpi_comm: Any, launcher: Launcher, claim: Claim, settings: RunSettings
 ) -> Channel | None:
-    """Return the ranks' channel before torch; ``None`` with a store, which needs torch."""
+    """Return the channel that ranks use before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
         return MpiChannel(mpi_comm)
     if launcher.has_store:
@@ -262,14 +263,14 @@ def _open_channel(
     if world.size == 1:
         return SoloChannel()
     if launcher.meeting_point is None:
-        raise WorldError(f"{claim.launcher} starts several ranks, but they have no MPI to meet by")
+        raise WorldError(f"{claim.launcher} starts several ranks, but without MPI they cannot meet")
     point = launcher.meeting_point(os.environ, claim)
     limit_s = 0.8 * liveness.start_limit_s(settings.start_timeout, world.size)
     return StarChannel(world, point.addresses, point.token, limit_s, point.ports)
 
 
 def _fill_in_nodes(world: World, channel: Channel | None) -> World:
-    """Return this rank's place, with the nodes that an unknown launcher did not tell."""
+    """Return ``world`` with the node fields that an unknown launcher did not set."""
     if world.launcher != UNKNOWN or channel is None:
         return world
     hosts = channel.all_gather(make_host_key())
@@ -280,9 +281,9 @@ def _fill_in_nodes(world: World, channel: Channel | None) -> World:
 def _gather_core_masks(
     world: World, channel: Channel | None
 ) -> tuple[list[affinity.Mask], affinity.Mask]:
-    """Return the masks of this node's ranks, and what this rank could widen its own to."""
+    """Return the masks of this node's ranks, and the CPUs that this rank could widen its own to."""
     own = frozenset(os.sched_getaffinity(0))
-    masks = [own] * world.local_size  # torchrun pins nothing, so its ranks are alike
+    masks = [own] * world.local_size  # torchrun pins nothing, so its ranks have equal masks
     if channel is not None:
         rows = channel.all_gather([world.node, world.local_rank, affinity.to_cpu_ranges(own)])
         on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
@@ -316,7 +317,7 @@ def _choose_device(
     claim: Claim,
     refuses_unused: bool = True,
 ) -> "tuple[torch.device, str | None, list[affinity.NumaNode | None]]":
-    """Return this rank's device, a warning if any, and where the GPUs of the node's ranks are.
+    """Return this rank's device, a warning if any, and the NUMA nodes of the node's ranks' GPUs.
 
     Raises:
         WorldError: on every rank, if the ranks' devices do not fit together.
@@ -336,7 +337,7 @@ def _choose_device(
 def _open_store(
     world: World, channel: Channel | None, settings: RunSettings
 ) -> "tuple[Store, str, str, str | None]":
-    """Return the store that all ranks share, where rank 0 is reached, a nonce, and a warning."""
+    """Return the store that all ranks share, the address of rank 0, a nonce, and a warning."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=liveness.start_limit_s(settings.start_timeout, world.size))
@@ -366,7 +367,7 @@ def _open_store(
 
 
 def _set_interface(world: World, address: str, interface: str | None) -> None:
-    """Point gloo and NCCL to the interface that leads to the others, unless the user did."""
+    """Make gloo and NCCL use the interface to the other ranks, unless the user has set one."""
     names = {a.interface for a in local_addresses()}
     chosen = [name for name in split_interfaces(interface) if name in names]
     if not chosen and world.num_nodes == 1 and "lo" in names:
@@ -379,7 +380,7 @@ def _set_interface(world: World, address: str, interface: str | None) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen[0])
     if world.num_nodes > 1:
-        # = means no prefix match. By TCP it uses all that are named, over a plugin none.
+        # "=" means no prefix match. Over TCP, NCCL uses all named interfaces; over a plugin, none.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(chosen)}")
 
 
@@ -393,10 +394,10 @@ def init_groups(
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic.
 
-    The default group is used once: that connects all GPUs, before anything else asks for a part of
-    them, and shows a network that does not work for NCCL. All of it may take ``start_s``;
-    ``warning`` of devices may be why it fails. Its collectives end later than ``StepLimit`` ends
-    the world, which knows who is missing.
+    The default group is used once: this connects all GPUs before anything else asks for some of
+    them, and shows if NCCL does not work on the network. All of it may take ``start_s`` seconds;
+    ``warning``, about devices, may explain a failure. The group's collectives time out later than
+    ``StepLimit``, which knows who is missing.
     """
     who = world.label
     hint = _START_HINT if device.type == "cpu" else _CONNECT_HINT
@@ -426,7 +427,7 @@ def _new_groups(
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
-            # Makes NCCL's communicators with their groups, not at their first use.
+            # Creates NCCL's communicators together with their groups, not at first use.
             device_id=device if device.type == "cuda" else None,
         )
         return dist.new_group(
@@ -441,14 +442,14 @@ def _new_groups(
 
 
 def _connect_devices(world: World, device: "torch.device", hint: str) -> None:
-    """Send something over the default group. Collective."""
+    """Run a small all-reduce on the default group. Collective."""
     import torch
     import torch.distributed as dist
 
     try:
         word = torch.zeros(1, device=device)
         dist.all_reduce(word)
-        word.tolist()  # on a device an error shows only where its result is read
+        word.tolist()  # a device's error shows only when the result is read
     except RuntimeError as error:
         who = world.label
         raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
@@ -463,7 +464,7 @@ def _pid_namespace() -> str:
 
 # -- A smaller or reordered world, made of the ranks of an existing one.
 #
-#     ranks measured -> regroup -> those chosen: a Comm as if launched so
+#     ranks measured -> regroup -> the chosen ranks: a Comm as if launched this way
 #                              -> the others: wait_as_idle_rank until the run has ended
 #
 # The first rank of the launcher always takes part: it holds the store, through which the ranks left
@@ -475,10 +476,10 @@ _LEAVE_LIMIT_S = 10.0
 
 
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
-    """Return this rank's part in a world of ``ranks``, in this order, or None if it is left out.
+    """Return this rank's Comm in a world of ``ranks``, in this order, or None if it is left out.
 
-    Collective over all ranks; ``comm``'s process groups are gone afterwards. ``timeout_s`` is
-    run.timeout.
+    Collective over all ranks; ``comm``'s process groups no longer exist afterwards. ``timeout_s``
+    is run.timeout.
     """
     import torch.distributed as dist
 

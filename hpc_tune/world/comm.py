@@ -1,7 +1,7 @@
 """The communicator of a run: a rank's view of its world, and small collectives over it.
 
 Control traffic goes over the CPU group: objects, numbers, sums, maxima, a barrier, agreement on
-errors. A world of one skips it. Objects are sent as pickles between the ranks of one trusted job.
+errors. A single rank skips it. Objects are sent as pickles between the ranks of one trusted job.
 """
 
 import json
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class RunAndAgree(Protocol):
-    """``Comm.run_and_agree``, for what knows no ``Comm``.
+    """The type of ``Comm.run_and_agree``, for code that does not depend on ``Comm``.
 
-    Does this rank's ``work``, which sends no messages; an error of one rank is raised on all.
+    It runs this rank's ``work``, which sends no messages; an error on one rank is raised on all.
     """
 
     def __call__(self, what: str, work: Callable[[], T]) -> T:
@@ -33,27 +33,27 @@ class RunAndAgree(Protocol):
 
 
 def run_alone(what: str, work: Callable[[], T]) -> T:
-    """Do ``work``: for a process by itself."""
+    """Run ``work``; this is ``run_and_agree`` for a process without other ranks."""
     return work()
 
 
 class RankWatch(Protocol):
-    """What finds lost hosts; see ``watch.HostWatch``.
+    """Finds lost hosts; see ``watch.HostWatch``.
 
-    ``reported_code``: the exit code of the rank that has said why the world ends, if one has.
+    ``reported_code``: the exit code of the rank that has reported why the world ends, if any.
     """
 
     reported_code: int | None
 
     def ended_ranks(self) -> set[int]:
-        """Return the ranks of other hosts that are known to have ended without a word."""
+        """Return the ranks of other hosts that are known to have ended without a report."""
         ...
 
     def renumber(self, comm: "Comm", ranks: Sequence[int]) -> None:
-        """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
+        """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
 
     def announce_exit(self, exit_code: int) -> None:
-        """Tell the ranks of other hosts that this one has said why the world ends."""
+        """Tell the ranks of other hosts that this rank has reported why the world ends."""
 
     def close(self) -> None:
         """Stop watching."""
@@ -63,7 +63,7 @@ class RankWatch(Protocol):
 class ResumePoint:
     """The step from which the next start would resume; None while it is not known.
 
-    ``before``: what was in the run directory before this start, while that may be refused.
+    ``before``: the files in the run directory before this start; None once it cannot be refused.
     """
 
     step: int | None = None
@@ -72,7 +72,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Peer:
-    """One rank as a process."""
+    """The process of one rank."""
 
     rank: int
     node: int
@@ -81,27 +81,27 @@ class Peer:
 
 
 class GroupWatch(Protocol):
-    """What looks at errors of groups until the world ends; see ``nccl.NcclWatch``."""
+    """Checks process groups for errors until the world ends; see ``nccl.NcclWatch``."""
 
     def renumber(self, comm: "Comm") -> None:
-        """Name this rank from now on as ``comm`` does."""
+        """Number this rank as in ``comm`` from now on."""
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
 
 
 @dataclass(frozen=True)
 class Comm:
     """A bootstrapped world and its collectives.
 
-    ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
-    one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
-    to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes. ``num_regroups``: how often its ranks were chosen and renumbered; ``store_rank`` is
-    the one that was the launcher's first: it has the store, and all connections of ``watch``.
-    ``hang`` is what ``watch_for_hang`` watches with, where a run has set it. ``alone``: what this
-    rank does by itself now; the others would wait for ever in a collective within it if this rank
-    failed. ``activity``: what it does now, and ``resume_point``: how far it has come, for messages.
+    ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a single
+    rank has it too. ``roster`` holds every rank. ``store`` is the rendezvous store; ``nonce`` is
+    unique to this start of the job. ``sees_local_pids``: whether the ranks of a node see each
+    other's processes. ``num_regroups``: how often ranks were chosen and renumbered. ``store_rank``:
+    the launcher's first rank, which has the store and all connections of ``watch``. ``hang``: the
+    watch behind ``watch_for_hang``, if a run has set one. ``alone``: work that this rank does by
+    itself now; if it failed, the others would wait forever in any collective inside the work.
+    ``activity`` and ``resume_point``: what it does now and how far it has come, for messages.
     """
 
     world: World
@@ -133,7 +133,7 @@ class Comm:
         return before
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the object of rank ``src``; the others' is ignored. Collective."""
+        """Return the object of rank ``src``; the other ranks' are ignored. Collective."""
         import torch.distributed as dist
 
         self._require_no_solo_work()
@@ -149,9 +149,9 @@ class Comm:
         return [value] if self.world.size == 1 else all_gather(value, self.cpu_group)
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Return for each of some numbers what all ranks say, by rank. Collective.
+        """Return, for each of ``values``, the values of all ranks, by rank. Collective.
 
-        One message, and half the hops around gloo's ring that a sum takes.
+        It takes one message, and half as many hops around gloo's ring as a sum.
         """
         import torch
 
@@ -197,9 +197,9 @@ class Comm:
     def agree_on_error(self, error: HpcTuneError | None, what: str) -> None:
         """Raise on every rank if any rank brings an error. Collective.
 
-        To be called outside ``except`` and ``finally``. The lowest rank that has an error raises
-        its own; all others raise ``RemoteError`` with its message and exit code, so that one rank
-        prints.
+        Call it outside ``except`` and ``finally``. The lowest rank that has an error raises its
+        own; all others raise ``RemoteError`` with that error's message and exit code, so that only
+        one rank prints.
         """
         import torch.distributed as dist
 
@@ -214,9 +214,9 @@ class Comm:
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
     def run_and_agree(self, what: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
+        """Run ``work`` on every rank; if it fails on one, raise on all. Collective.
 
-        ``work`` itself holds no collective. A full disk fails it as an error of ours does.
+        ``work`` must not contain a collective. A full disk is handled like an ``HpcTuneError``.
         """
         self._require_no_solo_work()
         before = self.begin(what)
@@ -238,7 +238,7 @@ class Comm:
         return result  # type: ignore[return-value]
 
     def on_rank_0(self, what: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on rank 0 and return its result everywhere; raise on all if it fails.
+        """Run ``work`` on rank 0 and return its result everywhere; raise on all if it fails.
 
         Collective.
         """
@@ -252,8 +252,8 @@ class Comm:
     def with_step_timeout(self) -> "Comm":
         """Return this communicator with control traffic that waits no longer than run.timeout.
 
-        Before and after training one rank may work alone for hours; during training all go step by
-        step, and one that is late by more will not come.
+        Before and after training one rank may work alone for hours; during training all ranks move
+        step by step, and a rank that is later than run.timeout will not arrive.
         """
         from torch.distributed.distributed_c10d import _get_default_group
 
@@ -278,7 +278,7 @@ class Comm:
 
 
 def all_gather(value: T, group: "ProcessGroup") -> list[T]:
-    """Return every rank's object, by rank; for use where there is a group and no ``Comm``."""
+    """Return every rank's object, by rank; for code that has a group but no ``Comm``."""
     import torch.distributed as dist
 
     if group.size() == 1:
@@ -289,22 +289,22 @@ def all_gather(value: T, group: "ProcessGroup") -> list[T]:
 
 
 class StoreKeys:
-    """The keys of one subject in the store of a world, which any thread of a rank may use.
+    """The keys of one subject in the world's store; any thread of a rank may use them.
 
-    They hold a number that ranks add to or look at, or one JSON value, and one of each rank. All
-    raise RuntimeError once the store is gone with its rank.
+    A subject has a number that ranks add to or read, or one JSON value, and a JSON value per rank.
+    All methods raise RuntimeError once the store is gone with its rank.
     """
 
     def __init__(self, store: "Store", subject: str) -> None:
-        """Nothing is sent yet."""
+        """Take the store and a subject; send nothing yet."""
         self._store, self._key = store, f"hpc_tune/{subject}"
 
     def add(self, number: int) -> int:
-        """Add to the subject's number, which is 0 at first, and return it."""
+        """Add to the subject's number, which starts at 0, and return the sum."""
         return self._store.add(self._key, number)
 
     def set(self, value: object, rank: int | None = None) -> None:
-        """Set a rank's value, or that of the subject."""
+        """Set a rank's value, or the subject's without ``rank``."""
         self._store.set(self._key_of_rank(rank), json.dumps(value))
 
     def is_set(self) -> bool:
@@ -312,11 +312,11 @@ class StoreKeys:
         return self._store.check([self._key])
 
     def get(self, rank: int | None = None) -> Any:
-        """Return a value; wait until it is set."""
+        """Return a rank's value, or the subject's without ``rank``; wait until it is set."""
         return json.loads(self._store.get(self._key_of_rank(rank)))
 
     def find(self, rank: int) -> Any:
-        """Return a rank's value, None if it is not set."""
+        """Return a rank's value, or None if it is not set."""
         return self.get(rank) if self._store.check([self._key_of_rank(rank)]) else None
 
     def delete(self, rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, what that can, and the check that no GPU is shared or idle.
+"""Choose each rank's device, tell what it supports, and check that no GPU is shared or idle.
 
 what each rank of a node sees -> assign_gpus (pure) -> this rank's device -> check of all reports
 """
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# -- Ranks whose GPUs' neighbours are hidden by cgroups or a container, and not only by a variable.
+# -- Ranks that cannot open the node's other GPUs: cgroups or a container hide them, not a variable.
 #
-# NCCL reaches a GPU that CUDA_VISIBLE_DEVICES hides by NVLink; one whose device file cannot be
-# opened it reaches through the host's memory, without a word, or it fails at the start
+# NCCL still uses NVLink to a GPU that only CUDA_VISIBLE_DEVICES hides. If it cannot open the GPU's
+# device file, it silently goes through the host's memory, or fails at the start
 # (https://github.com/NVIDIA/nccl/issues/1066, 1948).
 
 
@@ -43,9 +43,9 @@ DEV = Path("/dev")
 
 
 def count_openable_gpus(dev: Path = DEV) -> int:
-    """Return how many of NVIDIA's GPUs this process may open, whatever variables show of them.
+    """Return how many NVIDIA GPUs this process may open, whatever the visibility variables say.
 
-    A cgroup leaves the files of the others where they are; a container does not.
+    A cgroup leaves the device files of the other GPUs in place; a container does not.
     """
     num = 0
     for file in dev.glob("nvidia*"):
@@ -59,7 +59,7 @@ def count_openable_gpus(dev: Path = DEV) -> int:
 
 
 def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
-    """Return a warning where ranks cannot open the GPUs of others on their node (pure)."""
+    """Return a warning if ranks cannot open the GPUs of other ranks on their node (pure)."""
     nodes: dict[int, list[DeviceReport]] = defaultdict(list)
     for report in reports:
         nodes[report.node].append(report)
@@ -85,7 +85,7 @@ def hidden_gpus_warning(reports: "Iterable[DeviceReport]") -> str | None:
 
 @dataclass(frozen=True)
 class VisibleGpus:
-    """What one rank sees: a name for each GPU, the same on all ranks of a node, and its NUMA node.
+    """The GPUs that one rank sees: their names, the same on all ranks of a node, and NUMA nodes.
 
     ``error`` says why CUDA does not start.
     """
@@ -97,10 +97,10 @@ class VisibleGpus:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What one rank reports to the others: the names of its device and of all visible ones.
+    """What one rank reports to the others: the names of its device and of all visible devices.
 
-    ``error`` says why it has no device, if it requested one; ``unused`` of what GPUs it makes no
-    use, if it did not. ``reachable``: how many of NVIDIA's it may open, 0 if that is unknown.
+    ``error``: why the rank has no device, if it must have one; ``unused``: which GPUs it leaves
+    unused, if it may. ``reachable``: how many NVIDIA GPUs it may open, 0 if that is unknown.
     """
 
     rank: int
@@ -115,12 +115,12 @@ class DeviceReport:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "DeviceReport":
-        """Return the report of another rank, which came as JSON."""
+        """Return another rank's report, received as JSON."""
         return cls(**{**row, "visible": tuple(row["visible"])})
 
 
 def find_visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> VisibleGpus:
-    """Return the GPUs that this rank sees; ``folder`` is where the kernel shows its devices."""
+    """Return the GPUs that this rank sees; ``folder`` is the kernel's tree of devices."""
     import torch
 
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -144,12 +144,12 @@ def gather_gpus(world: World, own: VisibleGpus, exchange: Channel) -> dict[int, 
 
 
 def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a name for each GPU by torch's properties of it (pure).
+    """Return a name for each GPU from torch's properties of it (pure).
 
-    Its UUID; the PCI address where ROCm gives none, and beside it where it is AMD's, whose dies may
-    have one UUID. CUDA may give a slice of a GPU (MIG) the UUID
-    of the whole, and then it is the only one that a process sees. What has the same name within one
-    process, as the parts of one AMD GPU may, is told apart by its place among them.
+    The name is the UUID, or the PCI address if ROCm gives no UUID. An AMD GPU has both, since its
+    dies may share a UUID. CUDA may give a slice of a GPU (MIG) the UUID of the whole GPU; a process
+    then sees only this slice, whose name is in CUDA_VISIBLE_DEVICES. If names are equal within a
+    process, as they may be for the parts of one AMD GPU, their indices are appended.
     """
     shown = environ.get("CUDA_VISIBLE_DEVICES", "")
     if len(found) == 1 and shown.startswith("MIG-"):
@@ -168,18 +168,18 @@ def name_gpus(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ..
 
 
 def pci_address(gpu: Any) -> str:
-    """Return the PCI address of a GPU by torch's properties of it, such as ``"0000:17:00.0"``."""
+    """Return the PCI address of a GPU from torch's properties, such as ``"0000:17:00.0"``."""
     fields = (getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     domain, bus, device = fields
     return "" if bus is None else f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
 
 
 def assign_gpus(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
-    """Return a GPU for each rank of a node, of those that it sees; no GPU is given twice (pure).
+    """Assign each rank of a node one of the GPUs that it sees, and no GPU twice (pure).
 
-    A rank takes the first that is free: of ranks that see the same GPUs the first takes the first,
-    and so on. If none is free, those before it move if they can (augmenting paths of Kuhn's
-    matching), so that a rank stays without only where there are too few.
+    A rank takes the first free GPU, so ranks that see the same GPUs take them in order. If none is
+    free, earlier ranks move to other GPUs if they can (augmenting paths of Kuhn's matching), so
+    that a rank is left without a GPU only if there are too few.
     """
     owner: dict[str, int] = {}
 
@@ -242,15 +242,15 @@ def pick_device(
 
 
 def why_gpus_unused(host: str) -> UnusedGpus | None:
-    """Return why this process, to which torch shows no GPU, makes no use of those of its node."""
+    """Return why this process, in which torch finds no GPU, does not use the GPUs of its node."""
     return find_unused_gpus(os.environ, host, TorchBuild.of_imported_torch(), why_cuda_fails)
 
 
 def set_thread_device(device: "torch.device") -> None:
-    """Make this rank's GPU that of the current thread, which begins with the first GPU instead.
+    """Set this rank's GPU in the current thread, which would otherwise use the first GPU.
 
-    For threads that call CUDA: even a call that needs no device, as when memory is pinned, makes a
-    context on the thread's own. That takes some 500 MB of a GPU that is another rank's
+    For threads that call CUDA: even a call that needs no device, such as pinning memory, creates a
+    context on the thread's GPU. That would take some 500 MB of another rank's GPU
     (https://github.com/pytorch/pytorch/issues/58626).
     """
     import torch
@@ -259,7 +259,7 @@ def set_thread_device(device: "torch.device") -> None:
 
 
 def gpu_numa_nodes(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
-    """Return the NUMA node of each rank's GPU, where it has one and that is known (pure)."""
+    """Return the NUMA node of each rank's GPU; None without a GPU or if unknown (pure)."""
     chosen = assign_gpus({rank: gpus.names for rank, gpus in seen.items()})
     return [
         gpus.numa[gpus.names.index(chosen[rank])] if rank in chosen else None
@@ -268,10 +268,10 @@ def gpu_numa_nodes(seen: Mapping[int, VisibleGpus]) -> list[int | None]:
 
 
 def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None:
-    """Check by all ranks' reports that each GPU of the nodes has one rank (pure).
+    """Check from all ranks' reports that each GPU of the nodes has exactly one rank (pure).
 
     Returns a warning, if any: a process without a launcher may leave GPUs idle, a launched world
-    may not; all may compute on CPUs beside GPUs that nobody granted them.
+    may not. All ranks may compute on CPUs of nodes with GPUs that the job was not granted.
 
     Raises:
         WorldError: on mixed kinds, a rank without a device, a GPU with two ranks, or an idle GPU.
@@ -283,7 +283,7 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     if without and len({r.kind for r in reports}) > 1:
         raise WorldError(
             f"some ranks have a GPU, those on {', '.join(without[:8])} have none; check "
-            "these nodes (nvidia-smi, of AMD rocm-smi), or set run.device=cpu"
+            "these nodes (nvidia-smi, or rocm-smi for AMD), or set run.device=cpu"
         )
     if without:
         return next((report.unused for report in reports if report.unused), None)
@@ -323,8 +323,8 @@ def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
     )
     if apart and num_gpus > most:
         return (
-            f"a rank was given up to {most} GPUs and uses one: start {num_gpus} per node "
-            f"(--ntasks-per-node={num_gpus}) that see all of its GPUs (--gpus-per-node={num_gpus}, "
+            f"a rank was given up to {most} GPUs and uses one: start {num_gpus} ranks per node "
+            f"(--ntasks-per-node={num_gpus}) that each see all GPUs (--gpus-per-node={num_gpus}, "
             "without --gpus-per-task)"
         )
     return (
@@ -336,7 +336,7 @@ def _idle_gpu_remedy(reports: Sequence[DeviceReport], num_gpus: int) -> str:
 def _describe_gpu_shortage(
     world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[int, str]
 ) -> str:
-    """Say which ranks see fewer GPUs than they are: this one, and those that could make room."""
+    """Describe the ranks that see too few GPUs: this rank, and ranks that could make room."""
     gpus = set(seen[world.rank])
     while more := {g for r, gpu in chosen.items() if gpu in gpus for g in seen[r]} - gpus:
         gpus |= more
@@ -347,11 +347,11 @@ def _describe_gpu_shortage(
     text = f"ranks {list_some(ranks, 8)} on {world.hostname} share {what}"
     if together >= len(seen):
         return (
-            f"{text}, while its {len(seen)} ranks see {together} together; show each rank all GPUs "
+            f"{text}, while its {len(seen)} ranks see {together} in all; show each rank all GPUs "
             "of the job (without --gpu-bind and --gpus-per-task)"
         )
     return (
-        f"{text}; {len(seen)} ranks run there and see {together} together: start {together} per "
+        f"{text}; {len(seen)} ranks run there and see {together} in all: start {together} per "
         f"node (--ntasks-per-node={together}), request {len(seen)} GPUs per node "
         f"(--gpus-per-node={len(seen)}), or set run.device=cpu"
     )
@@ -364,10 +364,10 @@ def _gpus_variable() -> str:
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether this CPU has bf16 instructions (AVX512-BF16 or AMX); True if it is no x86.
+    """Tell whether this CPU has bf16 instructions (AVX512-BF16 or AMX); True if it is not x86.
 
-    Without that torch takes 33 x as long for a training step in bf16 as for one in fp32 (SmolLM2 on
-    a CPU with AVX2).
+    Without them a training step in torch takes 33 times as long in bf16 as in fp32 (SmolLM2 on a
+    CPU with AVX2).
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -377,19 +377,19 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return flags is None or bool(flags & {"avx512_bf16", "amx_bf16"})
 
 
-# -- How torch's CUDA allocator is set up: by the environment, before torch is imported.
+# -- Configure torch's CUDA allocator: by environment variables, before torch is imported.
 #
-# It reads that at its first use, or parts of it when it is loaded, by its version and for AMD.
+# It reads them at its first use; some versions, and torch for AMD, read part of them at import.
 
 
-# In the order in which torch reads them: one alone counts.
+# In the order in which torch looks for them: only the first that is set counts.
 ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 _MAPPING_ATTRIBUTE = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h
 
 
 def can_map_memory() -> bool:
-    """Return whether there are NVIDIA GPUs, and each can map memory."""
+    """Return whether there are NVIDIA GPUs and each supports mapping of virtual memory."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -414,10 +414,10 @@ def expand_segments(
     wanted: Literal["auto", "cpu", "cuda"],
     can_map: Callable[[], bool] = can_map_memory,
 ) -> None:
-    """Let the allocator grow its segments, unless ``environ`` has a configuration already.
+    """Let the allocator grow its segments, unless ``environ`` already configures it.
 
-    Blocks of changing sizes then leave no gaps that none of them fits into. Segments grow by
-    mapping memory, which some virtual GPUs cannot: there the first allocation would fail.
+    Blocks of varying sizes then leave no gaps too small to be reused. Segments grow by mapping
+    memory, which some virtual GPUs cannot do: there the first allocation would fail.
     """
     if wanted == "cpu" or any(name in environ for name in ALLOC_CONF_VARIABLES):
         return
@@ -426,7 +426,7 @@ def expand_segments(
 
 
 def read_settings() -> Mapping[str, Any]:
-    """Return what the allocator of this rank's GPU has read; nothing where torch does not tell."""
+    """Return the settings that this rank's GPU allocator has read; empty if torch does not tell."""
     import torch
 
     try:
@@ -437,7 +437,7 @@ def read_settings() -> Mapping[str, Any]:
 
 
 def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, Any]) -> str | None:
-    """Return a warning where segments shall grow and torch's ``settings`` say otherwise (pure)."""
+    """Return a warning if segments should grow but torch's ``settings`` say otherwise (pure)."""
     wanted = next((environ[name] for name in ALLOC_CONF_VARIABLES if name in environ), "")
     told = settings.get("expandable_segments")
     if _EXPANDABLE not in wanted or told is None or str(told).lower() in ("true", "1"):
@@ -452,21 +452,21 @@ def unread_settings_warning(environ: Mapping[str, str], settings: Mapping[str, A
 
 # -- What a GPU can compute, by its architecture: every question of capability is asked here.
 #
-# torch reports a compute capability for AMD's GPUs too, which is the number of their architecture:
-# MI250X (gfx90a) has 9.0, as Hopper has, and none of what Hopper brought. So NVIDIA's are known by
-# capability, AMD's by name.
+# For AMD GPUs torch reports their architecture number as the compute capability: MI250X (gfx90a)
+# has 9.0, like Hopper, but none of Hopper's new features. So NVIDIA GPUs are identified by
+# capability, AMD GPUs by name.
 #
 #                    NVIDIA since     AMD
 #     bf16           8.0              gfx908, gfx90a, gfx942, gfx950 and the later desktop ones
-#     fp16           7.0              those with bf16, gfx900, gfx906 and gfx10
+#     fp16           7.0              all with bf16, and gfx900, gfx906 and gfx10
 #     TF32           8.0              none
 #     attention      8.0              gfx90a, gfx942, gfx950, gfx1100, gfx1201 (tried before use)
 #     float8         8.9              gfx942, gfx950, gfx1200, gfx1201 (torch._scaled_mm)
 #     grouped mm     9.0, in bf16     gfx90a, gfx942, gfx950 if ROCM_ALLOW_GROUP_GEMM_CK=1, in bf16
-#     the same bits  all              none: rocBLAS may add up in any order
+#     the same bits  all              none: rocBLAS may sum in any order
 #
 # Sources: torch/testing/_internal/common_cuda.py of torch 2.13 for attention and float8,
-# https://github.com/pytorch/pytorch/pull/171140 for grouped products of AMD.
+# https://github.com/pytorch/pytorch/pull/171140 for grouped matmul on AMD.
 
 
 _WITH_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
@@ -474,7 +474,7 @@ _WITH_FP16 = (*_WITH_BF16, "gfx900", "gfx906", "gfx10")
 _WITH_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 _WITH_FLOAT8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 _WITH_GROUPED_MM = ("gfx90a", "gfx942", "gfx950")
-# FlashAttention 3 and 4, which torch calls in the place of its own kernel: module and package.
+# FlashAttention 3 and 4, which torch calls instead of its own kernel: module and package.
 NEWER_ATTENTION = {
     "FA3": ("flash_attn_interface", "flash-attn-3"),
     "FA4": ("flash_attn.cute.interface", "flash-attn-4"),
@@ -497,7 +497,7 @@ class Architecture:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it computes in bf16, and not by way of fp32."""
+        """Whether it computes in bf16 natively, not by way of fp32."""
         return self._is_supported((8, 0), _WITH_BF16)
 
     @property
@@ -507,26 +507,26 @@ class Architecture:
 
     @property
     def has_deterministic_matmul(self) -> bool:
-        """Whether a product of matrices has the same bits each time.
+        """Whether a matrix multiplication gives the same bits each time.
 
-        cuBLAS promises that for one stream
+        cuBLAS guarantees that for one stream
         (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
         """
         return self.capability is not None
 
     @property
     def has_tf32(self) -> bool:
-        """Whether it multiplies fp32 matrices as TF32 where torch is set to."""
+        """Whether it multiplies fp32 matrices in TF32 if torch is set to."""
         return self._is_supported((8, 0), ())
 
     @property
     def has_varlen_attention(self) -> bool:
-        """Whether torch's variable-length kernel is made for it."""
+        """Whether torch's variable-length attention kernel supports it."""
         return self._is_supported((8, 0), _WITH_ATTENTION)
 
     @property
     def newer_attention(self) -> tuple[str, ...]:
-        """Which of ``NEWER_ATTENTION`` are made for it, the best first; none on AMD's."""
+        """Which of ``NEWER_ATTENTION`` support it, the best first; none on AMD GPUs."""
         if self.capability is None:
             return ()
         return {9: ("FA3", "FA4"), 10: ("FA4",)}.get(self.capability[0], ())
@@ -537,7 +537,7 @@ class Architecture:
         return self._is_supported((8, 9), _WITH_FLOAT8)
 
     def has_grouped_mm(self, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether torch has one kernel for the bf16 products of many experts."""
+        """Whether torch has one kernel for the bf16 matmuls of many experts."""
         is_allowed = self.capability is not None or environ.get(_GROUPED_MM_VARIABLE) == "1"
         return is_allowed and self._is_supported((9, 0), _WITH_GROUPED_MM)
 
@@ -548,7 +548,7 @@ class Architecture:
 
 
 def find_architecture(device: "torch.device") -> Architecture | None:
-    """Return that of a GPU; None for a CPU."""
+    """Return the architecture of a GPU; None for a CPU."""
     import torch
 
     if device.type != "cuda":

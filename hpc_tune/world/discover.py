@@ -1,9 +1,9 @@
-"""This process's place among the ranks: by the launcher's variables first, then by MPI.
+"""Find this process's place among the ranks: from the launcher's variables, then from MPI.
 
     environment -> find_launcher (pure) -> mpi4py, only if the ranks use MPI -> World
 
-The launcher's variables decide whether MPI is imported at all; where it is, MPI defines the world
-and the variables only check it. torch is never imported here, so that MPI can be loaded first.
+The launcher's variables decide whether MPI is imported at all; if it is, MPI defines the world, and
+the variables only check it. torch is never imported here, so that MPI can be loaded first.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from hpc_tune.log import log
 
 
 def make_host_key() -> str:
-    """Return what is equal for the ranks of one host: its name, which several may share, the boot
-    of its kernel, and the network that loopback belongs to, which containers may have of their own.
+    """Return a key that is the same for all ranks of one host: its name, which several hosts may
+    share, the boot id of its kernel, and the network namespace, which may be a container's own.
     """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -40,14 +40,14 @@ def make_host_key() -> str:
 def number_nodes(
     by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
 ) -> list[int]:
-    """Return each rank's node, numbered by its lowest rank (pure).
+    """Return each rank's node; nodes are numbered in the order of their lowest ranks (pure).
 
-    ``by_mpi`` and ``by_name`` hold one key per rank, equal on one node: MPI's own split, and the
-    host name for where MPI is blind (Open MPI 5 over Slurm's PMIx 4 sees every rank alone, and all
-    ranks of a node would take the same GPU). ``claimed_sizes`` are the launcher's ranks per node.
+    ``by_mpi`` and ``by_name`` hold one key per rank, equal within a node: from MPI's own split, and
+    from the host name in case MPI cannot tell (Open MPI 5 over Slurm's PMIx 4 sees every rank
+    alone; all would take the same GPU). ``claimed_sizes``: the launcher's ranks per node, by rank.
 
     Raises:
-        WorldError: if the launcher's sizes fit neither.
+        WorldError: if the launcher's sizes match neither.
     """
     for keys in (by_mpi, by_name):
         counts = Counter(keys)
@@ -78,7 +78,7 @@ def node_fields(rank: int, nodes: list[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the ranks; nodes are numbered by their lowest rank."""
+    """The place of this process among the ranks; nodes are numbered by their lowest ranks."""
 
     rank: int
     size: int
@@ -91,7 +91,7 @@ class World:
 
     @property
     def label(self) -> str:
-        """Such as ``"rank 5 on n2"``, for messages."""
+        """The rank's name in messages, such as ``"rank 5 on n2"``."""
         return f"rank {self.rank} on {self.hostname}"
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class World:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
-    """Return this process's place and MPI's COMM_WORLD, or ``None`` where MPI is not used.
+    """Return this process's place and MPI's COMM_WORLD, or ``None`` if MPI is not used.
 
     An ``UNKNOWN`` launcher's ranks count as alone on their nodes until they can communicate.
 
@@ -190,10 +190,10 @@ def _wrong_mpi_error(
 
 
 def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
-    """Name the launcher's MPI library where it can be found.
+    """Return a hint that names the launcher's MPI library, with its folder if it can be found.
 
-    The first mpirun on PATH may be another MPI's; the library's version tells which. A libmpi.so
-    without a version may be a linker script.
+    The first mpirun on PATH may belong to another MPI; the version in the library's name tells. A
+    libmpi.so without a version may be a linker script.
     """
     name = claim.libmpi or ""
     mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))

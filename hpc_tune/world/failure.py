@@ -2,7 +2,7 @@
 
     an error, in any thread of a rank -> end_world -> one rank reports -> every rank dies
 
-What leads here, by which sign and after how long, is in the table of world/watch.py.
+The table in world/watch.py lists what leads here, by which sign and after how long.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer, StoreKeys
 from hpc_tune.world.processes import is_alive, list_ancestors
 
-FAILED = "failed"  # the keys in the store of who has reported first
-_MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
-# How gloo, the store and NCCL show that another rank, or the way to it, is gone.
+FAILED = "failed"  # the subject in the store that tells which rank has reported first
+_MAX_REASON, _MAX_NAMED = 300, 8  # per line: characters, and ranks or hosts
+# How gloo, the store and NCCL say that another rank, or the path to it, is gone.
 _BROKEN_SIGNS = (
     "connection closed",
     "connection reset",
@@ -57,16 +57,16 @@ _BROKEN_SIGNS = (
     "nccl communicator was aborted",
 )
 _TIMEOUT_SIGNS = ("timed out", "timing out")
-# NCCL's words for a fault of this rank's own, which it raises as the same kind of error.
+# NCCL's words for a fault of this rank itself, which it raises as the same kind of error.
 _LOCAL_FAULT_SIGNS = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank tells for the world: ``reason``, one line, after ``who`` tells it.
+    """What one rank reports for the world: one line, made of ``who`` reports it and ``reason``.
 
-    ``facts`` belong beside it into outcome.json. ``details`` are a traceback and the words of other
-    libraries, None where the line says all.
+    ``facts`` go into outcome.json with it. ``details`` are a traceback and the messages of other
+    libraries, None if the line says everything.
     """
 
     who: str
@@ -76,7 +76,7 @@ class Failure:
 
 
 def end_world_on_uncaught(comm: Comm | None) -> None:
-    """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
+    """Make an uncaught exception end the world, instead of hanging in MPI's Finalize."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_world(comm, error)
@@ -91,7 +91,7 @@ def end_world(
 ) -> NoReturn:
     """Report once for the world what went wrong and end every rank.
 
-    ``report`` does it in a way of its own, and returns the exit code.
+    ``report`` replaces the default way to report, and returns the exit code.
     """
     exit_code = (report or _report)(comm, error)
     liveness.die(label_of(comm), exit_code)
@@ -111,18 +111,18 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def print_failure(told: Failure) -> None:
-    """Print what one rank tells for the world, its details below."""
+    """Print what one rank reports for the world, followed by its details."""
     print_line(f"{told.who}{told.reason}")
     if told.details is not None:
         print_line(told.details)
 
 
 def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
-    """Return what this rank should tell about its error, or ``None`` if another rank reports.
+    """Return what this rank should report about its error, or ``None`` if another rank reports.
 
-    One rank reports for the world: the first that adds to a counter in the store, or, where the
-    store died with its rank, the first on each host. A rank that only lost a connection waits for
-    the one with the cause.
+    One rank reports for the world: the first that adds to a counter in the store, or, if the store
+    died with its rank, the first on each host. A rank that only lost a connection waits for the
+    rank that knows the cause.
     """
     if isinstance(error, RemoteError):
         return None
@@ -144,7 +144,7 @@ def report_failure(comm: Comm | None, error: BaseException) -> Failure | None:
 
 
 def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> GoneError:
-    """Return the error that names ranks that have ended, by host where a whole one is gone."""
+    """Return the error that names the ranks that have ended, or their host if all of it is gone."""
     said, lost_hosts = [], []
     for node in dict.fromkeys(peer.node for peer in gone):
         of_node = [peer for peer in roster if peer.node == node]
@@ -161,9 +161,9 @@ def gone_error(gone: Sequence[Peer], roster: Sequence[Peer], doing: str) -> Gone
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is: how many parts of training it has entered, the newest, a line of code.
+    """Where a rank is: how many parts of training it has entered, the latest, its line of code.
 
-    ``waits``: it is in a collective.
+    ``waits``: whether it is in a collective.
     """
 
     entered: int
@@ -173,9 +173,9 @@ class RankProgress:
 
 
 def find_late_ranks(places: Mapping[int, RankProgress], size: int) -> list[int]:
-    """Return the ranks that the others wait for; none where all wait in the same place.
+    """Return the ranks that the others wait for; none if all wait in the same place.
 
-    Those that do not answer, or else those that are behind, or else those in no collective.
+    These are the ranks that do not answer, else the ranks behind, else the ranks in no collective.
     """
     if missing := [rank for rank in range(size) if rank not in places]:
         return missing
@@ -194,9 +194,9 @@ def stalled_error(
     gone: set[int],
     trace: str | None,
 ) -> StalledError:
-    """Return the error that names who is late, of what all answered to a rank at ``doing``.
+    """Return the error that names the late ranks, from all answers to a rank that is at ``doing``.
 
-    ``gone``: processes that are known to have ended. ``trace``: where the ranks' collectives are.
+    ``gone``: ranks known to have ended. ``trace``: the folder of the traces of collectives, if any.
     """
     late = find_late_ranks(places, len(roster))
     said = [_describe_late_rank(roster[rank], places.get(rank), rank in gone) for rank in late]
@@ -225,7 +225,7 @@ def _process_of(peer: Peer) -> str:
 
 
 def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledError:
-    """Return the error that names ranks of which no thread answers."""
+    """Return the error that names ranks without any thread that answers."""
     verb = "does" if len(peers) == 1 else "do"
     return StalledError(
         f"{list_some(map(_process_of, peers), 4, ', ')} {verb} not answer while {doing}, "
@@ -238,7 +238,7 @@ def silent_error(peers: Sequence[Peer], doing: str, limit_s: float) -> StalledEr
 def lost_host_error(
     lost: Sequence[Peer], own_host: str, doing: str, limit_s: float
 ) -> LostHostError:
-    """Return the error that names the host of ``lost``, all ranks that it has."""
+    """Return the error that names the host of ``lost``, which are all of its ranks."""
     host = lost[0].hostname
     return LostHostError(
         f"host {host} ({list_ranks(lost)}) has not answered in {limit_s:.0f} s (run.host_timeout) "
@@ -269,7 +269,7 @@ def find_dead_peers(comm: Comm) -> list[Peer]:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Tell whether the error is how torch.distributed shows that a peer is gone."""
+    """Tell whether the error is one that torch.distributed raises when a peer is gone."""
     if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
         return False
     text = f"{type(error).__name__} {error}".lower()
@@ -281,7 +281,7 @@ def is_broken_connection(error: BaseException) -> bool:
 def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
-    # The nearest, such as mpirun behind a shell script.
+    # The nearest launcher process, such as mpirun behind a shell script.
     launcher = next((pid for pid, name in list_ancestors() if name.startswith(PROCESS_NAMES)), None)
 
     def look() -> None:
@@ -295,13 +295,13 @@ def watch_launcher(who: str) -> None:
 
 
 def announce_exit(comm: Comm | None, exit_code: int) -> None:
-    """Tell the ranks of other hosts that this one has reported why the world ends."""
+    """Tell the ranks of other hosts that this rank has reported why the world ends."""
     if comm is not None and comm.watch is not None:
         comm.watch.announce_exit(exit_code)
 
 
 def label_of(comm: Comm | None) -> str:
-    """Return "rank 5 on n2", also where there is no world yet."""
+    """Return a name such as "rank 5 on n2", even if there is no world yet."""
     if comm is None:
         return f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     return comm.world.label
@@ -364,7 +364,7 @@ def _is_first_to_report(comm: Comm, store_is_gone: bool) -> bool:
 
 
 def _is_first_on_host(nonce: str) -> bool:
-    # A rank that has reported elsewhere may have ended the world, and here rank 0 went first.
+    # A rank on another host may have reported and ended the world; here rank 0 just ended first.
     time.sleep(liveness.OTHERS_END_WITHIN_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

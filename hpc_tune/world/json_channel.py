@@ -1,7 +1,7 @@
 """Communication before torch.distributed exists: one operation, an all-gather of JSON values.
 
-MPI's COMM_WORLD where there is one; torchrun's store, once torch is there; else rank 0 listens at
-the launcher's meeting point and the others connect to it. Values travel as JSON, never as pickles.
+It uses MPI's COMM_WORLD if there is one, or torchrun's store once torch is imported; otherwise the
+ranks connect to rank 0 at the launcher's meeting point. Values travel as JSON, never as pickles.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 NUM_CANDIDATE_PORTS = 16
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
 _LOOPBACK = ("127.0.0.1", "::1")
-# The others may know this host by an address of another network than its own name stands for.
+# Other hosts may know this host by an address on another network than its own name resolves to.
 _ALL_INTERFACES, _WIDEN_AFTER_S = ("0.0.0.0", "::"), 5.0
-_POLL_S = 0.05  # whether all ranks are there
+_POLL_S = 0.05  # between checks whether all ranks have connected
 _HELLO_LIMIT_S = 2.0
 _MAX_MESSAGE_BYTES = 256 * 2**20
 
@@ -40,7 +40,7 @@ class Channel(Protocol):
     def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's JSON value, by rank; collective.
 
-        ``limit_s``: how long to wait for one where the channel itself has a limit.
+        ``limit_s``: how long to wait for a rank, if the channel itself has such a limit.
         """
         ...
 
@@ -104,7 +104,7 @@ class StarChannel:
         limit_s: float,
         ports: Sequence[int] | None = None,
     ) -> None:
-        """Connect all ranks; ``addresses`` are where rank 0 may be reached, ``token`` is the job's.
+        """Connect all ranks to rank 0 at one of ``addresses``; ``token`` identifies the job.
 
         Raises:
             WorldError: if not all ranks have met after ``limit_s`` seconds.
@@ -120,7 +120,7 @@ class StarChannel:
             self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
 
     def all_gather(self, value: Any, limit_s: float | None = None) -> list[Any]:
-        """Return every rank's value, by rank; ``limit_s`` in the place of the star's own."""
+        """Return every rank's value, by rank; ``limit_s`` replaces the star's own limit."""
         if limit_s is not None:
             before = {rank: peer.gettimeout() for rank, peer in self._peers.items()}
             for peer in self._peers.values():
@@ -136,7 +136,7 @@ class StarChannel:
             return values
         values = [value]
         values += [_receive(self._peers[rank]) for rank in range(1, self._world.size)]
-        message = _encode_message(values)  # once, not once for each of thousands
+        message = _encode_message(values)  # once, not for each of thousands of ranks
         for rank in range(1, self._world.size):
             self._peers[rank].sendall(message)
         return values
@@ -159,19 +159,19 @@ class StarChannel:
                     raise WorldError(
                         f"rank 0 on {self._world.hostname} waited {limit_s:.0f} s on port "
                         f"{listeners[0].getsockname()[1]} and these ranks never connected: "
-                        f"{missing[:16]}; look at their output, and whether a firewall closes "
-                        "that port between the nodes"
+                        f"{missing[:16]}; look at their output, and check whether a firewall "
+                        "blocks that port between the nodes"
                     )
                 if time.monotonic() > widen_s:
                     widen_s = deadline_s
-                    open_ones.close()  # a port is taken for all addresses or for one
+                    open_ones.close()  # a port cannot be bound to one address and to all
                     listeners = [
                         open_ones.enter_context(s) for s in _listen(_ALL_INTERFACES, ports)
                     ]
                 ready, _, _ = select.select(listeners, [], [], _POLL_S)
                 for listener in ready:
                     peer, _ = listener.accept()
-                    # A silent client of another kind must keep no rank waiting.
+                    # A silent client that is no rank must not keep the ranks waiting.
                     threading.Thread(
                         target=self._accept_peer, args=(peer, limit_s), daemon=True
                     ).start()
@@ -184,7 +184,7 @@ class StarChannel:
             if hello.get("token") == self._token:
                 _send(peer, {"token": self._token})
                 peer.settimeout(limit_s)
-                _receive(peer)  # else it has given up, and will connect again
+                _receive(peer)  # fails if the rank has given up; it will connect again
                 self._peers[int(hello["rank"])] = peer
                 return
         except (OSError, ValueError, AttributeError, WorldError):
@@ -198,7 +198,7 @@ class StarChannel:
         while time.monotonic() < deadline_s:
             for address in addresses:
                 try:
-                    # Once a round, not once a port: a name that does not resolve can take seconds.
+                    # Once per round, not per port: a name that does not resolve can take seconds.
                     ips = _resolve(address)
                 except OSError as error:
                     seen = f"{address}: {error}"
@@ -238,10 +238,10 @@ def candidate_ports(token: str) -> list[int]:
 
 
 def _own_addresses(addresses: Sequence[str]) -> list[str]:
-    """Return those of ``addresses`` that interfaces of this host have, loopback aside.
+    """Return the ``addresses`` that this host's interfaces have, except loopback.
 
-    All interfaces where there is none: the host's own name may stand for loopback on itself alone,
-    as Debian has it.
+    If there are none, return all interfaces: a host's own name may resolve to loopback on the host
+    itself, as on Debian.
     """
     own: list[str] = []
     for address in addresses:
@@ -271,7 +271,7 @@ def _is_own_address(ip: str) -> bool:
 
 
 def _listen(hosts: Sequence[str], ports: Sequence[int]) -> list[socket.socket]:
-    """Return sockets that listen on those of ``hosts`` that this host has, of either IP version.
+    """Return sockets that listen on the ``hosts`` that this host has, of either IP version.
 
     Raises:
         WorldError: if no port is free.
@@ -281,7 +281,7 @@ def _listen(hosts: Sequence[str], ports: Sequence[int]) -> list[socket.socket]:
         family, busy = socket.AF_INET6 if ":" in host else socket.AF_INET, False
         for port in ports:
             try:
-                # One of IPv6 is for that alone.
+                # An IPv6 socket accepts IPv6 only.
                 listeners.append(socket.create_server((host, port), family=family, backlog=1024))
                 break
             except OSError as error:
@@ -289,7 +289,7 @@ def _listen(hosts: Sequence[str], ports: Sequence[int]) -> list[socket.socket]:
         else:
             if busy or (host is hosts[-1] and not listeners):
                 raise WorldError(
-                    f"rank 0 found no free port among {ports[0]}-{ports[-1]}; end what listens "
+                    f"rank 0 found no free port among {ports[0]}-{ports[-1]}; stop what listens "
                     "there, or start with mpirun"
                 )
     return listeners

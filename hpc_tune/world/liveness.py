@@ -1,4 +1,4 @@
-"""The limits of all watches, which the table in world/watch.py explains, and what they share."""
+"""The limits of all watches, explained by the table in world/watch.py, and their shared code."""
 
 import contextlib
 import faulthandler
@@ -21,21 +21,21 @@ from hpc_tune.log import print_line
 # Whoever ends the world has this long to report, perhaps to a store or a file system that does not
 # answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
 LEAVE_LIMIT_S = 6.0
-GIL_FACTOR = 2  # of run.timeout: a library that holds the interpreter's lock may still read
+GIL_FACTOR = 2  # x run.timeout: a library that holds the interpreter's lock may still be reading
 
 # HostWatch
 NUM_PROBES = 3  # a lost packet or two are no outage; each probe has a quarter of the limit
 CONNECT_LIMIT_S = 30.0
 HELLO_LIMIT_S = 2.0
 HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
-# A rank of rank 0's host that lives has reported by then; a launcher may end this one soon after.
+# By then a live rank on rank 0's host has reported; a launcher may end this rank soon after.
 NEIGHBOURS_REPORT_WITHIN_S = 0.4
-# After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
+# Within seconds of a rank's end, ranks of its node report it, and its launcher ends the others.
 GONE_LIMIT_S = 10.0
-NOBODY_LEFT_S = 1.0  # to report there; the main thread, if it notices, knows more
-ENDED_TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
+NOBODY_LEFT_S = 1.0  # if no rank is left there to report; the main thread may know more before
+ENDED_TOGETHER_S = 0.5  # less than a rank waits before it exits after it hears of another's end
 
-# HangWatch; HANG_NUM_LOOKS are within a limit that is short
+# HangWatch; within a short limit it looks HANG_NUM_LOOKS times
 HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
 
 # StepLimit and RollCall
@@ -45,27 +45,27 @@ STEP_MARGIN_S = 60.0  # torch ends a collective later, since it does not know wh
 # NcclWatch
 NCCL_LOOK_EVERY_S = 1.0
 NCCL_NAMED_WITHIN_S = 12.0  # more than GONE_LIMIT_S
-SUSPENDED_S = 30.0  # without a look: no thread of a busy rank is that late
+SUSPENDED_S = 30.0  # between two looks: no thread of a busy rank is that late
 
 # StartupWatchdog
 STOP_LOOK_EVERY_S = 0.2
 STOP_GRACE_S = 5.0  # for phases that check the flag themselves
-STOP_MARGIN_S = STOP_GRACE_S + 2.0  # of the time limit
+STOP_MARGIN_S = STOP_GRACE_S + 2.0  # before the time limit
 
 # watch_launcher
 LAUNCHER_LOOK_EVERY_S = 1.0
 
 # time_limit
-START_LIMIT_S = 300.0  # what a probe waits for all ranks; a start that of run.start_timeout
+START_LIMIT_S = 300.0  # how long a probe waits for all ranks; a start uses run.start_timeout
 START_LIMIT_PER_RANK_S = 0.2  # NCCL connects thousands of ranks in 10 to 60 s
 END_LIMIT_S = 300.0
 CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
 
 # RunLock
 LOCK_TOUCH_EVERY_S = 10.0
-LOCK_STALE_S = 120.0  # a thread of a busy rank may be late, and file systems show a time late, too
+LOCK_STALE_S = 120.0  # a busy rank's thread may be late, and so may a file's time on other hosts
 LOCK_VISIBLE_WITHIN_S = 30.0  # on another host
-LOCK_SETTLE_S = 0.5  # of two that take over at once, both see who was last
+LOCK_SETTLE_S = 0.5  # then two starts that take over at once both see which of them was last
 LOCK_LOOK_EVERY_S = 1.0
 
 # HeartbeatFile
@@ -78,16 +78,16 @@ STORE_LIMIT_S = 2.0
 ABORT_LIMIT_S = 5.0
 DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
-OTHERS_REPORT_WITHIN_S = 1.5  # a rank on the dead one's node, or rank 0, can name it
+OTHERS_REPORT_WITHIN_S = 1.5  # rank 0, or a rank on the dead rank's node, can name it
 OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
 SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 
 
 class Watcher:
-    """Looks at signs, now and every ``every_s`` seconds, each in a thread of its own.
+    """Calls each of ``looks`` now and every ``every_s`` seconds, each in its own thread.
 
-    A thread ends when its look returns True, and all do after ``close``.
+    A thread ends when its look returns True; all threads end after ``close``.
     """
 
     def __init__(self, name: str, every_s: float, *looks: Callable[[], bool | None]) -> None:
@@ -101,14 +101,14 @@ class Watcher:
         return self._closed.is_set()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the threads."""
         self.has_started = True
         for look in self._looks:
             threading.Thread(target=self._run, args=(look,), name=self._name, daemon=True).start()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look during the block."""
+        """Run the looks during the block."""
         self.start()
         try:
             yield
@@ -116,17 +116,17 @@ class Watcher:
             self.close()
 
     def wait(self, seconds: float) -> bool:
-        """Wait within a look; tell whether it was closed meanwhile."""
+        """Wait within a look; tell whether the watcher was closed meanwhile."""
         return self._closed.wait(seconds)
 
     def run_unless_closed(self, act: Callable[[], object]) -> None:
-        """Act if it is not closed; ``close`` returns only afterwards."""
+        """Call ``act`` unless closed; ``close`` waits until it returns."""
         with self._close_lock:
             if not self.is_closed:
                 act()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         with self._close_lock:
             self._closed.set()
 
@@ -138,9 +138,9 @@ class Watcher:
 def make_stall_check(
     sign: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
 ) -> Callable[[], bool]:
-    """Return a look, once every ``every_s``, that acts when the sign has not changed for a limit.
+    """Return a look, for every ``every_s``, that acts if ``sign`` does not change for ``limit_s``.
 
-    It counts looks and reads no clock: a job that is suspended as a whole does not hang.
+    It counts looks and reads no clock, so a job that is suspended as a whole does not hang.
     """
     seen: object = None
     still_s = 0.0
@@ -166,7 +166,7 @@ def start_limit_s(start_timeout: float | Literal["auto"], num_ranks: int) -> flo
 
 
 def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
-    """Act after some time, unless the returned timer is cancelled."""
+    """Call ``act`` after some time, unless the returned timer is canceled."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
@@ -174,20 +174,20 @@ def run_after(seconds: float, act: Callable[[], object]) -> threading.Timer:
 
 
 def exit_soon() -> None:
-    """End this process after ``LEAVE_LIMIT_S``, whatever reporting its error waits for."""
+    """End this process after ``LEAVE_LIMIT_S``, even if reporting its error is not done by then."""
     run_after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))
 
 
 def die(who: str, exit_code: int) -> NoReturn:
     """End the whole world now with this exit code; never returns. ``who`` is this rank.
 
-    A plain exit hangs for ever in MPI's Finalize while peers wait, so it is MPI's Abort or
+    A plain exit would hang forever in MPI's Finalize while peers wait, so this calls MPI's Abort or
     ``os._exit``.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # Absent, or half imported where the limit ran out inside MPI_Init.
+    # Absent, or half imported if the limit ran out inside MPI_Init.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and hasattr(mpi, "COMM_WORLD"):
 
@@ -204,7 +204,7 @@ def die(who: str, exit_code: int) -> NoReturn:
 
 @contextmanager
 def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
-    """End the world if the block is not done in time, and print who waited for what."""
+    """End the world if the block does not finish in time, and print who waited for what."""
 
     def expire() -> None:
         print_line(f"{who}: waited {seconds:.0f} s for {what}; {hint}")
@@ -215,14 +215,14 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
         yield
     finally:
         timer.cancel()
-        # A thread that still runs at the interpreter's end and drops the last reference to a
-        # process group there aborts the process.
+        # A thread that still runs while the interpreter ends, and then drops the last reference to
+        # a process group, aborts the process.
         timer.join(1.0)
 
 
 # -- Ends the world when a rank hangs in work that it does alone, such as reading from a dead disk.
 #
-# The other ranks may have to wait for hours, since one rank may work that long.
+# The other ranks do not notice: they wait for hours, since one rank may work that long.
 #
 # A library that hangs while it holds the interpreter's lock (HDF5, safetensors) stops every other
 # Python thread. So the watch sets a timer of faulthandler, which ends the process with a traceback
@@ -230,10 +230,10 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
 
 
 class HangWatch:
-    """Watches the main thread in ``watching``; ``lost`` ends the world, called in a thread."""
+    """Watches the main thread inside ``watching``; calls ``lost`` in a thread to end the world."""
 
     def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
-        """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
+        """Call it a hang if nothing has been computed or read for ``limit_s`` seconds."""
         self._limit_s, self._end_world = limit_s, lost
 
     @contextmanager
@@ -272,7 +272,7 @@ class HangWatch:
 
 
 def find_main_thread() -> tuple[FrameType | None, int]:
-    """Return what the main thread is at, and the CPU time that it has taken, in ns."""
+    """Return the main thread's current frame, and the CPU time that it has used, in ns."""
     main = threading.main_thread().ident or 0  # None before a thread starts
     spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
     return sys._current_frames().get(main), spent_ns
@@ -285,14 +285,14 @@ def read_progress() -> tuple[float, ...]:
 
 def _read_bytes() -> int:
     """Return the bytes that this process has read from disks, mapped pages included."""
-    # Where a kernel does not count it, psutil has no such method.
+    # If the kernel does not count it, psutil has no such method.
     with contextlib.suppress(psutil.Error, OSError, ValueError, AttributeError):
         return psutil.Process().io_counters().read_bytes
     return 0
 
 
 def _child_pids() -> list[int]:
-    # Once a second: psutil's children() would look at every process of the node.
+    # Called every second: psutil's children() would look at every process of the node.
     try:
         return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
     except (OSError, ValueError):
@@ -302,6 +302,6 @@ def _child_pids() -> list[int]:
 def _cpu_s(pid: int) -> float:
     """Return the CPU time of a process and of the children that it has waited for."""
     try:
-        return sum(psutil.Process(pid).cpu_times()[:4])  # without waiting for disks
+        return sum(psutil.Process(pid).cpu_times()[:4])  # without iowait, the wait for disks
     except (psutil.Error, OSError):
         return 0

@@ -1,10 +1,10 @@
-"""NCCL's errors, which are looked at here, since torch would abort the process.
+"""Handle NCCL's errors here, since torch would abort the process.
 
-    torch's watchdog sees an error or a late collective -> the group has it, and nothing ends
+    torch's watchdog sees an error or a late collective -> keeps it in the group, and ends nothing
     NcclWatch looks at all groups -> waits for HostWatch to name who is gone -> ends the world
 
-torch's own handling aborts from C++ without a word of who is gone, and its limits count by a clock
-that goes on while a job is suspended: such a job would be ended when it is resumed.
+torch's own handling aborts from C++ without saying which rank is gone, and its limits use a clock
+that runs on while a job is suspended: such a job would be ended when it is resumed.
 """
 
 import json
@@ -17,7 +17,7 @@ from hpc_tune.errors import HpcTuneError, WorldError
 from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 
-# 0: the watchdog keeps an error for get_error; no thread ends a process whose watchdog is late.
+# 0: the watchdog keeps errors for get_error; no thread ends a process whose watchdog is late.
 _HANDLING_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
 
@@ -25,9 +25,9 @@ ReadErrors = Callable[[], Iterable[str]]
 
 
 def disable_torch_handling(environ: MutableMapping[str, str]) -> None:
-    """Keep torch from ending the process, if it can tell of errors and the user has set nothing.
+    """Keep torch from ending the process, if it has get_error and the user has set no variable.
 
-    Before groups are made.
+    Call this before groups are made.
     """
     from torch._C import _distributed_c10d
 
@@ -47,13 +47,13 @@ def find_group_errors() -> list[str]:
         try:
             backend: Any = group._get_backend(torch.device("cuda"))
             found.append(str(backend.get_error().name))
-        except (AttributeError, RuntimeError):  # a group of the host, or one that is being ended
+        except (AttributeError, RuntimeError):  # a CPU group, or one that is being destroyed
             continue
     return [name for name in found if name != "SUCCESS"]
 
 
 class NcclWatch:
-    """Looks at the errors of all groups until ``close``; ``lost`` ends the world, in a thread."""
+    """Checks all groups for errors until ``close``; calls ``lost`` in a thread to end the world."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class NcclWatch:
         errors: ReadErrors = find_group_errors,
         every_s: float = liveness.NCCL_LOOK_EVERY_S,
     ) -> None:
-        """Begin to look; ``timeout_s`` is run.timeout."""
+        """Start checking; ``timeout_s`` is run.timeout."""
         self._comm, self._timeout_s, self._end_world, self._errors = comm, timeout_s, lost, errors
         self._last_look_s, self._was_suspended = time.monotonic(), False
         self._watcher = liveness.Watcher("nccl-watch", every_s, self._check_groups)
         self._watcher.start()
 
     def renumber(self, comm: Comm) -> None:
-        """Name this rank from now on as ``comm`` does."""
+        """Number this rank as in ``comm`` from now on."""
         self._comm = comm
 
     def close(self) -> None:
-        """Look no more, at the end of the world."""
+        """Stop checking, at the end of the world."""
         self._watcher.close()
 
     def _check_groups(self) -> bool:
@@ -82,11 +82,11 @@ class NcclWatch:
         gap_s, self._last_look_s = now_s - self._last_look_s, now_s
         self._was_suspended = self._was_suspended or gap_s > liveness.SUSPENDED_S
         names = {*self._errors()}
-        if self._was_suspended:  # StepLimit counts no time in which the job was suspended
+        if self._was_suspended:  # StepLimit does not count the time that the job was suspended
             names.discard("TIMEOUT")
         if not names:
             return False
-        # Whoever hears of a rank's end says more, and ends the world in this time.
+        # Whoever learns of a rank's end can say more, and ends the world within this time.
         if not self._watcher.wait(liveness.NCCL_NAMED_WITHIN_S):
             self._watcher.run_unless_closed(lambda: self._report_errors(names))
         return True
@@ -95,7 +95,7 @@ class NcclWatch:
         liveness.exit_soon()
         if names == {"TIMEOUT"}:
             text = (
-                f"an NCCL collective while {self._comm.activity[0]} was not over "
+                f"an NCCL collective while {self._comm.activity[0]} had not finished "
                 f"{liveness.STEP_MARGIN_S:.0f} s after run.timeout ({self._timeout_s:.0f} s), and "
                 "no rank is known to have ended"
             )
@@ -115,10 +115,10 @@ TRACE_FOLDER = "collectives"
 
 
 def write_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
-    """Write what this rank's collectives were; return the folder, None if nothing was recorded.
+    """Write a trace of this rank's collectives; return the folder, None if nothing was recorded.
 
-    The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and 2.9 and
-    2.10 record none of gloo's collectives.
+    The recorder is off with TORCH_FR_BUFFER_SIZE=0, torch may be built without it, and torch 2.9
+    and 2.10 do not record gloo's collectives.
     """
     from torch._C import _distributed_c10d
 
@@ -133,6 +133,6 @@ def write_trace(folder: Path, rank: int, on_gpu: bool) -> str | None:
         trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
-    except (RuntimeError, OSError, ValueError):  # the run ends anyway by an error, which is told
+    except (RuntimeError, OSError, ValueError):  # the run is ending with an error that is reported
         return None
     return str(folder)

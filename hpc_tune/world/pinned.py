@@ -1,15 +1,15 @@
-"""Pinned host memory, which a GPU copies by itself, without what torch's allocator adds to it.
+"""Pinned host memory, which a GPU copies by itself, without the overhead of torch's allocator.
 
-    sizes of tensors -> few blocks of powers of two -> each tensor a view of one
+    sizes of tensors -> few blocks of powers of two -> each tensor is a view of a block
 
 torch rounds each request for pinned memory up to a power of two and never splits a block: a tensor
-of 2^n + 1 bytes takes 2^(n+1). What is freed stays, for requests that are rounded to the same size,
+of 2^n + 1 bytes takes 2^(n+1). Freed blocks stay cached for requests that round to the same size,
 until ``torch._C._host_emptyCache`` (ATen/core/CachingHostAllocator.h, ``allocate`` and ``free``,
-torch 2.9 to 2.14). So many tensors share blocks here that need no rounding.
+torch 2.9 to 2.14). Therefore the tensors here share blocks whose sizes need no rounding.
 
-PYTORCH_ALLOC_CONF has pinned_max_round_threshold_mb, above which torch does not round. It is left
-alone: torch 2.9 and 2.10 do not know it, and 2.13 takes a cached block for a request that is larger
-than it (https://github.com/pytorch/pytorch/pull/192722).
+PYTORCH_ALLOC_CONF has pinned_max_round_threshold_mb, above which torch does not round. It is not
+used here: torch 2.9 and 2.10 do not know it, and 2.13 may serve a request from a cached block that
+is smaller than the request (https://github.com/pytorch/pytorch/pull/192722).
 """
 
 import math
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNMENT = 64  # bytes, so that values of any dtype and a processor's vectors may begin there
-_SMALL = 1 << 20  # what so few bytes lack to a power of two does not count
-_LARGE = 4 << 30  # a block takes two seconds to make, and is larger for a larger tensor alone
+_ALIGNMENT = 64  # bytes, enough for values of any dtype and for a processor's vectors
+_SMALL = 1 << 20  # a rest below this is rounded up to a power of two and not split further
+_LARGE = 4 << 30  # the largest block, two seconds to allocate; only a larger tensor exceeds it
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class BlockOffset:
 
 
 def round_up_bytes(num_bytes: int) -> int:
-    """Return the bytes of the block that torch makes for a request."""
+    """Return the size of the block that torch allocates for a request, in bytes."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
 def split_into_blocks(num_bytes: int) -> list[int]:
-    """Return the bytes of blocks that hold ``num_bytes`` together, and at most 1/16 more.
+    """Return the sizes of blocks that together hold ``num_bytes`` and at most 1/16 more.
 
-    For what may lie in several: each is a power of two, the largest comes first.
+    For data that may be spread over several blocks: each is a power of two, the largest is first.
     """
     step = max(_ALIGNMENT, round_up_bytes(num_bytes) // 32)
     left, blocks = math.ceil(num_bytes / step) * step, []
@@ -50,7 +50,7 @@ def split_into_blocks(num_bytes: int) -> list[int]:
 
 
 def pinned_blocks_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of the blocks of ``empty_pinned_like`` for tensors of so many bytes each."""
+    """Return the bytes that ``empty_pinned_like`` allocates for tensors of these sizes in bytes."""
     return sum(_pack_into_blocks([*sizes])[0])
 
 
@@ -67,7 +67,7 @@ def empty_pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def empty_pinned_cache() -> None:
-    """Return blocks that nothing uses to the system; torch keeps them for good otherwise."""
+    """Return unused blocks to the system; torch would otherwise keep them for good."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch._C._host_emptyCache()
 
@@ -77,10 +77,10 @@ def _view(block: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset | None]]:
-    """Return the bytes of blocks, and the places of tensors in them; None for one without bytes.
+    """Return the sizes of blocks, and each tensor's place in them; None for an empty tensor.
 
-    The largest tensors come first, and the smaller ones fill what these leave: one block for all
-    that is left, or the half of it as long as the rest then takes less.
+    The largest tensors come first, and smaller ones fill the gaps. Each round tries one block for
+    all that is left, then fills a block of half that size and continues; the smallest sum wins.
     """
     waiting = sorted((n for n, size in enumerate(sizes) if size), key=lambda n: -sizes[n])
     places: list[BlockOffset | None] = [None] * len(sizes)
@@ -107,7 +107,7 @@ def _pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[BlockOffset
 def _fill_block(
     block: int, waiting: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
-    """Return a block with the offsets of those of the tensors that fit into it."""
+    """Return a block with the offsets of the waiting tensors that fit into it."""
     offsets: dict[int, int] = {}
     at = 0
     for number in waiting:

@@ -1,7 +1,7 @@
-"""Processes of this node by psutil: whether they are alive, since when, and this one's ancestors.
+"""Processes of this node, from psutil: whether they are alive, since when, this one's ancestors.
 
-psutil is not used for memory: its total is the machine's, and a job may use what its cgroup grants
-(memory/host.py).
+psutil is not used for memory: its total is the machine's, but a job may use only what its cgroup
+grants (memory/host.py).
 """
 
 import contextlib
@@ -16,23 +16,23 @@ from hpc_tune.files import raise_if_out_of_files
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process exists, may be inspected, and is no zombie."""
+    """Tell whether a process exists, may be inspected, and is not a zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
         return False
-    except OSError:  # such as too many open files, which says nothing of the process
+    except OSError:  # such as too many open files, which says nothing about the process
         return _exists(pid)
 
 
 def seconds_from_boot(pid: int) -> float | None:
     """Return when a process started, in seconds since the boot; None if it is not alive.
 
-    psutil's create_time adds the time of the boot, which changes when the clock is set and is
-    rounded to seconds: without it, one process has one start.
+    psutil's create_time adds the boot time, which changes when the clock is set and is rounded to
+    seconds; without it, a process has the same start time whenever it is read.
     """
     try:
-        boot_s = psutil.boot_time()  # before the process: psutil below 7.1 adds the last one read
+        boot_s = psutil.boot_time()  # read first: psutil below 7.1 adds the last value read
         return psutil.Process(pid).create_time() - boot_s if is_alive(pid) else None
     except psutil.Error:
         return None
@@ -52,10 +52,10 @@ def _exists(pid: int) -> bool:
 
 
 def list_ancestors() -> Iterator[tuple[int, str]]:
-    """Yield (pid, name) of this process's parent, its parent and so on, as far as may be seen."""
+    """Yield (pid, name) of this process's parent, its parent and so on, as far as visible."""
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process()
-        # Not psutil's parents(): where others' are hidden, it takes the lowest pid for the first.
+        # Not psutil's parents(): if other users' processes are hidden, it stops at the lowest pid.
         while pid := process.ppid():
             process = psutil.Process(pid)
             yield pid, process.name()
@@ -64,12 +64,12 @@ def list_ancestors() -> Iterator[tuple[int, str]]:
 # -- The limit of open files, which connections between ranks count against.
 
 
-# Gloo connects each rank of a group to each other: the group of all, the one for control traffic,
-# and those of the layout, which add up to another. Rank 0 also has the store's connections. The
+# Gloo connects each rank of a group to every other: in the group of all ranks, the control group,
+# and the layout's groups, which add up to one more. Rank 0 also has the store's connections. The
 # rest is for files, libraries and data.
 BASE_FILES, FILES_PER_RANK = 256, 4
-MIN_FILES = 64  # with fewer a run of one or two ranks of the smallest model cannot begin
-SPARE_FILES = 16  # what tells why a run fails can be opened when nothing else can
+MIN_FILES = 64  # with fewer, the smallest model cannot start on one or two ranks
+SPARE_FILES = 16  # kept back to report why a run fails when no other file can be opened
 
 _REMEDY = "ulimit -Hn {} before the launcher, or LimitNOFILE of the scheduler's daemon on the nodes"
 
@@ -80,7 +80,7 @@ def files_needed(num_ranks: int) -> int:
 
 
 def read_file_limit() -> int | None:
-    """Return how many files this process may open, those kept back included; ``None``: any."""
+    """Return how many files this process may open, spare files included; ``None``: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return None
@@ -88,12 +88,12 @@ def read_file_limit() -> int | None:
 
 
 def raise_file_limit() -> int | None:
-    """Raise this process's soft limit to the hard one but for SPARE_FILES; return the hard one.
+    """Raise this process's soft limit to SPARE_FILES below the hard limit; return the hard limit.
 
-    ``None`` without a limit.
+    Returns ``None`` without a limit.
 
-    Sites leave it at 1,024 for programs that call select(), which nothing here does with the
-    numbers of sockets between ranks.
+    Sites leave the soft limit at 1,024 for programs that call select(), which nothing here does
+    with the numbers of sockets between ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_finite = hard != resource.RLIM_INFINITY
@@ -106,14 +106,14 @@ def raise_file_limit() -> int | None:
 
 
 def release_spare_files() -> None:
-    """Let this process, which is about to end, open what ``raise_file_limit`` has kept back."""
+    """Let this process, which is about to end, open what ``raise_file_limit`` kept back."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def require_min_files(limit: int | None) -> None:
-    """Refuse a limit with which a rank would fail somewhere, of whatever library.
+    """Refuse a limit so low that a rank would fail at some point, in whatever library.
 
     Raises:
         ConfigError: if it is below MIN_FILES.

@@ -1,4 +1,4 @@
-"""Rendezvous: an address of rank 0 that every node has been shown to reach.
+"""Rendezvous: find an address of rank 0 that every node has proved to reach.
 
     rank 0 binds port 0 on each candidate address -> sends them to all ranks
     -> one process per node tries each -> the first one reached from every node is kept,
@@ -54,8 +54,8 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
     """Return an address of rank 0 that every node reaches; collective over ``channel``.
 
     Raises:
-        WorldError: on every rank, if there is no such address, naming each and who could not reach
-        it.
+        WorldError: on every rank, if there is no such address; it names each address and the hosts
+        that could not reach it.
     """
     offer: dict[str, Any] = {}
     listeners: list[socket.socket] = []
@@ -93,7 +93,7 @@ def rendezvous(world: World, channel: Channel, interface: str | None) -> Endpoin
 
 
 def choose_endpoint(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
-    """Return the first endpoint that every report reached: ``seen`` has "" or a reason for each."""
+    """Return the first endpoint that all reports reached; ``seen`` has "" or a reason for each."""
     for index in range(num_endpoints):
         if all(report["seen"][index] == "" for report in reports):
             return index
@@ -101,7 +101,7 @@ def choose_endpoint(reports: Sequence[dict[str, Any]], num_endpoints: int) -> in
 
 
 def split_interfaces(interface: str | None) -> list[str]:
-    """Return the names of run.interface, which may be several."""
+    """Return the names in run.interface, which may list several."""
     return [name.strip() for name in (interface or "").split(",") if name.strip()]
 
 
@@ -110,9 +110,9 @@ def candidate_addresses(
 ) -> list[Address]:
     """Return the addresses worth trying, best first (pure).
 
-    Named interfaces first; then on one node loopback, on several the names of fast fabrics, the
-    rest, and bridges of containers last. Loopback (all of 127/8, Debian's 127.0.1.1 too) and
-    link-local ones cannot be used across nodes.
+    Named interfaces come first; then loopback on a single node; then interfaces with the names of
+    fast fabrics, the rest, and container bridges last. Link-local addresses are left out, and with
+    several nodes so is loopback (all of 127/8, including Debian's 127.0.1.1).
     """
 
     wanted = split_interfaces(interface)
@@ -138,7 +138,7 @@ def candidate_addresses(
 
 
 def local_addresses() -> list[Address]:
-    """Return the addresses of this host's interfaces, without the link-local ones of IPv6."""
+    """Return the addresses of this host's interfaces, without IPv6 link-local addresses."""
     return [
         Address(name.partition(":")[0], address.address)  # an alias such as eth0:1 belongs to eth0
         for name, addresses in psutil.net_if_addrs().items()
@@ -212,7 +212,7 @@ class _Responder:
                 for listener in ready:
                     with contextlib.suppress(OSError):
                         peer, _ = listener.accept()  # type: ignore[union-attr]
-                        # A silent client of another kind must keep no node waiting.
+                        # A silent client that is no node must not keep the nodes waiting.
                         threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
@@ -229,7 +229,7 @@ class _Responder:
 
 
 def _probe_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
-    """Return "" or the reason of failure for each endpoint; all are tried at the same time."""
+    """Return "" or the reason of failure for each endpoint; all are tried in parallel."""
     reasons = ["no answer"] * len(endpoints)
 
     def attempt(index: int) -> None:

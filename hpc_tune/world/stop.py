@@ -34,7 +34,7 @@ class StopFlag:
         """Set the deadline: ``time_limit_s`` after the process started, or the job's if earlier.
 
         ``is_first`` is for rank 0 alone: it prints when a signal arrives, and may ask the scheduler
-        once for an end that the environment lacks: a thousand ranks at once would overload it.
+        once for the end if the environment lacks it; a thousand ranks at once would overload it.
         """
         self._prints = is_first
         self._file = None if run_dir is None else run_dir / STOP_FILE
@@ -43,7 +43,7 @@ class StopFlag:
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
         self._stop_message = "stopping before the first step"
-        # On the monotonic clock: the other one may be set while the run goes on.
+        # On the monotonic clock: the wall clock may be set during the run.
         now_s, self._began_s = time.monotonic(), time.monotonic() - process_age_s()
         ends = [] if time_limit_s is None else [self._began_s + time_limit_s]
         if (end := find_job_end(environ, is_first)) is not None:
@@ -54,7 +54,7 @@ class StopFlag:
     def for_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
         """Return the flag of a rank.
 
-        Rank 0 alone looks for the STOP file, so as not to load the file system with all ranks.
+        Only rank 0 looks for the STOP file, so that not all ranks load the file system.
         """
         return cls(run_dir if is_rank_0 else None, time_limit_s, is_first=is_rank_0)
 
@@ -68,15 +68,15 @@ class StopFlag:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def train(self) -> None:
-        """Say from now on that a step is done, and saved, before the run stops."""
+        """From now on, answer a signal with the message that this step is saved before the stop."""
         self._stop_message = "stopping once this step is saved"
 
     def end(self) -> None:
-        """Say from now on that the run is ending by itself."""
+        """From now on, answer a signal with the message that the run is ending already."""
         self._stop_message = "the run is ending already"
 
     def ignore_signals(self) -> None:
-        """Ignore the signals from now on: how the run ended is written, and is to stay true."""
+        """Ignore the signals from now on: the outcome is already written, and must stay true."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -102,7 +102,7 @@ class StopFlag:
 
     @property
     def limit_s(self) -> float:
-        """The seconds from the start of this process to the deadline; 0 where there is none."""
+        """The seconds from the start of this process to the deadline; 0 without a deadline."""
         return 0.0 if self._deadline is None else self._deadline - self._began_s
 
     def is_requested(self, margin_s: float = 0.0) -> bool:
@@ -110,7 +110,7 @@ class StopFlag:
         return self.reason(margin_s) is not None
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the deadline, or ``None`` where there is none."""
+        """Return the seconds until the deadline, or ``None`` without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -131,7 +131,7 @@ class StopFlag:
 
 
 def process_age_s() -> float:
-    """Return for how many seconds this process has been there."""
+    """Return how many seconds ago this process started."""
     after_boot_s = seconds_from_boot(os.getpid())
     if after_boot_s is None:
         raise WorldError("/proc does not show this process, so its start time is not known")

@@ -1,41 +1,41 @@
-"""Who watches what in a run, and how a world that cannot go on is ended, on every rank.
+"""Who watches what in a run, and how a world that cannot continue is ended, on every rank.
 
-Each row is an event, with the sign by which it is seen; who acts, in a thread of its own; after how
-long, by settings and by constants of world/liveness.py; and what is printed, once for all ranks,
-with the exit code of each.
+Each row is an event: the sign that shows it; who acts, in its own thread; after how long, as
+settings and constants of world/liveness.py; and what is printed, once for all ranks, with the exit
+code of each rank.
 
 HostWatch in world/watch.py: a host is down or cut off
     sign    its kernel answers no TCP probe on the connection that each rank has with rank 0
-    who     rank 0, which tells the others first; where rank 0 is cut off, every rank beyond
-    after   run.host_timeout; whoever cannot report has left LEAVE_LIMIT_S later
+    who     rank 0, which tells the others first; if it is cut off, every rank on the other side
+    after   run.host_timeout; a rank that cannot report exits LEAVE_LIMIT_S later
     prints  "host n2 (ranks 2, 3) has not answered in 20 s ...", exit code 1
-HostWatch in world/watch.py: a rank has ended without a word
-    sign    its connection has closed, and rank 0 passes on whose
-    who     every rank that lives; most have met the loss in a collective before
-    after   GONE_LIMIT_S, if no rank of its node has named it; NOBODY_LEFT_S where none is left
+HostWatch in world/watch.py: a rank has ended without a report
+    sign    its connection has closed, and rank 0 tells the others which rank's
+    who     every live rank; most have noticed the loss in a collective before
+    after   GONE_LIMIT_S, if no rank of its node has named it; NOBODY_LEFT_S if none is left there
     prints  "rank 2 (pid 70 on host n1) is gone while ...", exit code 1
 HostWatch in world/watch.py: a rank has reported why the world ends
-    sign    its exit code, on the connection
+    sign    its exit code, sent on the connection
     who     every other rank
     after   at once
     prints  nothing more; the exit code of the report
 StepLimit in world/watch.py: training stands still
     sign    the main thread's line of code and CPU time, looked at every STEP_LOOK_EVERY_S
-    who     each rank that sees it; all ranks, when asked, tell in the store where they are
+    who     each rank that sees it; when asked, all ranks write to the store where they are
     after   run.timeout; torch's own limit is STEP_MARGIN_S later
     prints  "...: no progress for 1800 s (run.timeout): rank 2 ... has not arrived", exit code 1
 RollCall in world/watch.py: a process is stopped, or hangs outside of Python, whatever the ranks do
-    sign    a thread of the rank answers no number in the store, or the store answers nobody
-    who     rank 0, which has the store; of rank 0 the others
+    sign    the rank's thread does not answer rank 0's calls, or the store does not answer
+    who     rank 0, which has the store; for rank 0 itself, the others
     after   GIL_FACTOR x run.timeout
     prints  "rank 2 (pid 70 on n1) does not answer while ...", exit code 1
 HangWatch in world/liveness.py: a rank hangs in work that it does alone
     sign    CPU time and bytes read, its own and its children's, looked at every HANG_LOOK_EVERY_S
-    who     that rank; where a library holds the interpreter's lock, faulthandler
+    who     that rank; if a library holds the interpreter's lock, faulthandler
     after   run.timeout; GIL_FACTOR x that with the lock held
     prints  "...: nothing was read or computed for 1800 s ...", or a traceback; exit code 1
 NcclWatch in world/nccl.py: NCCL has an error, or one of its collectives is late
-    sign    what torch keeps of each group, looked at every NCCL_LOOK_EVERY_S
+    sign    the error that torch keeps in each group, looked at every NCCL_LOOK_EVERY_S
     who     each rank that sees it, unless HostWatch has ended the world
     after   NCCL_NAMED_WITHIN_S; a collective is late STEP_MARGIN_S after run.timeout
     prints  "NCCL has lost its connection to another rank while ...", exit code 1
@@ -50,7 +50,7 @@ watch_launcher in world/failure.py: the launcher, or the parent of this rank, is
     after   at once
     prints  "rank 2 on n1: the launcher is gone, exiting", exit code 1
 time_limit in world/liveness.py: a wait for the others does not end
-    sign    the block is not left
+    sign    the block does not finish
     who     each rank that waits
     after   START_LIMIT_S and START_LIMIT_PER_RANK_S, or run.start_timeout; END_LIMIT_S at the end
     prints  "rank 2 on n1: waited 300 s for all ranks to start; ...", exit code 1
@@ -59,13 +59,13 @@ RunLock in rundir/owner.py: another job has taken the run directory over, or it 
     who     rank 0
     after   the next touch; an owner counts as dead after LOCK_STALE_S, or if it is known to be
     prints  "run.dir=... was taken over by ...", exit code 2
-HeartbeatFile in rundir/outcome.py: a run has died without a word
+HeartbeatFile in rundir/outcome.py: a run has died without a report
     sign    the first rank of each node writes a file every HEARTBEAT_EVERY_S
     who     `report`, `inspect` and the next start, which look at the directory
-    after   HEARTBEAT_LATE_S are worth a word, HEARTBEAT_DEAD_S are death
+    after   HEARTBEAT_LATE_S the run counts as late, after HEARTBEAT_DEAD_S as dead
     prints  how the run was last seen
 
-What is full is watched by memory/monitor.py, and what is left of a job by supervise.py.
+memory/monitor.py watches how full memory is, and supervise.py what is left of a job.
 """
 
 import contextlib
@@ -107,17 +107,17 @@ from hpc_tune.world.rendezvous import local_addresses
 EndWorld = Callable[[Comm, HpcTuneError], None]
 _COLLECTIVES_PATH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[1]}{os.sep}"
-_LEAVE, _BYE = b"!", b"bye"  # the first with an exit code, once it is reported why
+_LEAVE, _BYE = b"!", b"bye"  # _LEAVE is followed by an exit code once the cause is reported
 _CHUNK_BYTES = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
 
 class StepLimit:
-    """Watches the main thread in ``watching``; ``lost`` ends the world, and is called in a thread.
+    """Watches the main thread inside ``watching``; calls ``lost`` in a thread to end the world.
 
-    torch's limit on a collective of NCCL counts while a job is suspended, and has no word about the
-    rank that is missing. So it is later than this one.
+    torch's limit on NCCL collectives also counts while a job is suspended, and does not say which
+    rank is missing. So it is set to expire later than this one.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StepLimit:
         lost: Callable[[HpcTuneError], None],
         keep_trace: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Stand still for ``limit_s`` at most. ``keep_trace`` writes a file and returns its folder,
+        """Allow ``limit_s`` without progress. ``keep_trace`` writes a file and returns its folder,
         if there is anything to write.
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, lost
@@ -145,12 +145,12 @@ class StepLimit:
         self._trace: str | None = None
 
     def enter(self, doing: str) -> None:
-        """Begin a part of training, which all ranks begin in the same order."""
+        """Begin a part of training; all ranks begin the parts in the same order."""
         self._num_entered, self._activity = self._num_entered + 1, doing
         self._comm.begin(doing)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
+        """Watch the block, which all ranks are in; a single rank waits for nobody."""
         return self._watcher.watching() if self._comm.world.size > 1 else nullcontext()
 
     def _stall_sign(self) -> tuple[object, ...]:
@@ -158,7 +158,7 @@ class StepLimit:
         frame, spent_ns = liveness.find_main_thread()
         place = (self._num_entered, id(frame), frame.f_lasti if frame is not None else 0)
         if self._comm.device.type != "cpu":
-            return place  # it spins while it waits for a GPU
+            return place  # not CPU time: the thread spins while it waits for a GPU
         return *place, spent_ns
 
     def _report_stall(self, wait_s: float | None = None) -> None:
@@ -179,7 +179,7 @@ class StepLimit:
             self._end_world(stalled_error(places, roster, doing, self._limit_s, gone, self._trace))
 
     def _gather_progress(self, places: dict[int, RankProgress]) -> None:
-        """Fill ``places`` with those of the ranks that answer, and let them keep their traces."""
+        """Fill ``places`` with the answers of the ranks, and let these write their traces."""
         left = set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
@@ -203,7 +203,7 @@ class StepLimit:
         return True
 
     def _send_progress(self) -> None:
-        """Tell once where this rank is, and again when its trace is there: that may take longer."""
+        """Send this rank's place at once, and again once its trace is there: that takes longer."""
         with self._send_lock:
             if not self._has_sent:
                 self._has_sent = True
@@ -225,20 +225,20 @@ class StepLimit:
 
 
 class RollCall:
-    """Calls the ranks of ``comm`` in ``watching``; ``lost`` ends the world, in a thread.
+    """Calls the ranks of ``comm`` inside ``watching``; calls ``lost`` in a thread to end the world.
 
-    Rank 0 calls by a number in the store, again and again, and a thread of each rank answers with
-    it. In training ``StepLimit`` asks sooner, and knows who is late. Before it a rank may work
-    alone for hours while the others wait, and only its threads tell that it lives.
+    Rank 0 repeatedly increases a number in the store, and a thread of each rank answers with it.
+    During training ``StepLimit`` asks sooner, and knows who is late. Before training a rank may
+    work alone for hours while the others wait, and only its threads show that it is alive.
     """
 
     def __init__(self, comm: Comm, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
-        """Treat as stopped who does not answer for twice ``limit_s``, in seconds."""
+        """Treat a rank as stopped if it does not answer for twice ``limit_s`` seconds."""
         self._comm, self._limit_s, self._end_world = comm, liveness.GIL_FACTOR * limit_s, lost
         self._every_s = every_s = min(liveness.STEP_LOOK_EVERY_S, limit_s / liveness.STEP_NUM_LOOKS)
         self._keys = StoreKeys(comm.store, "roll")
         self._num_store_answers = self._last_answer = 0
-        # The others wait for the store to answer no more.
+        # The other ranks watch whether the store still answers.
         ends_if_silent = liveness.make_stall_check(
             lambda: self._num_store_answers,
             self._limit_s,
@@ -271,7 +271,7 @@ class RollCall:
         return False
 
     def _call_ranks(self) -> bool:
-        """Call all ranks, and end the world if one does not answer; for the one with the store."""
+        """Call all ranks, and end the world if one does not answer; for the rank with the store."""
         own, number = self._comm.world.rank, self._keys.add(1)
         silent = [rank for rank in range(self._comm.world.size) if rank != own]
         for _ in range(round(self._limit_s / self._every_s)):
@@ -290,30 +290,30 @@ class RollCall:
 
 
 class HostWatch:
-    """Watches the hosts and ranks of a world, until ``close``: one idle connection to rank 0 each.
+    """Watches the hosts and ranks of a world until ``close``: one idle connection to rank 0 each.
 
     The ranks send nothing on it: the kernels probe each other (TCP keepalive), and a kernel answers
-    for a rank that computes, waits for a disk or is suspended. So this is quick, and never mistakes
-    a slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as
-    for a slow rank, and mpirun's own daemons for minutes. On one node of GPUs there are no hosts to
-    lose, but a GPU does not hear of a rank that has ended.
+    even if its rank computes, waits for a disk or is suspended. So this is quick, and never takes a
+    slow rank for a lost one; run.timeout handles those. Without it a collective waits as long for a
+    lost host as for a slow rank, and mpirun's own daemons wait for minutes. On one node of GPUs
+    there is no other host to lose, but a GPU does not notice that a rank has ended.
 
-    A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor
-    can name them, also where none is on their host. A rank that has reported why the world ends
-    says so, with its exit code, before it leaves: its end is then no news.
+    If a connection ends, its rank has ended. Rank 0 tells the others which one, so that every
+    survivor can name it, even if none is on its host. A rank that has reported why the world ends
+    sends its exit code before it exits; its end is then not reported again.
     """
 
     def __init__(self, comm: Comm, address: str, limit_s: float, lost: EndWorld) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
 
-        ``lost`` ends the world. It is called in a thread, once, when a host has not answered for
-        ``limit_s`` seconds.
+        ``lost`` ends the world. It is called once, in a thread, when a host has not answered for
+        ``limit_s`` seconds, or when a rank has ended or has reported why the world ends.
 
         Raises:
             WorldError: if rank 0 cannot be reached now.
         """
         self._comm, self._limit_s, self._end_world = comm, limit_s, lost
-        # As the ranks are called now, while connections are counted as the launcher has.
+        # The ranks' current numbers; connections keep the launcher's numbers.
         self._now, self._launch_ranks = comm, [*range(comm.world.size)]
         self._address = StoreKeys(comm.store, "reach")
         self.reported_code: int | None = None
@@ -321,8 +321,8 @@ class HostWatch:
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
         self._ranks: dict[socket.socket, int] = {}
-        self._ended: dict[int, float] = {}  # when a rank's connection did
-        self._left: set[int] = set()  # with a word
+        self._ended: dict[int, float] = {}  # when each rank's connection ended
+        self._left: set[int] = set()  # ranks that said goodbye
         self._partial_lines: dict[int, bytes] = {}  # of messages, by rank
         listener: socket.socket | None = None
         if comm.is_rank_0:
@@ -336,12 +336,12 @@ class HostWatch:
         self._thread.start()
 
     def ended_ranks(self) -> set[int]:
-        """Return the ranks of other hosts that are known to have ended without a word."""
+        """Return the ranks of other hosts that are known to have ended without a report."""
         ended = self._ended_on_other_hosts()
         return {rank for rank, launched in enumerate(self._launch_ranks) if launched in ended}
 
     def renumber(self, comm: Comm, ranks: Sequence[int]) -> None:
-        """Name the ranks from now on as ``comm`` does, in which ``ranks`` of the last one are."""
+        """Number the ranks as in ``comm`` from now on; ``ranks`` are their previous numbers."""
         self._now, self._launch_ranks = comm, [self._launch_ranks[rank] for rank in ranks]
 
     def _ended_on_other_hosts(self) -> set[int]:
@@ -358,12 +358,12 @@ class HostWatch:
         return set(ended)
 
     def announce_exit(self, exit_code: int) -> None:
-        """Tell the ranks of other hosts that this one has said why the world ends."""
+        """Tell the ranks of other hosts that this rank has reported why the world ends."""
         self.reported_code = exit_code
         self._send_to_all(_LEAVE + str(exit_code).encode())
 
     def close(self) -> None:
-        """Stop watching, at the end of the world, when all ranks are there."""
+        """Stop watching at the end of the world, while all ranks are still alive."""
         self._closed.set()
         self._send_to_all(_BYE)
         with contextlib.suppress(OSError):  # it is closed already
@@ -411,7 +411,7 @@ class HostWatch:
                     return
 
     def _gone_error(self, launched: Set[int]) -> GoneError:
-        """Return the error that names ranks that have ended; one that idles has no number now."""
+        """Return the error that names ranks that have ended; an idle rank has no current number."""
         roster = self._now.roster
         known = [roster[rank] for rank, old in enumerate(self._launch_ranks) if old in launched]
         if not known:
@@ -446,7 +446,7 @@ class HostWatch:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, liveness.NUM_PROBES)
 
     def _on_message(self, peer: socket.socket) -> bool:
-        """Act on a message of rank 0 or the end of a connection; tell whether it goes on."""
+        """Act on a message or the end of a connection; return whether the connection stays open."""
         rank = self._ranks[peer]
         try:
             message = peer.recv(_CHUNK_BYTES)
@@ -477,7 +477,7 @@ class HostWatch:
         return True
 
     def _ended_together(self) -> dict[int, float]:
-        """Return when those ranks ended that did with the first: others leave when told."""
+        """Return when the ranks that ended together with the first did; others leave when told."""
         ended = self._ended.copy()
         first_s = min(ended.values(), default=0.0)
         return {
@@ -494,19 +494,19 @@ class HostWatch:
                 peer.send(line + b"\n", socket.MSG_DONTWAIT)
 
     def _seconds_left(self) -> float | None:
-        """Return when this thread ends the world since ranks have ended, None if none has."""
+        """Return in how many seconds to end the world since ranks have ended, None if none has."""
         now_s = time.monotonic()
         ends_s = [at_s + self._report_limit_s(rank) for rank, at_s in self._ended.items()]
         return max(0.0, min(ends_s) - now_s) if ends_s else None
 
     def _poll_timeout_s(self) -> float | None:
-        """Return when to look again: a process closes its connections before it is known to end."""
+        """Return when to look again: a process closes its connections before it shows as ended."""
         left_s = self._seconds_left()
         is_near = any(self._is_on_this_host(rank) for rank in self._ended)
         return min(left_s, liveness.HOST_SETTLE_S) if left_s is not None and is_near else left_s
 
     def _report_limit_s(self, rank: int) -> float:
-        """Return how long those who can name the end of a rank better have for it."""
+        """Return how long to wait for ranks that can report the end of this rank better."""
         comm, peer = self._comm, self._comm.roster[rank]
         if self._is_on_this_host(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
@@ -530,7 +530,7 @@ class HostWatch:
     def _report_and_exit(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
             return
-        liveness.exit_soon()  # reporting may wait for what is beyond the cut
+        liveness.exit_soon()  # reporting may wait for something on the other side of the cut
         if self._comm.is_rank_0:
             code = self.reported_code
             self._send_to_all(_LEAVE if code is None else _LEAVE + str(code).encode())
@@ -540,7 +540,7 @@ class HostWatch:
 def _listen(address: str, backlog: int, is_one_node: bool = False) -> socket.socket:
     """Listen on ``address``.
 
-    torchrun's may be one that this host does not have, or, of several nodes, its loopback; then
+    torchrun's address may not belong to this host or, with several nodes, be its loopback; then
     listen on all interfaces, as torchrun's own store does.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]

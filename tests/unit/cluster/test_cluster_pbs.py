@@ -112,9 +112,9 @@ def test_a_walltime_is_read_as_pbs_reads_it(tmp_path, walltime, clock):
         ("pbs.walltime=240", "is 4m00s to PBS, and the run stops pbs.leave_before=5m00s before"),
         ("pbs.memory=480", "pbs.memory='480': PBS takes a whole number with kb, mb, gb or tb"),
         ("pbs.chunk=2:ncpus=4", "expected resources of one node, such as ncpus=64"),
-        ("pbs.min_nodes=2", "pbs.min_nodes=2 of pbs.nodes=1: expected no more"),
+        ("pbs.min_nodes=2", "pbs.min_nodes=2 exceeds pbs.nodes=1: expected at most"),
         ("pbs.queue='a b'", "pbs.queue='a b': a line of #PBS takes letters"),
-        ("pbs.image=t.sqsh", "pbs.image=t.sqsh is an image for Pyxis, for srun; found pbs.launch="),
+        ("pbs.image=t.sqsh", "t.sqsh is an image for Pyxis, which needs srun; found pbs.launch="),
         ("pbs.modules=[-x]", "pbs.modules=['-x']: expected names"),
         ("pbs.project=x", "another option of qsub is pbs.options=['-X VALUE']"),
         ("parallel.shard=8", "and the pbs section asks for 1 (pbs.nodes=1 of 1); for example pbs."),
@@ -314,7 +314,7 @@ def test_a_job_that_cannot_submit_the_next_one_says_so_at_its_start(host, monkey
     host(qsub=QSUB)
     monkeypatch.setenv("HPC_TUNE_JOB_SCRIPT", "-bash")
     assert PBS.requeue_command("7.head") == []
-    assert "-bash is no file" in caplog.text
+    assert "-bash is not a file" in caplog.text
 
 
 def test_supervise_takes_the_section_of_the_job_that_it_is_in():

@@ -73,7 +73,7 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
 def test_spare_nodes_are_asked_for_besides(tmp_path):
     text = render(SlurmConfig(nodes=4, spare_nodes=1), [], tmp_path)
     assert "#SBATCH --nodes=5\n" in text
-    with pytest.raises(ConfigError, match="slurm.min_nodes=5 of slurm.nodes=4"):
+    with pytest.raises(ConfigError, match="slurm.min_nodes=5 exceeds slurm.nodes=4"):
         render(SlurmConfig(nodes=4, spare_nodes=1, min_nodes=5), [], tmp_path)
 
 

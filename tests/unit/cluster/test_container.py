@@ -61,8 +61,8 @@ def test_an_edf_file_is_named_to_srun():
     ("settings", "said"),
     [
         ({"binds": ["/a"]}, "slurm.binds needs slurm.image"),
-        ({"image": "t.toml", "binds": ["/a"]}, "the mounts of t.toml stand in that file"),
-        ({"image": "t.sqsh", "launch": "mpirun -np 8"}, "an image for Pyxis, for srun; found"),
+        ({"image": "t.toml", "binds": ["/a"]}, "the mounts of t.toml belong in that file"),
+        ({"image": "t.sqsh", "launch": "mpirun -np 8"}, "for Pyxis, which needs srun; found"),
         ({"image": "t.sqsh", "container": "enroot start"}, "which srun itself starts"),
         ({"image": "t.sif", "binds": ["/a,b"]}, "and no comma, which has another meaning"),
     ],

@@ -178,7 +178,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
     watching.require_bytes(taken_mib * MIB)
     assert len(needs) == leaves
     if leaves:
-        assert "125 MiB more on each would not fit" in needs[0].words
+        assert "125 MiB more on each rank would not fit" in needs[0].words
 
 
 def test_it_knows_this_ranks_peak_in_each_phase(host):

@@ -154,7 +154,7 @@ REFUSED = {
     "all see too few": (
         ["ab"] * 4,
         2,
-        r"ranks 0, 1, 2, 3 on n0 share 2 GPUs \(a, b\); 4 ranks run there and see 2 together: "
+        r"ranks 0, 1, 2, 3 on n0 share 2 GPUs \(a, b\); 4 ranks run there and see 2 in all: "
         r"start 2 per node \(--ntasks-per-node=2\), request 4 GPUs per node "
         r"\(--gpus-per-node=4\), or set run.device=cpu",
     ),
@@ -162,7 +162,7 @@ REFUSED = {
     "half of them see too few": (
         ["ab"] * 3 + ["cd"],
         2,
-        r"ranks 0, 1, 2 on n0 share 2 GPUs \(a, b\), while its 4 ranks see 4 together; show each "
+        r"ranks 0, 1, 2 on n0 share 2 GPUs \(a, b\), while its 4 ranks see 4 in all; show each "
         r"rank all GPUs of the job \(without --gpu-bind and --gpus-per-task\)",
     ),
     "some, by way of another": (
@@ -187,7 +187,7 @@ def test_a_second_gpu_of_each_task_is_idle_and_the_remedy_names_the_option():
         check_devices(reports, launched=True)
     assert str(refused.value) == (
         "n0: 4 of 8 GPUs idle (b, d, f, h); a rank was given up to 2 GPUs and uses one: start 8 "
-        "per node (--ntasks-per-node=8) that see all of its GPUs (--gpus-per-node=8, without "
+        "ranks per node (--ntasks-per-node=8) that each see all GPUs (--gpus-per-node=8, without "
         "--gpus-per-task)"
     )
     with pytest.raises(WorldError, match="--ntasks-per-node=4"):
