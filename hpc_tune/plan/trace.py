@@ -330,7 +330,7 @@ def make_fake_engine(
 
 
 def make_fake_mesh(settings: EngineSettings) -> Mesh:
-    """Return the groups of a fake world; made outside fake mode, since a mesh reads tensor values."""
+    """Return the groups of a fake world. Made outside fake mode: a mesh reads tensor values."""
     layout, device, uses_fsdp = settings.layout, settings.device, settings.plan.uses_fsdp
     mesh: Mesh = without_dispatch_modes(Mesh)(layout, device, uses_fsdp)
     return mesh
