@@ -91,7 +91,7 @@ class JsonLines:
 
 
 class Events:
-    """Writer of events.jsonl: what happens in a run, with the time. Without ``path``, discard all."""
+    """Writer of events.jsonl: what happens in a run, and when. Without ``path``, discard all."""
 
     def __init__(self, path: Path | None) -> None:
         """Open the file.
