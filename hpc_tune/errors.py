@@ -38,7 +38,7 @@ def require_utf8(word: str) -> str:
         word.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{word!a}: not valid {sys.getfilesystemencoding()}, the encoding of arguments in this "
+            f"{word!a}: not valid {sys.getfilesystemencoding()}, the encoding of text in this "
             "shell; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
         ) from None
     return word

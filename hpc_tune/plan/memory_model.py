@@ -40,10 +40,10 @@ from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 from hpc_tune.world.pinned import pinned_blocks_bytes, round_up_bytes
 
-# On a device: CUDA context and library workspaces. A conservative guess, not measured.
+# On a device: the context and library workspaces. A conservative guess, not measured.
 GPU_CONTEXT_BYTES = 1536 << 20
 # NCCL's buffers per group, and those of NVLS once per rank where a node's eight GPUs may use it
-# (Hopper and later, https://github.com/NVIDIA/nccl/issues/864, 1410). From logs in public issues.
+# (Hopper and later, https://github.com/NVIDIA/nccl/issues/864, 1410). Taken from logs of others.
 GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
 _NVLS_RANKS, _NVLS_DEVICE = 8, 79 << 30
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
@@ -121,7 +121,7 @@ class MemorySettings:
 
 
 def context_bytes(machine: Machine, num_groups: int) -> int:
-    """Return the bytes on a rank's device besides tensors: CUDA context and NCCL's buffers."""
+    """Return the bytes on a rank's device besides tensors: the context and NCCL's buffers."""
     device_bytes = machine.device_bytes or 0
     has_nvls = machine.ranks_per_node >= _NVLS_RANKS and device_bytes >= _NVLS_DEVICE
     nvls = NVLS_BYTES if has_nvls and num_groups else 0

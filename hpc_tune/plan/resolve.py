@@ -264,7 +264,7 @@ def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def _suggest_axes(parallel: ParallelConfig, left: int) -> str:
-    """Suggest values of replicate and shard whose product is ``left``, unlike the set ones."""
+    """Suggest values of replicate and shard whose product is ``left``; the set ones do not fit."""
     given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
     given = {name: size for name, size in given.items() if size is not None}
     if len(given) == 1:

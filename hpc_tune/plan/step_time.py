@@ -305,7 +305,7 @@ def step_time(
 def tensor_time(
     plan: StepPlan, ranks: Sequence[int], network: Network, micro: MicroTokens
 ) -> TensorTime:
-    """Return the time of a micro-batch's messages on the tensor axis, for all a model's blocks."""
+    """Return the time of a micro-batch's messages on the tensor axis, of all decoder blocks."""
     placed = _RankLayout(plan.layout, ranks, network, 1.0)
     messages = [*tensor_messages(plan, [micro])]
     return TensorTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))

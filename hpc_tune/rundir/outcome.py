@@ -34,8 +34,8 @@ _RESERVED_BYTES = 1 << 14
 class Outcome:
     """How a run ended: done, stopped (it can be resumed; exit code 75), or failed.
 
-    ``facts`` are written next to the other fields: after a stop for memory need, had, phase, rank,
-    host, and the governor's actions (``governor``).
+    ``facts`` are written next to the other fields, such as need, had, phase, rank, host and the
+    governor's actions (``governor``) after a stop for memory.
     """
 
     status: Literal["done", "stopped", "failed"]
