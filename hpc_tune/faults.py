@@ -40,7 +40,7 @@ class Faults:
 
     ``device`` replaces the memory of this rank's device, as a ``memory.device.DeviceMemory``.
     ``sample_s`` replaces the monitor's time between two samples of memory. ``moves_on_host`` allows
-    moving state to the host without a GPU, from the host to the host.
+    offloading without a GPU, from the host to the host.
     """
 
     join: Callable[..., Any] | None = None

@@ -65,7 +65,7 @@ def open_nvml() -> Any:
 
 
 def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState | None]:
-    """Return a function that reads the state of the GPU at this PCI address; None if unavailable.
+    """Return a function that reads the state of the GPU at a PCI address, or returns None.
 
     ``folder`` is where the kernel shows its devices.
     """
