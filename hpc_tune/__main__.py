@@ -1,17 +1,17 @@
-"""``python -m hpc_tune``, and the console script: what is true of all commands.
+"""``python -m hpc_tune``, and the console script: what all commands have in common.
 
-signals -> streams that print any text -> cli.main -> one line for what only a whole process meets:
-a terminal or a pipe that closes, Ctrl-C, packages that are missing or of another version
+signals -> streams that print any text -> cli.main -> one line for errors of the whole process: a
+closed terminal or pipe, Ctrl-C, packages that are missing or of a wrong version
 """
 
 import contextlib
 import os
 import sys
 
-_ALL_RANK_COMMANDS = ("train", "supervise")  # and no word: train
+_ALL_RANK_COMMANDS = ("train", "supervise")  # train is the default
 
 
-def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads this file too
+def main():  # type: ignore[no-untyped-def]  # a Python that is too old parses this file too
     """Run the command line and return its exit code."""
     if sys.version_info < (3, 11):
         sys.stderr.write(
@@ -56,13 +56,13 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
 
 
 def _escape_unencodable(stream):  # type: ignore[no-untyped-def]
-    """Let what a stream's encoding has not be printed by its number; a closed stream is None."""
+    """Make a stream escape characters that its encoding lacks; a closed stream is None."""
     with contextlib.suppress(AttributeError, OSError):
         stream.reconfigure(errors="backslashreplace")
 
 
 def _is_stdout_broken():  # type: ignore[no-untyped-def]
-    """Return whether an error is that stdout takes nothing any more: one more line would tell."""
+    """Return whether stdout is broken, by trying to write one more line."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
@@ -71,7 +71,7 @@ def _is_stdout_broken():  # type: ignore[no-untyped-def]
 
 
 def _report_broken_stdout(error):  # type: ignore[no-untyped-def]
-    """Say it once, unless the reader had enough, as in `| head`; return the exit code."""
+    """Report it once, unless the reader closed the pipe, as in `| head`; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 128 + 13  # as shells report SIGPIPE

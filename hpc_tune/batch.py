@@ -1,7 +1,7 @@
 """One micro-batch of packed rows.
 
 Shapes: B rows, T tokens per row, N tokens with loss. Tokens, labels and positions are int64 of
-shape BT; those that wait for a GPU to copy them are int32, in pinned memory.
+shape BT; in a batch that waits to be copied to a GPU they are int32, in pinned memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """What a preference objective needs beside the tokens of a micro-batch with P pairs.
+    """What a preference objective needs besides the tokens of a micro-batch with P pairs.
 
     A pair is two documents of one row, the chosen answer before the rejected one, both after the
-    same prompt. Rows of labelled answers are pairs whose second document is missing.
-    ``counts_P2``: their tokens with loss, int64. ``reference_P2``: their summed log-probabilities
-    under the reference, fp32, zeros where there is none. ``desirable_P``: the labels of labelled
-    answers, bool; empty for pairs. ``kl``: the step's mean difference to the reference of
-    mismatched answers, not below 0. ``own_counts_P2``: the tokens with loss that this rank has of
-    them where ranks share rows, else None: all.
+    same prompt. Rows of labeled answers are pairs without a second document. ``counts_P2``: tokens
+    with loss of each document, int64. ``reference_P2``: summed log-probabilities under the
+    reference, fp32, zeros without a reference. ``desirable_P``: the labels of labeled answers,
+    bool; empty for pairs. ``kl``: the step's mean difference to the reference on mismatched
+    answers, not below 0. ``own_counts_P2``: if ranks share rows, the part of ``counts_P2`` on this
+    rank; else None.
     """
 
     counts_P2: torch.Tensor
@@ -37,12 +37,12 @@ class PreferencePairs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that there are."""
+        """All tensors that are not None."""
         own = () if self.own_counts_P2 is None else (self.own_counts_P2,)
         return self.counts_P2, self.reference_P2, self.desirable_P, *own
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PreferencePairs":
-        """Return these with each tensor changed."""
+        """Return a copy with ``change`` applied to each tensor."""
         counts_P2, reference_P2, desirable_P, *own = map(change, self.tensors)
         return PreferencePairs(counts_P2, reference_P2, desirable_P, self.kl, *own)
 
@@ -52,15 +52,14 @@ class Batch:
     """Rows of tokens with their next-token labels and the position of each token in its document.
 
     ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or
-    ``IGNORED_LABEL``. ``positions_BT`` starts again at 0 with each document of a packed row:
-    attention must not cross such a start. ``num_tokens`` counts the tokens of documents, without
-    padding. ``first_row`` is the index of the first row in the global stream of rows, and each
-    further row's is higher by ``row_stride``; they key the randomness. ``document_lengths`` are the
-    tokens of each row's documents, padding as the last one; without them positions are read.
-    ``padding``: the tokens of each row's padding, which are those of no document. ``pairs``: of
-    rows of preferences. ``mismatched``: for rows of labelled answers, the same prompts with
-    another's answer. ``weights_N``: what each token with loss counts, row by row, fp32; where it is
-    None each counts 1.
+    ``IGNORED_LABEL``. ``positions_BT`` restarts at 0 with each document of a packed row: attention
+    must not cross such a start. ``num_tokens`` counts the tokens of documents, without padding.
+    ``first_row`` is the index of the first row in the global stream of rows, and each further row
+    is ``row_stride`` later; these indices seed the randomness. ``document_lengths`` are the lengths
+    of each row's documents, with padding as the last one; if empty, positions are read instead.
+    ``padding``: the number of padding tokens of each row. ``pairs``: for rows of preferences.
+    ``mismatched``: for rows of labeled answers, the same prompts with the answers of other rows.
+    ``weights_N``: the loss weight of each token with loss, row by row, fp32; None: all weigh 1.
     """
 
     tokens_BT: torch.Tensor
@@ -77,14 +76,14 @@ class Batch:
     weights_N: torch.Tensor | None = None
 
     def with_kl(self, kl: float) -> "Batch":
-        """Return this batch of labelled answers with the step's ``PreferencePairs.kl``."""
+        """Return this batch of labeled answers with the step's ``PreferencePairs.kl``."""
         return replace(self, pairs=self.pairs and replace(self.pairs, kl=kl))
 
     @cached_property
     def num_terms(self) -> float:
-        """What the loss is a sum over: pairs, or labelled answers, or else tokens by their weights.
+        """The number of terms of the loss: pairs, or labeled answers, or the sum of token weights.
 
-        It is read before a batch is on a device.
+        Read it before the batch is moved to a device.
         """
         if self.weights_N is not None:
             return float(self.weights_N.double().sum())
@@ -92,19 +91,19 @@ class Batch:
 
     @property
     def form(self) -> Form:
-        """What its rows hold."""
+        """What the rows contain."""
         if self.pairs is None:
             return "answers"
         return "pairs" if self.mismatched is None else "labels"
 
     @property
     def num_bytes(self) -> int:
-        """What its tensors take."""
+        """The size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.all_tensors)
 
     @property
     def all_tensors(self) -> list[torch.Tensor]:
-        """All that it holds."""
+        """All tensors of the batch, of its pairs and of its mismatched batch."""
         tensors = [*self.tensors, *(self.pairs.tensors if self.pairs else ())]
         tensors += self.mismatched.all_tensors if self.mismatched else ()
         return tensors if self.weights_N is None else [*tensors, self.weights_N]
@@ -121,18 +120,18 @@ class Batch:
         return self.tokens_BT, self.labels_BT, self.positions_BT
 
     def pinned(self) -> "Batch":
-        """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
+        """Return this batch in int32 and pinned memory: half the bytes, copied asynchronously."""
         return self._map_tensors(lambda t: t.int().pin_memory(), lambda t: t.pin_memory())
 
     @property
     def real_lengths(self) -> list[int]:
-        """The tokens of all rows' documents, without padding."""
+        """The lengths of all rows' documents, without padding."""
         padding = self.padding or [0] * len(self.document_lengths)
         rows = zip(self.document_lengths, padding, strict=True)
         return [length for row, padded in rows for length in (row[:-1] if padded else row)]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return this batch on ``device``, as int64; a GPU copies it while the host goes on."""
+        """Return this batch on ``device``, as int64; copies to a GPU are asynchronous."""
         if device.type == "cpu":
             return self
         source = self if self.tokens_BT.is_pinned() else self.pinned()
@@ -146,9 +145,9 @@ class Batch:
         token_wise: Callable[[torch.Tensor], torch.Tensor],
         other: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
-        """Return this batch with its tensors of shape BT, and all others, changed.
+        """Return a copy with ``token_wise`` applied to tensors of shape BT, ``other`` to the rest.
 
-        A mismatched batch has pairs of its own: the same answers with other counts.
+        A mismatched batch has its own pairs: the same answers with other counts.
         """
         tokens_BT, labels_BT, positions_BT = map(token_wise, self.tensors)
         return replace(
@@ -163,14 +162,14 @@ class Batch:
 
 
 def read_document_lengths(positions_BT: torch.Tensor) -> list[list[int]]:
-    """Return the lengths of each row's documents, which begin at position 0."""
+    """Return the lengths of each row's documents; a document begins at position 0."""
     starts = [torch.nonzero(positions_T == 0).flatten().tolist() for positions_T in positions_BT]
     ends = positions_BT.shape[1]
     return [[stop - start for start, stop in pairwise([*row, ends])] for row in starts]
 
 
 def full_batch(num_rows: int, seq_len: int) -> Batch:
-    """Return rows of one document each, all of whose tokens carry loss: the costliest rows."""
+    """Return rows of one document each with loss on all tokens: the costliest rows."""
     positions_BT = torch.arange(seq_len).expand(num_rows, seq_len).contiguous()
     num_tokens = num_rows * seq_len
     tokens_BT = positions_BT % 32
@@ -183,7 +182,7 @@ def full_batch(num_rows: int, seq_len: int) -> Batch:
 def empty_batch(first_row: int, form: Form = "answers") -> Batch:
     """Return a row of one token without a label: it joins collectives and changes nothing.
 
-    As other batches of ``form`` it has pairs, none, and a mismatched batch, empty as well.
+    Like other batches of ``form``, it may have pairs (zero of them) and an empty mismatched batch.
     """
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
     labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)

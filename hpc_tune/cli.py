@@ -26,8 +26,8 @@ from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure_logging, log, print_line
 from hpc_tune.packages import find_shadowing_packages
 
-OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
-_ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
+OTHER_RANKS_WAIT_S = 3.0  # so that rank 0 prints the error before the launcher kills it
+_ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, only this rank has the problem
 _PROG = "python -m hpc_tune"
 
 
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             hint = config_hint(first) or _did_you_mean(first, COMMANDS)
             raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
         arguments.insert(0, "train")
-    # argparse reads settings that stand together; those after another option are in rest.
+    # argparse reads only one group of settings; settings after another option are in ``rest``.
     options, rest = _build_parser().parse_known_args(arguments)
     takes_settings = "settings" in options
     unknown = [word for word in rest if word.startswith("-") or not takes_settings]
@@ -77,10 +77,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _data_settings(options: argparse.Namespace) -> list[str]:
-    """Return data.path as the argument DATA of a command sets it; a setting there is one.
+    """Return the data.path setting for the argument DATA of a command, unless DATA is a setting.
 
     Raises:
-        ConfigError: if nothing names the data, or two things do.
+        ConfigError: if nothing names the data, or two arguments do.
     """
     named = options.data
     if named is not None and named.partition("=")[0] in field_names():
@@ -97,10 +97,10 @@ def _data_settings(options: argparse.Namespace) -> list[str]:
 
 
 def _runs_here(command: str) -> bool:
-    """Return whether this process runs a command, of which most are for one process alone.
+    """Return whether this process runs the command; most commands run in one process only.
 
     Raises:
-        ConfigError: for several of ``supervise``, each of which would start all ranks.
+        ConfigError: for ``supervise`` on several ranks, as each of them would start all ranks.
     """
     rank = rank_hint()
     if command in ALL_RANK_COMMANDS or (rank == 0 and size_hint() == 1):
@@ -111,7 +111,7 @@ def _runs_here(command: str) -> bool:
             "the ranks itself, by --launch"
         )
     if rank == 0:
-        log.warning("%s needs one process: rank 0 alone does it", command)
+        log.warning("%s needs one process: only rank 0 runs it", command)
     return rank == 0
 
 
@@ -177,7 +177,7 @@ def _settings_text() -> str:
 
 
 def _print_error(error: HpcTuneError) -> int:
-    """Print the error once: on rank 0, or on a rank that is still alive after rank 0 would have."""
+    """Print the error once: on rank 0, or on a rank that still lives when rank 0 would be done."""
     rank, had_world = rank_hint(os.environ), "torch" in sys.modules
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)

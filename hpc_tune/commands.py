@@ -1,6 +1,6 @@
-"""The commands: of each its arguments, its help (the docstring) and what it does.
+"""The commands: each with its arguments, its help (the docstring) and its function.
 
-``options`` are the arguments as argparse reads them; where SETTINGS_ARGUMENTS are among them,
+``options`` are the arguments as argparse reads them; for commands with SETTINGS_ARGUMENTS,
 ``options.config`` is the configuration that they describe. A command imports what it needs when it
 runs, so that --help and wrong arguments are answered without importing torch.
 """
@@ -30,7 +30,7 @@ from hpc_tune.units import parse_memory
 
 SHELLS = ("bash", "zsh")
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-# bash splits key=value into three words, and completes only the part after the sign.
+# bash splits key=value into three words, and completes only the part after the equals sign.
 _SCRIPT = """_hpc_tune() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command=train
     local settings="{settings}" words="" files=""
@@ -58,7 +58,7 @@ complete -F _hpc_tune hpc_tune
 
 
 def completion_script(shell: str, commands: Mapping[str, Any]) -> str:
-    """Return the script for a shell, from the arguments that the ``commands`` declare."""
+    """Return the completion script for a shell, from the arguments that ``commands`` declare."""
     fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
         words = _literal_values(kind.replace("bool", "true | false"))
@@ -94,7 +94,7 @@ def _completion_case(pattern: str, words: Sequence[str], files: bool) -> str:
 
 
 def _literal_values(kind: str) -> list[str]:
-    """Return the literal values of a field's type; a field of one type has none."""
+    """Return the literal values in a field's type, such as ``"a | b"``; none for a single type."""
     types = [] if kind.startswith("list[") else kind.split(" | ")
     literals = [text for text in types if text not in ("int", "str", "float") and "[" not in text]
     return literals if len(types) > 1 else []
@@ -103,24 +103,24 @@ def _literal_values(kind: str) -> list[str]:
 # -- The commands.
 
 
-Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
+Argument = tuple[str, dict[str, Any]]  # arguments of argparse's add_argument
 Run = Callable[[Namespace], int]  # from the options to the exit code
 
 
 class Command(NamedTuple):
-    """A command: its docstring is its help, its name that of the function."""
+    """A command: its name is that of ``run``, its help the docstring of ``run``."""
 
     run: Run
     arguments: Sequence[Argument]
 
 
 def command(*arguments: Argument) -> Callable[[Run], Command]:
-    """Make a function a command with these arguments; it also belongs into COMMANDS."""
+    """Make a function a command with these arguments; also add it to COMMANDS."""
     return lambda run: Command(run, arguments)
 
 
 def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs: Any) -> Argument:
-    """Declare an argument: a flag (bool), one of some words (tuple), or what ``kind`` reads."""
+    """Declare an argument: a flag (bool), a choice (tuple), or a value that ``kind`` parses."""
     if kind is bool:
         kwargs["action"] = "store_true"
     elif isinstance(kind, tuple):
@@ -133,7 +133,7 @@ def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs
 
 
 def _make_reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
-    """Return a type for argparse that explains what is wrong."""
+    """Return a type for argparse whose errors explain what is wrong."""
 
     def read(text: str) -> Any:
         try:
@@ -150,7 +150,7 @@ def _make_reader(kind: Callable[[str], Any], least: float) -> Callable[[str], An
 
 
 def model_folder(path: str) -> Path:
-    """Return the folder of a model that a path names, or OWNER/NAME in the hub's cache."""
+    """Return the folder of a model, given as a path or as OWNER/NAME in the hub's cache."""
     try:
         return Path(cached_path("the model", path, "model"))
     except ConfigError as error:
@@ -183,7 +183,7 @@ def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
         log.info("config  no --config: defaults apply to all settings not given here (see --help)")
-    # Torch reads it when it is imported: each rank would print frames of C++ where one is lost.
+    # Read when torch is imported. Without it each rank prints C++ frames when one rank is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with fast_imports():
         from hpc_tune.train.run import run
@@ -218,7 +218,7 @@ def init(options: Namespace) -> int:
     argument("--out", Path, "the file to write (default: print it)"),
 )
 def convert(options: Namespace) -> int:
-    """Turn another tool's config into one of hpc_tune; say what became of each key."""
+    """Convert another tool's config to one of hpc_tune; report what became of each key."""
     from hpc_tune.convert.convert import convert_file
 
     lines, text = convert_file(options.file, options.ranks, options.out)
@@ -309,7 +309,7 @@ def doctor(options: Namespace) -> int:
 
 @command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS_ARGUMENTS)
 def prepare(options: Namespace) -> int:
-    """Tokenise a dataset into one .h5 file, to be used as data.path."""
+    """Tokenize a dataset into one .h5 file, to be used as data.path."""
     from hpc_tune.prepare import run_prepare
 
     return run_prepare(options.config, options.out)
@@ -319,7 +319,7 @@ def prepare(options: Namespace) -> int:
     argument(
         "data",
         str,
-        "a dataset, as data.path takes it, or a prepared .h5; without it FILE's data.path",
+        "a dataset, as data.path takes it, or a prepared .h5 (default: FILE's data.path)",
         metavar="DATA",
         nargs="?",
     ),
@@ -334,17 +334,17 @@ def show(options: Namespace) -> int:
 
 
 @command(
-    argument("--nodes", int, "number of nodes (default: of the slurm or pbs section)", least=1),
+    argument("--nodes", int, "number of nodes (default: from the slurm or pbs section)", least=1),
     argument(
         "--gpus-per-node",
         int,
-        "GPUs, and so ranks, per node (default: as that section says, or 8)",
+        "GPUs, and so ranks, per node (default: from that section, or 8)",
         least=1,
     ),
     argument("--cpu", bool, "plan for ranks on CPUs, as --device-memory 0 and run.device=cpu do"),
     argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
     argument(
-        "--host-memory", parse_memory, "memory per node (default: of that section, or 512GiB)"
+        "--host-memory", parse_memory, "memory per node (default: from that section, or 512GiB)"
     ),
     argument(
         "--save",
@@ -353,7 +353,7 @@ def show(options: Namespace) -> int:
         default="streamed",
     ),
     argument("--masked", bool, "for GPUs below compute capability 8.0, whose attention has a mask"),
-    argument("--measured", str, "with parallel=auto: file with what doctor --json printed there"),
+    argument("--measured", str, "with parallel=auto: file with the output of doctor --json there"),
     argument("--hardware", str, "with parallel=auto: kind of cluster, such as h100-ib400"),
     JSON_ARGUMENT,
     *SETTINGS_ARGUMENTS,
@@ -371,7 +371,7 @@ def plan(options: Namespace) -> int:
     on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
     machine, assumed = requested_machine(config.job, *named_machine, on_cpus)
     if assumed:
-        log.info("assumed, since nothing names it: %s", ", ".join(assumed))
+        log.info("assumed, since it is not specified: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
@@ -430,7 +430,7 @@ def export(options: Namespace) -> int:
     run = locate(options.run, options.base)
     where = require_base(run, "--base"), options.out or run.run_dir / "export" / options.to
     if options.to == "adapter" and options.dtype:
-        raise ConfigError("--dtype is for --to merged and gguf; an adapter is written as it is")
+        raise ConfigError("--dtype is for --to merged and gguf; an adapter keeps its dtype")
 
     def export_it(checkpoint: Path) -> Path:
         what = (checkpoint, run.config.tune, *where, run.template)
@@ -451,7 +451,7 @@ def export(options: Namespace) -> int:
     argument("--base", bool, "with --run: without the adapter"),
     argument("--prompt", str, "the user's message; - reads it from stdin"),
     argument("--system", str, "with --prompt: the system prompt"),
-    argument("--tools", Path, "JSON file with a list of tools, as rows of training data have it"),
+    argument("--tools", Path, "JSON file with a list of tools, as in rows of training data"),
     argument("--chat", Path, "instead of --prompt: JSON file with messages, or with a whole row"),
     argument("--max-tokens", int, "maximum number of tokens to generate", least=1, default=128),
     argument("--temperature", float, "sampling temperature; 0: greedy", least=0, default=0.0),
@@ -492,8 +492,8 @@ def inspect(options: Namespace) -> int:
 @command(
     argument("runs", Path, "run directories", nargs="+", metavar="RUN"),
     argument("--out", Path, ".html file (default: report.html in RUN, or here for several)"),
-    argument("--png", bool, "write the figures as PNG too, into a folder beside the page"),
-    argument("--no-job-energy", bool, "do not ask Slurm what the nodes of the run's jobs took"),
+    argument("--png", bool, "also write the figures as PNG, into a folder beside the page"),
+    argument("--no-job-energy", bool, "do not ask Slurm for the energy of the run's jobs"),
 )
 def report(options: Namespace) -> int:
     """Write an HTML report about one run, or one that compares several."""

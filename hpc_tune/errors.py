@@ -1,4 +1,4 @@
-"""Errors, split by who must act, and the exit codes of the command line."""
+"""Error classes, by who must act, and the exit codes of the command line."""
 
 import errno
 import re
@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
 
 
 class HpcTuneError(Exception):
-    """An expected kind of error: its message alone tells the user what to do."""
+    """An expected kind of error, whose message tells the user what to do."""
 
     exit_code = EXIT_FAILED
 
@@ -29,17 +29,17 @@ class ConfigError(HpcTuneError):
 
 
 def require_utf8(word: str) -> str:
-    """Return a word of the command line, if it can be written as UTF-8.
+    """Return a word of the command line, if it can be encoded as UTF-8.
 
     Raises:
-        ConfigError: if not: bytes that the locale has not are half characters here.
+        ConfigError: if not: Python decodes bytes that are not valid in the locale to surrogates.
     """
     try:
         word.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{word!a}: this shell's text is read as {sys.getfilesystemencoding()}, which this "
-            "is not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
+            f"{word!a}: not valid {sys.getfilesystemencoding()}, the encoding of text in this "
+            "shell; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file"
         ) from None
     return word
 
@@ -62,7 +62,7 @@ class WorldError(HpcTuneError):
 
 
 class GoneError(WorldError):
-    """Ranks have ended without a word; the same command resumes."""
+    """Ranks have ended without reporting an error; the same command resumes."""
 
 
 class LostHostError(GoneError):
@@ -70,7 +70,7 @@ class LostHostError(GoneError):
 
 
 class StalledError(WorldError):
-    """The ranks stood still; the same command resumes."""
+    """The ranks hung; the same command resumes."""
 
 
 class CheckpointError(HpcTuneError):
@@ -78,23 +78,23 @@ class CheckpointError(HpcTuneError):
 
 
 class UnreadableError(HpcTuneError):
-    """The file system refuses to read a checkpoint, which may be whole."""
+    """The file system refuses to read a checkpoint, which may be intact."""
 
 
 class NoRightError(UnreadableError):
-    """This user may not read a file of a checkpoint; the file's owner gives the right."""
+    """This user may not read a file of a checkpoint; the file's owner can grant permission."""
 
     exit_code = EXIT_USER
 
 
 class DiskError(HpcTuneError):
-    """A file system takes nothing more, this user has no right there, or may open no more files."""
+    """A file system is full, denies permission, or this process may open no more files."""
 
     exit_code = EXIT_USER
 
     @classmethod
     def from_os_error(cls, error: OSError, doing: str) -> "DiskError | None":
-        """Return the error in words, None if it is of another kind; ``doing`` met it."""
+        """Return a DiskError for ``error``, None if it is of another kind; ``doing`` met it."""
         if is_permission_error(error.errno) and error.filename is not None:
             return cls(f"{error.filename}: {error.strerror}{find_remedy(error)}")
         if error.errno in OUT_OF_FILES:
@@ -115,8 +115,8 @@ class MemoryBudgetError(HpcTuneError):
 class ResumableStop(HpcTuneError):
     """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
-    ``facts`` go into outcome.json. ``words`` say why it stops, if not ``reason`` alone.
-    ``can_rerun``: the same command would not stop in the same place.
+    ``facts`` go into outcome.json. ``words`` explain the stop in more detail than ``reason``.
+    ``can_rerun``: the same command would not stop at the same place.
     """
 
     exit_code = EXIT_RESUMABLE
@@ -155,10 +155,10 @@ class RemoteError(HpcTuneError):
 
 
 def find_remedy(error: BaseException, path: Path | None = None) -> str:
-    """Return what to do about a limit or a right that an open or a write met, to follow the
-    error's own words; "" for none. ``path`` is what was opened, where the error may not name it.
+    """Return what to do about a limit or a missing permission that an open or a write met.
 
-    Libraries in Rust tell the number in their words alone.
+    The text follows the error's own message; "" for other errors. ``path`` is what was opened, for
+    errors that do not name it. Libraries in Rust give the error number only in their message.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
@@ -167,8 +167,8 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
         return ". This job's files may not be larger: raise the limit (ulimit -f) or the quota"
     if number in OUT_OF_FILES:
         return (
-            ". It has reached its limit of open files: raise the limit before the launcher "
-            "(ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
+            ". This process has reached its limit of open files: raise the limit before the "
+            "launcher (ulimit -Hn 4096), or LimitNOFILE of the scheduler's daemon on the nodes"
         )
     if number == errno.EDQUOT:
         return ". The quota there is used up: make room, or choose another file system"
@@ -183,5 +183,5 @@ def find_remedy(error: BaseException, path: Path | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind where it has none."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
 """Fault injection: what fails in a run, and where. An argument of ``train.run.run``, for tests.
 
-A run calls these functions at fixed points, as the failpoints of FreeBSD's fail(9). They may raise,
-wait, allocate memory, or end the process.
+A run calls these functions at fixed points, like the failpoints of FreeBSD's fail(9). They may
+raise, wait, allocate memory, or end the process.
 """
 
 from collections.abc import Callable, Set
@@ -26,22 +26,21 @@ class Faults:
     ``join`` forms the world instead of ``world.bootstrap.bootstrap``.
 
     ``at(place, step)`` is called by the loop: before the ranks agree on what to do (boundary),
-    before the engine's work (step), before the extremes of all ranks are found (extremes), and
+    before the engine's work (step), before the extremes of all ranks are computed (extremes), and
     before a save of that step begins (save).
 
-    ``compute(rows)`` is called by the PyTorch engine before each micro-batch, in evaluation too,
+    ``compute(rows)`` is called by the PyTorch engine before each micro-batch, also in evaluation,
     where gradients are off.
 
-    ``write(index, copies)`` is called by the thread that writes a checkpoint before each piece of
-    the rank's values: its number, and the numbers of those that are copied, as they are at any
-    moment.
+    ``write(index, copies)`` is called by the thread that writes a checkpoint, before each piece of
+    the rank's values, with the piece's number and the live set of the numbers already copied.
 
     ``level(name)`` gets the level of host memory after each step and returns the one to act on,
     both by their names in ``memory.policy.Level``.
 
-    ``device`` tells of this rank's device, as a ``memory.device.DeviceMemory``. ``sample_s`` is the
-    time between two samples of memory, if not the monitor's own. ``moves_on_host`` offers to move
-    optimizer state without a GPU, from the host to the host.
+    ``device`` replaces the memory of this rank's device, as a ``memory.device.DeviceMemory``.
+    ``sample_s`` replaces the monitor's time between two samples of memory. ``moves_on_host`` allows
+    offloading without a GPU, from the host to the host.
     """
 
     join: Callable[..., Any] | None = None

@@ -1,5 +1,5 @@
-"""Files: who may read or write them, reading those that may be damaged, writing them as a whole or
-not at all, and pointers of git-lfs and git-annex that stand for files that were never fetched.
+"""File helpers: permissions, reading files that may be damaged, atomic writes, and pointer files of
+git-lfs and git-annex whose content was never fetched.
 """
 
 import errno
@@ -20,15 +20,15 @@ OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def is_permission_error(number: int | None) -> bool:
-    """Whether an error of this number says that this user lacks a right."""
+    """Whether this error number means that this user lacks permission."""
     return number in _REFUSALS
 
 
 def missing_permission(path: Path, of: Path | None = None) -> str:
-    """Return whose ``path`` is and how this user gets the right to it; "" if its mode gives it.
+    """Describe who owns ``path`` and how this user can get access; "" if its mode grants it.
 
-    ``of`` is the folder whose files the right is needed to, ``path`` by default. Of a path that is
-    not there, or cannot be looked at, it is said of the next folder above.
+    ``of`` is the folder whose files need the permission, ``path`` by default. If ``path`` does not
+    exist or is not accessible, the nearest parent folder is described instead.
     """
     for there in (path, *path.absolute().parents):
         with suppress(OSError):
@@ -45,12 +45,12 @@ def missing_permission(path: Path, of: Path | None = None) -> str:
 
 
 def may_write(path: Path) -> bool:
-    """Whether this user may write a file, or make and remove files in a folder."""
+    """Whether this user may write a file, or create and remove files in a folder."""
     return _has_access(path, "rw" if path.is_file() else "rwx")
 
 
 def may_read(path: Path) -> bool:
-    """Whether this user may read a file, or see and open what is in a folder."""
+    """Whether this user may read a file, or list and open the files in a folder."""
     return _has_access(path, "r" if path.is_file() else "rx")
 
 
@@ -62,18 +62,18 @@ def _has_access(path: Path, letters: str) -> bool:
 def _describe_refusal(there: Path, status: os.stat_result, wanted: str, of: Path) -> str:
     mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid == os.geteuid():
-        return f"its {mode} does not permit it to its owner: chmod u+{wanted} {there}"
+        return f"its {mode} denies this to its owner: chmod u+{wanted} {there}"
     owner, group, me = (
         _user_name(status.st_uid),
         _group_name(status.st_gid),
         _user_name(os.geteuid()),
     )
     is_mine = status.st_gid in {os.getegid(), *os.getgroups()}
-    regroup = "" if is_mine else f"chgrp -R to a group that {me} is in too, "
+    regroup = "" if is_mine else f"chgrp -R to a group that includes {me}, "
     return (
         f"{there} is a file of {owner} (group {group}, {mode}), and this runs as {me}. For a "
         f"folder that several people use, {owner} runs {regroup}chmod -R g+rwX {of} once, "
-        "and umask 002 before each run; or take a folder of your own"
+        "and umask 002 before each run; or use a folder of your own"
     )
 
 
@@ -91,20 +91,21 @@ def _group_name(number: int) -> str:
         return str(number)
 
 
-# -- Files that count as empty where they cannot be read.
+# -- Files that count as empty if they cannot be read.
 
 
 def raise_if_out_of_files(error: BaseException) -> None:
-    """Raise again an error that says nothing of its file: this process may open no more files.
+    """Raise ``error`` again if it means that this process may open no more files.
 
-    To be called where a file that cannot be opened counts as an empty one.
+    Call it where a file that cannot be opened counts as empty: such an error says nothing about the
+    file.
     """
     if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
         raise error
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds; an empty one where there is none to be read."""
+    """Return the object in a JSON file; an empty one if there is none or it cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -113,7 +114,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# -- Files that are there as a whole or not at all, whoever reads them and whenever a process dies.
+# -- Atomic writes: a file exists whole or not at all, for all readers and whenever a process dies.
 
 
 _NO_FSYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -121,10 +122,10 @@ _NO_FSYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 @contextmanager
 def replace_atomically(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Give the path of a temporary file beside ``path`` that takes its place at the block's end.
+    """Yield the path of a temporary file next to ``path``, which it replaces at the block's end.
 
-    If the block fails, what was at ``path`` before is untouched. ``durable``: what is there
-    survives a crash of the machine, too.
+    If the block fails, ``path`` is untouched. ``durable``: the file then also survives a crash of
+    the machine.
 
     Raises:
         OSError: if the file system refuses.
@@ -142,8 +143,9 @@ def replace_atomically(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Write a file as a whole; text becomes UTF-8, and what cannot is written by its number, as in
-    names of files that are of other bytes. Raises as ``replace_atomically`` does.
+    """Write a file atomically. Raises as ``replace_atomically`` does.
+
+    Text is encoded as UTF-8; surrogates, as in file names that are not UTF-8, are escaped.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with replace_atomically(path, durable) as temporary:
@@ -161,10 +163,10 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable, where its file system can be asked for it.
+    """Make the entries of a folder durable, if its file system supports this.
 
     Raises:
-        OSError: if it can be, and fails.
+        OSError: if it is supported and fails.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -179,7 +181,7 @@ def sync_folder(folder: Path) -> None:
 # -- Files of a clone whose content was never fetched: pointers of git-lfs and of git-annex.
 #
 # Such a file is a few lines of text under the name of the real one. It would be read as damaged
-# weights, as rows that are no JSON, or as text to be learned.
+# weights, as rows that are not JSON, or as training text.
 
 
 _MAX_BYTES = 1024  # by git-lfs's specification
@@ -191,7 +193,7 @@ _ANNEX = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
 def why_pointer(file: Path) -> str | None:
     """Return why a file is only a pointer to its content, and what to do; None if it is not one.
 
-    A link of git-annex that leads nowhere is one, too. What cannot be read is none.
+    A dangling link of git-annex counts as a pointer; a file that cannot be read does not.
     """
     try:
         if file.is_symlink() and not file.exists() and _ANNEX.search(os.readlink(file).encode()):

@@ -1,7 +1,7 @@
 """Answer a prompt or a chat with a model, with or without the adapter of a run, in one process.
 
-What is asked becomes tokens as rows of training do: the system prompt and tools through the chat
-template, typed special tokens as text. The answer is shown as it is learned, calls of tools too.
+The question is encoded as rows of training data are: the system prompt and tools by the chat
+template, typed special tokens as text. The answer, tool calls included, is shown as it is learned.
 """
 
 import json
@@ -30,13 +30,13 @@ from hpc_tune.model.tokenizer import load_tokenizer, refuse_syntax_errors, stop_
 def read_chat(
     prompt: str | None, system: str | None, tools: Path | None, chat: Path | None
 ) -> Chat:
-    """Return what is asked: a prompt (``-``: that of stdin) with what is beside it, or a chat.
+    """Return the chat to answer: from a prompt (``-`` reads stdin) and ``system``, or from a file.
 
-    ``tools`` and ``chat`` are JSON files, of what rows of training have as tools, and of a row's
-    messages or the whole row.
+    ``tools`` and ``chat`` are JSON files: a list of tools as in training data, and a row's messages
+    or a whole row.
 
     Raises:
-        ConfigError: if there is nothing, or both, or a file holds something else.
+        ConfigError: if neither or both of prompt and chat are given, or a file has other content.
     """
     if chat is None and prompt is None:
         raise ConfigError("generate needs --prompt TEXT or --chat FILE")
@@ -59,7 +59,7 @@ def read_chat(
         if not isinstance(content, list) or not content:
             raise ConfigError(
                 f"--tools {tools}: found {json_type_name(content)}, expected a list of tools, as "
-                "rows of training data have it"
+                "in rows of training data"
             )
         record = {**record, "tools": content}
     return _parse_chat(record, f"--chat {chat}" if chat is not None else f"--tools {tools}")
@@ -118,12 +118,12 @@ def generate_answer(
 
     ``run`` is a run directory or checkpoint, ``model`` a model directory; with both, ``model`` is
     where the run's base model is now. ``temperature`` 0: greedy decoding. Generation stops at a
-    token that ends a turn: the tokenizer's, one of generation_config.json's, or the one that the
+    token that ends a turn: from the tokenizer, from generation_config.json, or the one that the
     chat template writes after an answer.
 
     Raises:
-        HpcTuneError: if files are missing or damaged, or transformers has no class for this
-            language model by itself.
+        HpcTuneError: if files are missing or damaged, or transformers has no class for only the
+            language model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
@@ -169,13 +169,13 @@ def _build(
     tune: TuneConfig,
     longest: int,
 ) -> BuiltModel:
-    """Build the model, of a run with its positions, for a text of ``longest`` tokens."""
+    """Build the model for a text of ``longest`` tokens; a run's, with its scaled positions."""
     rope_scaling = None if trained is None else trained.config.model.rope_scaling
     built = build(directory, dtype, tune, seed=0, rope_scaling=rope_scaling)
     if not isinstance(built.config, built.module.causal_lm().config_class):
         raise ConfigError(
             f"transformers generates with a {built.config.model_type} model only as a whole: "
-            "export it with --to merged, and ask it there"
+            "export it with --to merged, and generate with that in transformers"
         )
     if trained is None:
         return built
@@ -184,7 +184,7 @@ def _build(
 
 
 def _decode_answer(tokenizer: Any, ids: list[int], ends: Collection[int]) -> str:
-    """Return an answer without what ends it; other special tokens are part of it, as of calls."""
+    """Decode an answer up to its end token; other special tokens, as of tool calls, are kept."""
     stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     text: str = tokenizer.decode(ids[:stop], skip_special_tokens=False)
     return text.strip()

@@ -1,9 +1,9 @@
-"""The hub's cache: which revision of a model or dataset is meant; nothing is fetched.
+"""The Hugging Face hub's cache: find the revision of a model or dataset; nothing is fetched.
 
 HF_HUB_CACHE, or HF_HOME/hub
     models--OWNER--NAME/, datasets--OWNER--NAME/
         blobs/HASH               the files' contents, once each
-        refs/main                the revision that was fetched last by that name
+        refs/main                the revision that was last fetched by that name
         snapshots/REVISION/...   links into blobs, under the files' names
 """
 
@@ -22,13 +22,13 @@ _HUB_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*?)(?:@([\w-][\w./-]*))?")
 _MIN_PREFIX = 7  # characters of a revision, as git shortens it
 PREFIXES: dict[HubKind, str] = {"model": "models--", "dataset": "datasets--"}
 _REVISION = re.compile(r"[0-9a-f]{40}")
-# Parts of a path in the cache that say nothing of what is there.
+# Parts of a path in the cache that do not describe its content.
 NAMELESS = re.compile(rf"{_SNAPSHOTS}|{_BLOBS}|{_REFS}|[0-9a-f]{{40}}|[0-9a-f]{{64}}")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of a revision, ``why`` it is this one, and those of the others."""
+    """The folder of a revision, ``why`` it was chosen, and the folders of the other revisions."""
 
     path: Path
     why: str
@@ -36,15 +36,16 @@ class Snapshot:
 
 
 def is_cache(folder: Path) -> bool:
-    """Return whether a folder is that of one dataset or model in the hub's cache."""
+    """Return whether a folder is the cache folder of one dataset or model."""
     return (folder / _SNAPSHOTS).is_dir() and (
         (folder / _BLOBS).is_dir() or (folder / _REFS).is_dir()
     )
 
 
 def model_name(path: Path) -> tuple[str, str | None] | None:
-    """Return the hub's name of the model in whose folder of the cache a path is, and the revision
-    where the path is that of one; None of a path that is in no such folder.
+    """Return the hub's name of the model whose cache folder contains ``path``, and the revision.
+
+    The revision is None if ``path`` is not a snapshot. Returns None outside of such folders.
     """
     prefix = PREFIXES["model"]
     cached = next((part for part in reversed(path.parts) if part.startswith(prefix)), None)
@@ -55,21 +56,21 @@ def model_name(path: Path) -> tuple[str, str | None] | None:
 
 
 def _hub_cache_folder(folder: Path) -> Path | None:
-    """Return the folder of the cache that ``folder`` is, or whose ``snapshots`` it is."""
+    """Return the cache folder that ``folder`` is, or whose ``snapshots`` it is; else None."""
     if folder.name == _SNAPSHOTS and is_cache(folder.parent):
         return folder.parent
     return folder if is_cache(folder) else None
 
 
 def list_revisions(folder: Path) -> list[Path]:
-    """Return the folders of all revisions that a folder of the cache has."""
+    """Return the folders of all revisions in a cache folder."""
     return sorted(path for path in (folder / _SNAPSHOTS).iterdir() if path.is_dir())
 
 
 def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
-    """Return a revision of a folder of the cache, by its own name or by one of ``refs``.
+    """Return a revision in a cache folder, by its hash, a prefix of it, or a name in ``refs``.
 
-    None: it is not there. Where refs/main is not there, either, the only revision is meant by it.
+    None if it is not there. "main" without refs/main means the only revision.
     """
     found = list_revisions(folder)
     named = _read_ref(folder, revision)
@@ -85,7 +86,7 @@ def find_snapshot(folder: Path, revision: str = _MAIN) -> Snapshot | None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder that the hub's own tools cache in."""
+    """Return the folder that the hub's own tools use as their cache."""
     if named := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
     others = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -93,7 +94,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
-    """Return what OWNER/NAME or OWNER/NAME@REVISION is in the cache; None if that has none of it.
+    """Return the snapshot of OWNER/NAME or OWNER/NAME@REVISION; None if it is not in the cache.
 
     Raises:
         ValueError: if the revision is not there, or none is named and there are several.
@@ -114,15 +115,16 @@ def find_in_cache(name: str, kind: HubKind) -> Snapshot | None:
 
 
 def cache_hint(name: str, kind: HubKind) -> str:
-    """Return that a name of the hub is not in the cache; nothing for what is no such name."""
+    """Return a hint that a name is not in the cache either; "" if it is not a name of the hub."""
     if not _HUB_NAME.fullmatch(name):
         return ""
     return f"; nor is a {kind} of that name in the hub's cache, {cache_folder(os.environ)}"
 
 
 def advise_on_snapshots(folder: Path, setting: str) -> str | None:
-    """Return which snapshots a model's folder of the cache has, to be named by ``setting`` in its
-    place; None of another folder.
+    """Return a message that lists a model's snapshots, to be named by ``setting`` instead.
+
+    None if ``folder`` is not a cache folder.
     """
     if (cache := _hub_cache_folder(folder)) is None:
         return None
@@ -142,17 +144,17 @@ def _read_ref(folder: Path, reference: str) -> str:
         return ""
 
 
-# -- Data in the hub's cache: which revision of a dataset is read, and its files under their names.
+# -- Datasets in the hub's cache: which revision is read, and the identity of its files.
 
 
 def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
-    """Return the folder of the revision that is read of a cache's folder, and those of the others.
+    """Return the folder of the revision to read from a cache folder, and those of the others.
 
-    ``folder`` may be its ``snapshots`` as well; None if it is no such folder. It is the revision
-    that refs/main names, or the only one.
+    This is the revision that refs/main names, or the only one. ``folder`` may also be the
+    ``snapshots`` of a cache folder; None if it is neither.
 
     Raises:
-        DataError: if there is none, or several to choose from.
+        DataError: if there is no revision, or several to choose from.
     """
     if (cache := _hub_cache_folder(folder)) is None:
         return None
@@ -168,14 +170,14 @@ def choose_snapshot(folder: Path) -> tuple[Path, list[Path]] | None:
 
 
 def own_name(file: Path) -> Path:
-    """Return the path by which files are told apart: of two names of one blob there are two."""
+    """Return the path that identifies a file: two names of one blob count as two files."""
     if file.is_symlink() and file.resolve().parent.name == _BLOBS:
         return file.parent.resolve() / file.name
     return file.resolve()
 
 
 def refuse_several_revisions(files: Iterable[Path]) -> None:
-    """Raise a DataError where files are of several revisions of one dataset."""
+    """Raise a DataError if files belong to several revisions of one dataset."""
     found: dict[Path, set[str]] = {}
     for file in files:
         parts = file.absolute().parts

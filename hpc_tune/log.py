@@ -1,9 +1,9 @@
 """Rank-aware logging and the progress display.
 
-Rank 0 logs for the world: ``log.info`` prints there only. A warning is printed by the rank that
-has it, after its number, but by rank 0 alone with ``extra=ON_ALL_RANKS``: all ranks have that one.
+Rank 0 logs for all: ``log.info`` prints only there. A warning is printed by each rank that logs it,
+with its rank, but only by rank 0 with ``extra=ON_ALL_RANKS``, for warnings that all ranks have.
 Everything goes to stderr, so that a command's result on stdout can be piped. In a run each rank
-also has a file, where every line has its time.
+also logs to a file, with a time on every line.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from hpc_tune.files import is_permission_error, missing_permission
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
-# They warn of kernels that this machine cannot load.
+# These warn about kernels that this machine cannot load.
 _NOISY_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
-# It advises of packages that would be faster on a GPU: rank 0 prints it.
+# This advises packages that would be faster on a GPU; only rank 0 prints it.
 _ADVICE_LOGGERS = ("transformers.integrations.hub_kernels",)
 ON_ALL_RANKS = {"of_all": True}
 PLAIN_LINE_EVERY_S = 10.0
@@ -41,7 +41,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _RankFile(logging.FileHandler):
-    """Appends to a file, which is made at the first line; a full disk is said elsewhere."""
+    """Appends to a file, created at the first line. Errors, as of a full disk, are ignored."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def configure_logging(rank: int) -> None:
 
 
 def print_line(text: str) -> None:
-    """Write a line to stderr in one piece, where ``print`` with PYTHONUNBUFFERED writes two.
+    """Write a line to stderr in one piece; ``print`` with PYTHONUNBUFFERED writes two.
 
     Between the two a launcher may write a line of its own.
     """
@@ -74,7 +74,7 @@ def print_line(text: str) -> None:
 
 
 def warn_unreadable(path: Path, error: Exception) -> None:
-    """Warn that a file counts as missing which is there and may not, or cannot, be opened."""
+    """Warn that an existing file counts as missing because it cannot be read."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
         whose = missing_permission(path) if is_permission_error(error.errno) else ""
         words = f"{error.strerror}: {whose}" if whose else error.strerror
@@ -83,9 +83,9 @@ def warn_unreadable(path: Path, error: Exception) -> None:
 
 @contextlib.contextmanager
 def log_to_file(file: Path) -> Iterator[None]:
-    """Append every line of this process's log to ``file`` too, within a block.
+    """Also append every line of this process's log to ``file``, within a block.
 
-    Each with its time and level. What cannot be written is left out.
+    Each line has its time and level. Lines that cannot be written are lost.
     """
     with contextlib.suppress(OSError):
         file.parent.mkdir(exist_ok=True)
@@ -102,9 +102,9 @@ def log_to_file(file: Path) -> Iterator[None]:
 
 
 class Progress:
-    """A bar with an ETA if stderr is a terminal, plain lines otherwise.
+    """A progress bar with an ETA if stderr is a terminal, plain lines otherwise.
 
-    Only one process should make an enabled one; the others pass ``enabled=False``.
+    Only one process should enable it; the others pass ``enabled=False``.
     """
 
     def __init__(self, what: str, total: int, done: int = 0, enabled: bool = True) -> None:

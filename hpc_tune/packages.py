@@ -1,8 +1,8 @@
-"""Packages that cannot be used: missing, or of another version that a variable puts in front.
+"""Explain packages that cannot be used: missing, or shadowed by a wrong version in PYTHONPATH.
 
-Beside that faster imports: optional packages that are not used are hidden.
+Also speeds up imports by hiding optional packages that are not used.
 
-Imports nothing but Python's own, since anything else may be what is broken.
+Imports only the standard library, since any other package may be the broken one.
 """
 
 import gc
@@ -20,13 +20,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _OWN_NAME = "hpc_tune"
-_CORE = ("omegaconf", "pydantic", "torch")  # where one lacks, so does all that pip would bring
-_PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # modules that have another name
+_CORE = ("omegaconf", "pydantic", "torch")  # without one of these, this is a wrong environment
+_PACKAGE_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # packages with other module names
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """Return which package an error while importing is about, and what to do; else None."""
+    """Explain which package an import error is about and what to do; None for other errors."""
     if not isinstance(error, ImportError) and not _is_while_importing(error):
         return None
     package, file = _find_package(error)
@@ -50,8 +50,8 @@ def why_unusable(error: BaseException) -> str | None:
 
 
 def find_shadowing_packages(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each package of a version that hpc_tune does not take and that
-    PYTHONPATH puts in front of the installed one.
+    """Return a warning for each package in PYTHONPATH that shadows the installed one with a version
+    that hpc_tune does not support.
     """
     needed, warnings = required_versions(), []
     for folder in _pythonpath_folders(environ):
@@ -65,9 +65,9 @@ def find_shadowing_packages(environ: Mapping[str, str] = os.environ) -> list[str
 
 
 def hidden_torch_warning() -> str | None:
-    """Return a warning where another torch is installed behind the one that is imported.
+    """Return a warning if another torch is installed behind the one that is imported.
 
-    That may be the one which a centre has built for its GPUs.
+    The hidden one may be the center's build for its GPUs.
     """
     found = {str(one.locate_file("")): one.version for one in _find_distributions("torch")}
     (folder, version), *others = [*found.items()] or [("", "")]
@@ -75,7 +75,7 @@ def hidden_torch_warning() -> str | None:
         return None
     behind = " and ".join(f"{other} in {where}" for where, other in others)
     return (
-        f"torch {version} in {folder} hides torch {behind}: if that is your centre's, built for "
+        f"torch {version} in {folder} hides torch {behind}: if that is your center's, built for "
         "its GPUs, make an environment that keeps it (python3 tools/install.py), or uninstall the "
         "first"
     )
@@ -86,7 +86,7 @@ def _find_distributions(name: str) -> list[importlib.metadata.Distribution]:
 
 
 def required_versions() -> dict[str, str]:
-    """Return the versions that hpc_tune takes, such as ``>=2.9,<3``, by package."""
+    """Return the versions that hpc_tune supports, such as ``>=2.9,<3``, by package."""
     try:
         lines = importlib.metadata.requires(_OWN_NAME) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
@@ -98,7 +98,7 @@ def required_versions() -> dict[str, str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; packages that it is in are imported."""
+    """Whether a module can be found; its parent packages are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -106,7 +106,7 @@ def is_installed(module: str) -> bool:
 
 
 def _why_missing(module: str) -> str:
-    """Return what to do about a module that is not there; a whole environment may lack."""
+    """Return what to do about a missing module; it may be the wrong environment altogether."""
     package = _PACKAGE_NAMES.get(module, _normalize_name(module))
     if any(importlib.util.find_spec(name) is None for name in _CORE):
         return (
@@ -121,7 +121,7 @@ def _why_missing(module: str) -> str:
 
 
 def _is_while_importing(error: BaseException) -> bool:
-    """Return whether the code at the top of a file was running; Python hides its own frames."""
+    """Return whether a module's top-level code was running; Python hides its import frames."""
     return any(
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
         for frame in _frames(error)
@@ -129,7 +129,7 @@ def _is_while_importing(error: BaseException) -> bool:
 
 
 def _find_package(error: BaseException) -> tuple[str, str | None]:
-    """Return the package that an error names, or in whose file it was raised, and a file of it."""
+    """Return the package that an error names, else the one that raised it, and its file."""
     name, last = None, _frames(error)[-1].f_globals
     if isinstance(error, ImportError):
         name = error.name
@@ -145,7 +145,7 @@ def _frames(error: BaseException) -> list[FrameType]:
 
 
 def _list_installed(folder: Path | None) -> Iterator[tuple[str, str]]:
-    """Yield the name and version of each package that pip has put into a folder."""
+    """Yield the name and version of each package that pip has installed into a folder."""
     for path in folder.glob("*-info") if folder is not None else ():
         name, _, version = path.stem.partition("-")
         yield _normalize_name(name), version.partition("-")[0]
@@ -164,20 +164,20 @@ def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str
 
 
 def _mapping_remedy(problem: str) -> str | None:
-    """Return what to do where the kernel refuses to map a library: its version is not the cause."""
+    """Return what to do if the kernel refuses to map a library; its version is not the cause."""
     if "failed to map segment" not in problem and "Cannot allocate memory" not in problem:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return "Memory is full, or the file system is mounted noexec: install on another one"
     return (
-        f"ulimit -v, or the batch system, gives this process {limit >> 20} MiB of addresses, and "
-        "libraries reserve more than they use: remove the limit, or raise it"
+        f"ulimit -v, or the batch system, limits this process to {limit >> 20} MiB of address "
+        "space, and libraries reserve more than they use: remove the limit, or raise it"
     )
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: a vendor's pre-release is what it is ahead of."""
+    """Return the first two numbers of a version; a vendor's pre-release counts as the release."""
     return _parse_numbers(version)[:2]
 
 
@@ -186,7 +186,7 @@ def _normalize_name(name: str) -> str:
 
 
 def _is_in_range(version: str, needs: str) -> bool:
-    """Compare the numbers of a version with such as ``>=2.9,<3``."""
+    """Return whether a version is within bounds such as ``>=2.9,<3``."""
     have = _parse_numbers(version)
     for bound in filter(None, map(str.strip, needs.split(","))):
         sign, limit = re.match(r"[<>=!~]*", bound)[0], _parse_numbers(bound)  # type: ignore[index]
@@ -201,16 +201,16 @@ def _parse_numbers(version: str) -> tuple[int, ...]:
 
 # -- Faster imports: unused optional packages are hidden, garbage collection is off.
 #
-# A rank imports 2,800 modules. Where many ranks share few cores, that is most of the startup.
+# A rank imports 2,800 modules. When many ranks share few cores, this is most of the startup time.
 
 
-# About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use:
-# it has others in model/quantized_base.py and model/float8.py.
+# These take about a second per rank (benchmarks/NOTES.md) for layers that hpc_tune does not use: it
+# has its own in model/quantized_base.py and model/float8.py.
 _HIDDEN_PACKAGES = ("torchao", "bitsandbytes")
 
 
 def is_importable(package: str) -> bool:
-    """Return whether a package can be imported; a folder of its name is not one."""
+    """Return whether a package can be imported; a mere folder of its name does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -219,8 +219,8 @@ def is_importable(package: str) -> bool:
 def fast_imports() -> Iterator[None]:
     """Hide torchao and bitsandbytes from transformers and peft, which look for them.
 
-    Garbage collection is off meanwhile, and what has been imported is never collected: modules
-    stay, and scanning their objects again and again takes a fifth of an import.
+    Garbage collection is off meanwhile, and imported objects are never scanned later: modules stay,
+    and scanning their objects again and again takes a fifth of the import time.
     """
     modules: dict[str, Any] = sys.modules
     hidden = [name for name in _HIDDEN_PACKAGES if name not in modules]

@@ -1,5 +1,5 @@
-"""``prepare``: raw data -> one .h5 file, by all ranks that the launcher started; ``show``: on the
-terminal, by one process."""
+"""``prepare``: raw data -> one .h5 file, by all ranks that the launcher started. ``show``: print
+data on the terminal, by one process."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     data, folder = config.data, out.absolute().parent
     if data.path is None:
         raise ConfigError(
-            "prepare writes one file, and data.sources are several: prepare each by itself, with "
+            "prepare writes one file, and data.sources has several: prepare each separately, with "
             "data.path and its columns, data.chat_template and data.loss_on; a run prepares raw "
             "sources itself, once, into data.cache"
         )
@@ -63,7 +63,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
 
 
 def run_show(config: RunConfig, num_rows: int) -> int:
-    """Print data.path, or each source, as model.path will see it; write nothing to disk."""
+    """Print data.path, or each source, as the model will see it; write nothing to disk."""
     look = COLOUR_STYLE if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_STYLE
     refuse_shape(config.model.path)
     for source in list_training_sources(config.data):

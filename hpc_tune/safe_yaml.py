@@ -1,6 +1,6 @@
-"""Reads the YAML that people write: by PyYAML's safe loader, and with no key given twice.
+"""Read the YAML that people write, by PyYAML's safe loader, and refuse duplicate keys.
 
-No value is an object of Python, and no text stands for more values than a machine can hold.
+No value becomes a Python object, and no text may expand to more values than a machine can hold.
 """
 
 import math
@@ -11,12 +11,12 @@ import yaml
 _MERGE = "tag:yaml.org,2002:merge"
 _MAX_VALUES, _MAX_LEVELS = 100_000, 30
 _NOT_FOR_SETTINGS = ("binary", "set", "omap", "pairs")  # neither text, number, list nor mapping
-# What constructors of the safe loader raise for a value that its tag does not fit.
+# Raised by constructors of the safe loader for a value that does not fit its tag.
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping with two equal keys, of which the safe loader takes the last."""
+    """Refuses a mapping with two equal keys; the safe loader would use the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None and _num_values(node, {}, 0) > _MAX_VALUES:
-            problem = f"it stands for over {_MAX_VALUES:,} values; its aliases (*) repeat too much"
+            problem = f"it expands to over {_MAX_VALUES:,} values; its aliases (*) repeat too much"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -44,7 +44,7 @@ _Loader.yaml_constructors = {
 
 
 class _TextLoader(_Loader):
-    """Leaves everything that has no quotes as it is written, except null."""
+    """Keeps all scalars without quotes as text, except null."""
 
 
 _TextLoader.yaml_implicit_resolvers = {
@@ -54,7 +54,7 @@ _TextLoader.yaml_implicit_resolvers = {
 
 
 def _num_values(node: Any, known: dict[int, float], level: int) -> float:
-    """Return how many values a node stands for, infinity where it has itself within it."""
+    """Return how many values a node expands to; infinity if it contains itself."""
     if level > _MAX_LEVELS:
         raise RecursionError
     if isinstance(node, yaml.ScalarNode):
@@ -68,11 +68,11 @@ def _num_values(node: Any, known: dict[int, float], level: int) -> float:
 
 
 def load_yaml(text: str, as_text: bool = False) -> Any:
-    """Return the value of a YAML text, or with ``as_text`` all its scalars but null as text.
+    """Return the value of a YAML text; with ``as_text`` all its scalars except null are text.
 
     Raises:
-        ValueError: if it is not YAML, has a key twice, or is too large or too deep; in one line,
-            with the place where that is known.
+        ValueError: if it is not YAML, has a duplicate key, or is too large or too deep; the message
+            is one line, with the position if known.
     """
     try:
         return yaml.load(text, _TextLoader if as_text else _Loader)

@@ -1,26 +1,26 @@
-"""Signals from the first instant on, until a run can save: it has nothing to save, so it leaves.
+"""Handle signals from the start of the process until a run can save: exit, as nothing is lost.
 
-Imports take seconds, on a busy file system minutes. This file needs only what Python has loaded.
+Imports take seconds, on a busy file system minutes. This file imports only what Python has loaded.
 """
 
 import os
 import signal
 
-_EXIT_INTERRUPTED, _EXIT_RESUMABLE = 130, 75  # of errors.py, which takes longer than all of this
-# Of a person, a terminal that is closed, a scheduler, a launcher.
+_EXIT_INTERRUPTED, _EXIT_RESUMABLE = 130, 75  # as in errors.py, which takes longer to import
+# Sent by a person, a closed terminal, a scheduler, or a launcher.
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def exit_on_signals(prints: bool = True) -> None:
     """Make every signal that asks to stop end this process, with the exit code of a stopped run.
 
-    ``prints``: say so. What is ignored, as SIGHUP under nohup, stays ignored.
+    ``prints``: print a message. SIGHUP stays ignored under nohup.
     """
 
     def leave(number: int, frame: object) -> None:
         if prints:
             name = signal.Signals(number).name
-            write_stderr(f"{name}: stopped immediately. Rerun the same command to go on\n")
+            write_stderr(f"{name}: stopped immediately. Rerun the same command to resume\n")
         os._exit(_EXIT_INTERRUPTED if number == signal.SIGINT else _EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:
@@ -34,9 +34,9 @@ def is_hup_ignored(number: int) -> bool:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, from a signal handler too.
+    """Write to stderr; safe in a signal handler.
 
-    Where the terminal is gone, nothing that is printed later may fail for it.
+    If the terminal is gone, redirect output to /dev/null, so that later prints do not fail.
     """
     try:
         os.write(2, text.encode())

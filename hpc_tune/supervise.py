@@ -1,11 +1,11 @@
-"""Supervises a run in a batch job: starts it, forwards signals, and decides what follows.
+"""Supervise a run in a batch job: start it, forward signals, and decide what to do when it ends.
 
     the ranks end -> decide_next (pure) -> done | start again here | requeue the job | give up
 
-A launcher's exit code is not reliable: ``outcome.json`` says how a run ended, and the newest
-checkpoint how far it came. Nodes that are lost or sick are left out (cluster/nodes.py). Every start
-is one line of ``starts.jsonl`` in the run directory, which outlives the job: a run that crashes at
-the same step again and again is given up, also over requeues.
+A launcher's exit code is not reliable: ``outcome.json`` tells how a run ended, and the newest
+checkpoint how far it got. Nodes that are lost or faulty are left out (cluster/nodes.py). Every
+start is one line of ``starts.jsonl`` in the run directory, which outlives the job: a run that keeps
+crashing at the same step is given up, even across requeues.
 """
 
 import contextlib
@@ -44,27 +44,27 @@ from hpc_tune.rundir.json_lines import STARTS
 from hpc_tune.rundir.outcome import run_report_command
 
 MAX_CRASHES = 2  # in a row without a newer checkpoint
-# After each stop for want of memory the next start takes one rung of the ladder more.
+# After each stop for lack of memory, the next start takes one more of the governor's actions.
 MAX_MEMORY_RESTARTS = 8
 MAX_REQUEUES = 3  # in a row without a newer checkpoint
 MIN_LEFT_S = 120.0  # with less time left, a start is not worth it
-# So long a launcher may live on after outcome.json is written; after a failure ranks end sooner,
-# and srun waits for a lost node's for minutes.
+# How long a launcher may keep running after outcome.json is written. After a failure ranks end
+# sooner, while srun waits for minutes for the ranks of a lost node.
 _LINGER_S, _LINGER_FAILED_S = 60.0, 15.0
 # Ranks may outlive a killed launcher, and a shared file system may show files late.
 _SETTLE_S = 5.0
-# That long before the end of the job the ranks are asked to stop, where no scheduler has done it
-# and the script says no other time;
-# a run that needs longer to save has stopped by itself.
+# How long before the end of the job the ranks are asked to stop, if no scheduler has done it and
+# the script sets no other time. A run that needs longer to save stops earlier by itself.
 _ASK_S = 60.0
-_CLOSE_S = 15.0  # before the end of the job, ranks that still run are killed, to requeue in time
+_CLOSE_S = 15.0  # this long before the end of the job, ranks are killed, to requeue in time
 _POLL_S = 0.2
-_READ_S = 2.0  # for what a launcher printed last
+_READ_S = 2.0  # to read the last output of a launcher
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
 _SENT_BY_LAUNCHER = " to the ranks alone"
-_REFUSED = "refused"  # before the run directory was taken
-# A signal while the ranks import, and before their first line of Python: of a child, of a shell.
+_REFUSED = "refused"  # before the run directory was locked
+# Exit codes after a signal: while the ranks import, or before their first line of Python, as
+# reported for a child process or by a shell.
 _EARLY_EXIT_CODES = (EXIT_RESUMABLE, -signal.SIGUSR1, 128 + signal.SIGUSR1)
 _OUTSIDE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
@@ -75,11 +75,11 @@ NextStep = Literal["done", "again", "requeue", "give up"]
 class StartRecord:
     """One start of the ranks, and how it ended.
 
-    ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
-    job must end, since its time is over or another job takes its nodes. ``nodes`` are those of the
-    ranks, where they are known, ``left_out`` those that were not used, and why; ``missing``: how
-    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost, or
-    since ranks of one were killed again. ``error``: its kind, if a rank has reported one.
+    ``from_step`` and ``to_step``: steps of the newest checkpoint before and after. ``asked``: it
+    was asked to stop, because the job's time is over or another job takes its nodes. ``nodes``:
+    nodes of the ranks, if known; ``left_out``: nodes that were not used, and why; ``missing``: how
+    many nodes fewer than requested it had. ``lost_nodes``: it ended because nodes were lost, or the
+    ranks of one were killed repeatedly. ``error``: the type of the error that a rank reported.
     """
 
     from_step: int
@@ -103,10 +103,10 @@ def decide_next(
     spares: int = 0,
     too_few: str | None = None,
 ) -> tuple[NextStep, str]:
-    """Return what follows the last of ``starts``, and why.
+    """Return what to do after the last of ``starts``, and why.
 
-    ``left_s`` is the time left to the job, None without a limit. ``spares``: nodes that the job had
-    besides; ``too_few``: why it cannot go on with the nodes that are left.
+    ``left_s`` is the time left to the job, None without a limit. ``spares``: the number of spare
+    nodes that the job had; ``too_few``: why it cannot continue with the remaining nodes.
     """
     last = starts[-1]
     if last.status == "done":
@@ -118,10 +118,10 @@ def decide_next(
     if last.reason in ("STOP file", *_OUTSIDE_SIGNALS):
         return "give up", f"it was asked to stop ({last.reason})"
     barren = _starts_without_progress(starts)
-    # An error that the user must fix is no crash, such as a run directory that is in use.
+    # An error that the user must fix is not a crash, such as a run directory that is in use.
     failed = [start for start in barren if start.status == "failed" and not start.asked]
     crashes = sum(start.exit_code != EXIT_USER and not start.lost_nodes for start in failed)
-    # Each spare node may have taken the place of a sick one.
+    # Each spare node may have replaced a faulty one, so it allows one more crash.
     if crashes >= MAX_CRASHES + spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(barren) >= MAX_MEMORY_RESTARTS:
@@ -147,13 +147,13 @@ def _starts_without_progress(starts: Sequence[StartRecord]) -> list[StartRecord]
 def find_ending(
     told: Mapping[str, Any], launcher: str, code: int, accuses: bool
 ) -> tuple[str, str, int, str]:
-    """Return status, reason, exit code and kind of error of a start, by what its ranks ``told``, or
-    else by their launcher's exit code (pure).
+    """Return status, reason, exit code and error type of a start (pure).
 
-    ``accuses``: the launcher names nodes that are lost or whose ranks have died.
+    They are what its ranks ``told``, or else follow from the launcher's exit code. ``accuses``: the
+    launcher names nodes that are lost or whose ranks have died.
     """
     if code == EXIT_USER and told.get("exit_code") != EXIT_USER:
-        # The ranks have written nothing, and what is there now is another job's.
+        # The ranks have written nothing; any outcome belongs to another job.
         return _REFUSED, "the start was refused, see the message above", code, ""
     positive = code if code > 0 else EXIT_FAILED
     if told:
@@ -163,7 +163,7 @@ def find_ending(
     if is_early and not accuses:
         return "stopped", "a signal while it started", positive, ""
     reason = f"{launcher} exited with code {code}, and there is no outcome.json"
-    # Where it accuses a node, the launcher has ended the others by that signal.
+    # If the launcher accuses a node, it has itself ended the other ranks by that signal.
     return "failed", reason, EXIT_FAILED if is_early else positive, ""
 
 
@@ -180,12 +180,12 @@ class Supervisor:
         environ: Mapping[str, str] = os.environ,
         nodes: JobNodes | None = None,
     ) -> None:
-        """Take the command: ``launch`` (srun or mpirun with options, and a Python) before
-        ``-m hpc_tune train arguments``.
+        """Prepare the command ``launch -m hpc_tune train arguments``.
 
-        ``requeue`` is the command that puts the job back into its queue; without it the scheduler's
-        own where there is one. ``report``: write report.html after a start that did not finish.
-        ``nodes`` are those of the job; by default none is ever left out.
+        ``launch``: srun or mpirun with options, and a Python. ``requeue``: the command that puts
+        the job back into its queue; by default the scheduler's own, if any. ``report``: write
+        report.html after a start that did not finish. ``nodes``: the nodes of the job; by default
+        none is ever left out.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._arguments = list(arguments)
@@ -201,16 +201,16 @@ class Supervisor:
         self._stop_signal: int | None = None
 
     def run(self) -> int:
-        """Start until it is done, requeued or given up; return the exit code of the job.
+        """Start the ranks until the run is done, requeued or given up; return the job's exit code.
 
         Raises:
             ConfigError: if there is no such launcher.
         """
         if shutil.which(self._argv[0]) is None:
             raise ConfigError(
-                f"--launch {self._argv[0]}: there is no such command; expected what starts the "
-                "ranks, such as srun or 'mpirun -np 16'. Load the module that has it, or name it "
-                "with its folder"
+                f"--launch {self._argv[0]}: there is no such command; expected one that starts the "
+                "ranks, such as srun or 'mpirun -np 16'. Load the module that has it, or give its "
+                "full path"
             )
         for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _OUTSIDE_SIGNALS)):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -226,7 +226,7 @@ class Supervisor:
             if start.status == _REFUSED:
                 log.error("given up: %s. Nothing was changed", start.reason)
                 return EXIT_USER
-            if lost is not None:  # it took until now to know that it had ended
+            if lost is not None:  # only now is it certain that the lost start had ended
                 starts.append(_record_unfinished_start(self._run_dir, lost))
                 lost = None
             starts.append(start)
@@ -247,27 +247,27 @@ class Supervisor:
 
     def _decide_next(self, starts: Sequence[StartRecord]) -> tuple[NextStep, str]:
         left_s = None
-        if self._end_s is not None:  # until the ranks would be asked to stop, and a minute
+        if self._end_s is not None:  # until a minute after the ranks would be asked to stop
             left_s = self._end_s - time.time() - (self._leave_before_s - _ASK_S)
         nodes = self._nodes
         return decide_next(starts, left_s, bool(self._requeue), nodes.spares, nodes.why_too_few())
 
     def _describe_decision(self, last: StartRecord, following: NextStep, why: str) -> str:
         if following != "give up" or last.reason not in _OUTSIDE_SIGNALS:
-            # What to do is what happens now.
+            # The advice to rerun is dropped, since supervise does that itself.
             why = why.partition(". Rerun the same command")[0]
             word = "starting again, because" if following == "again" else f"{following}:"
             return f"step {last.to_step}: {word} {why}"
-        # Slurm sends it too, before it queues a job again or when the first node fails.
+        # Slurm also sends such a signal before it requeues a job, or when the first node fails.
         saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
         if self._job is None:
             return f"{saved}; it was ended from outside ({last.reason})"
         who = "Slurm" if self._job.scheduler is SLURM else "the scheduler"
         ended = f"{saved}; the job was ended from outside ({last.reason})"
-        return f"{ended}. If {who} requeues it, it goes on from there"
+        return f"{ended}. If {who} requeues it, it resumes from there"
 
     def _run_once(self) -> StartRecord:
-        """Run the ranks once, and return how that ended."""
+        """Run the ranks once, and return how the start ended."""
         before, from_step = _outcome_stamp(self._run_dir), _newest_step(self._run_dir)
         command, without = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
@@ -277,7 +277,7 @@ class Supervisor:
         log.info("from step %d: %s", from_step, shlex.join(map(mask_secrets, self._argv)))
         known = {"nodes": [*command.nodes], "left_out": without, "missing": command.missing}
         job_id = None if self._job is None else self._job.id
-        if owner.has_ended(self._run_dir):  # else this start will be refused
+        if owner.has_ended(self._run_dir):  # otherwise this start will be refused
             owner.note_start(self._run_dir, from_step=from_step, job=job_id, **known)
             try:
                 code, lines = self._launch(command.environment, before)
@@ -285,7 +285,7 @@ class Supervisor:
                 owner.forget_start(self._run_dir)
         else:
             code, lines = self._launch(command.environment, before)
-        # A node that does not find Python exits with this code too.
+        # A node on which Python is not found also exits with this code.
         may_be_sick = code == EXIT_USER and _outcome_stamp(self._run_dir) == before
         if lost := may_be_sick and self._exclude_nodes(command.nodes, {}, True):
             code = EXIT_FAILED
@@ -316,7 +316,7 @@ class Supervisor:
         return replace(start, lost_nodes=self._exclude_suspects(start, told, lines))
 
     def _read_new_outcome(self, before: object) -> dict[str, Any]:
-        """Return what the ranks have written of their end, nothing if they have not."""
+        """Return the outcome that the ranks have written, empty if they have not."""
         until_s = time.time() + _SETTLE_S
         while _outcome_stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
@@ -326,20 +326,21 @@ class Supervisor:
     def _exclude_suspects(
         self, start: StartRecord, told: Mapping[str, Any], lines: LauncherLines
     ) -> bool:
-        """Leave out those nodes that the launcher or the report accuses; see ``_exclude_nodes``."""
+        """Leave out nodes that the launcher or the outcome accuses; see ``_exclude_nodes``."""
         has_report = "exit_code" in told
         accused = find_lost_hosts(told) | lines.find_suspects(has_report)
         if outcome.died_of_memory(outcome.read_heartbeats(self._run_dir)):
-            accused = {}  # the next start takes less of it
+            accused = {}  # no node is to blame: the next start uses less memory
         progressed = start.to_step > start.from_step
         has_cause = start.error == CheckpointError.__name__
         certain = lines.find_certain_suspects(has_report)
         return self._exclude_nodes(start.nodes, accused, progressed, has_cause, certain)
 
     def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
-        """Run the launcher to its end; return its exit code, and what it said of nodes."""
+        """Run the launcher to its end; return its exit code, and its messages about nodes."""
         lines = LauncherLines()
-        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
+        # In its own session, so that it can be killed as a whole; a terminal's Ctrl-C comes only
+        # to this process.
         self._launcher = subprocess.Popen(
             self._argv,
             stdin=subprocess.DEVNULL,
@@ -350,7 +351,7 @@ class Supervisor:
         )
         reader = lines.copy(self._launcher.stderr) if self._launcher.stderr is not None else None
         if self._stop_signal is not None:
-            self._forward()  # the signal came meanwhile
+            self._forward()  # the signal came before the launcher was running
         code = self._wait_for_launcher(self._launcher, before)
         if reader is not None:
             reader.join(_READ_S)
@@ -365,15 +366,16 @@ class Supervisor:
         has_cause: bool = False,
         certain: Collection[str] = (),
     ) -> bool:
-        """Leave out those of ``nodes`` that are lost or accused; return whether they alone are to
-        blame. See ``JobNodes.exclude_faulty``.
+        """Leave out the ``nodes`` that are lost or accused; return whether only they are to blame.
+
+        See ``JobNodes.exclude_faulty``.
         """
         found, lost = self._nodes.exclude_faulty(nodes, accused, progressed, has_cause, certain)
         facts.report_excluded_nodes(self._run_dir, found)
         return lost
 
     def _end_reason(self, status: str, reason: str) -> str:
-        """Return why the ranks ended: for a signal, by who has sent it."""
+        """Return why the ranks ended; a signal is told apart by its sender."""
         if (
             self._stop_signal is not None
             and signal.Signals(self._stop_signal).name in _OUTSIDE_SIGNALS
@@ -382,16 +384,16 @@ class Supervisor:
         job = self._job
         if status != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
-        # A launcher that has lost a rank ends the others by such a signal; the user did not.
+        # A launcher that has lost a rank ends the others by such a signal; no user sent it.
         return f"{reason}{_SENT_BY_LAUNCHER}" if reason in _OUTSIDE_SIGNALS else reason
 
     def _wait_for_launcher(self, child: "subprocess.Popen[bytes]", before: object) -> int:
-        """Wait for the launcher, but not for ever once outcome.json is written."""
+        """Wait for the launcher, but for a limited time once outcome.json is written."""
         ended_s = None
         while (code := child.poll()) is None:
             time.sleep(_POLL_S)
             now_s = time.time()
-            # A run that begins removes the last outcome.json.
+            # None: a starting run has removed the last outcome.json.
             if ended_s is None and _outcome_stamp(self._run_dir) not in (None, before):
                 ended_s = now_s
             left_s = None if self._end_s is None else self._end_s - now_s
@@ -430,16 +432,16 @@ class Supervisor:
 
 
 def _stop_with_parent() -> Callable[[], object]:
-    """Return what makes the launcher ask its ranks to save and stop when this process is killed.
+    """Return a function that makes the kernel send SIGUSR1 to the launcher if this process dies.
 
-    Otherwise they would run on unsupervised.
+    The ranks then save and stop; otherwise they would continue unsupervised.
     """
-    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
 
 
 def _outcome_stamp(run_dir: Path) -> tuple[int, int] | None:
-    """Return what changes when outcome.json is rewritten, without comparing clocks."""
+    """Return a value that changes when outcome.json is rewritten, without comparing clocks."""
     try:
         stat = (run_dir / outcome.OUTCOME_FILE).stat()
     except OSError:
@@ -465,7 +467,7 @@ def _read_starts(run_dir: Path) -> list[StartRecord]:
 
 
 def _read_unfinished_start(run_dir: Path) -> StartRecord | None:
-    """Return a start that took its job's supervise with it, as far as it has told how it ended."""
+    """Return a start whose supervise died with it, with as much of its ending as is known."""
     if (lost := owner.read_unfinished_start(run_dir)) is None:
         return None
     status, reason, exit_code = owner.find_start_ending(run_dir, lost)

@@ -1,14 +1,14 @@
-"""What torch lacks, or has by other names, in some of the versions that hpc_tune runs on.
+"""Compatibility with the torch versions that hpc_tune runs on: missing or renamed functions.
 
     from 2.13   all_gather_single and reduce_scatter_single; before, under older names
-                FSDP2 asks for no gradient of whole numbers (weights in 4 bits); 2.12 was not tried
-    from 2.12   varlen_attn is told that queries share keys; 2.11 lets them always
-    from 2.11   varlen_attn takes a scale and a window; before, the operator below it does
-                grouped products on a CPU take operands at any address, before at multiples of 16
+                FSDP2 requires no gradient of integers (4-bit weights); 2.12 was not tried
+    from 2.12   varlen_attn has an option for GQA; 2.11 always allows it
+    from 2.11   varlen_attn takes a scale and a window; before, only the operator below it does
+                grouped matmuls on a CPU take operands at any address; before, multiples of 16
     from 2.10   torch.nn.functional.grouped_mm; before, torch._grouped_mm
 
 Versions are compared by their first two numbers, so that a vendor's pre-release counts as the
-release that it is ahead of.
+release that it precedes.
 
 Shapes: S tokens, H heads, K heads of keys and values, D values per head, N documents.
 """
@@ -23,7 +23,7 @@ from torch import nn
 from hpc_tune.packages import parse_release
 
 _RELEASE = parse_release(torch.__version__)
-TESTED_RELEASES = ((2, 9), (2, 14))  # the oldest and the newest that runs were compared on
+TESTED_RELEASES = ((2, 9), (2, 14))  # the oldest and the newest on which runs were compared
 
 grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 GROUPED_MM_ANY_ADDRESS = _RELEASE >= (2, 11)
@@ -47,11 +47,11 @@ def varlen_attention(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    """Return causal attention within documents by torch's kernel of FlashAttention, as SHD.
+    """Return causal attention within documents by torch's FlashAttention kernel, as SHD.
 
-    ``documents``: where each begins among queries, and among keys, with the end as one more, and
-    the most queries and keys of one. Its last query is at its last key. Each token looks at itself
-    and at ``before`` tokens before it, at all if that is -1.
+    ``documents``: cumulative lengths of queries and of keys (N + 1 values each), and the most
+    queries and keys of a document. The last query of a document is aligned with its last key. Each
+    token attends to itself and the ``before`` tokens before it, or to all before it if -1.
     """
     if not _VARLEN_HAS_WINDOWS:
         out_SHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
@@ -64,7 +64,7 @@ def varlen_attention(
             window_size_right=0,
         )[0]
         return out_SHD
-    from torch.nn.attention import varlen  # it imports the compiler
+    from torch.nn.attention import varlen  # here, because it imports the compiler
 
     kernel: Any = varlen.varlen_attn
     options = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
@@ -78,15 +78,15 @@ def varlen_attention(
 
 
 def untested_warning() -> str | None:
-    """Return a warning where this torch is older or newer than those that runs were compared on."""
+    """Return a warning if this torch is older or newer than the tested releases."""
     oldest, newest = TESTED_RELEASES
     if oldest <= _RELEASE <= newest:
         return None
     word = "newer" if newest < _RELEASE else "older"
     return (
-        f"torch {torch.__version__} is {word} than those that hpc_tune was tested with "
+        f"torch {torch.__version__} is {word} than the versions that hpc_tune was tested with "
         f"({_format_release(oldest)} to {_format_release(newest)}); compare the first losses with "
-        "those of a run on a tested one"
+        "those of a run on a tested version"
     )
 
 
@@ -95,7 +95,7 @@ def _format_release(release: tuple[int, ...]) -> str:
 
 
 class _NnWithIntegerParameters:
-    """torch.nn, whose Parameter asks for no gradient of whole numbers."""
+    """torch.nn with a Parameter that requires no gradient of integers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(nn, name)
@@ -106,7 +106,7 @@ class _NnWithIntegerParameters:
 
 
 def let_fsdp_shard_integers() -> None:
-    """Let FSDP2 shard frozen weights in 4 bits where it would ask for their gradient first."""
+    """Let FSDP2 shard frozen 4-bit weights in versions that would require their gradient."""
     if not _FSDP_TAKES_INTEGERS:
         from torch.distributed.fsdp._fully_shard import _fsdp_param
 

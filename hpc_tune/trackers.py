@@ -1,8 +1,8 @@
-"""Where the figures of a run go beside metrics.jsonl: the trackers of ``run.trackers``.
+"""Experiment trackers (``run.trackers``), which record a run's metrics besides metrics.jsonl.
 
-    require_trackers   before anything takes time: refused if one is not installed
+    require_trackers   before anything takes time: refuse trackers that are not installed
     open_trackers      on rank 0: each gets the run's name, tags, notes, git commit and settings
-    Trackers           each step's values to all of them; one that fails is left out from there on
+    Trackers           passes each step's values to all; one that fails is dropped from then on
 
 Compute nodes have no network: each tracker writes into the run directory, unless its own variables
 say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL).
@@ -40,10 +40,10 @@ class EventFile:
     """One event file: framed ``Event`` messages, as TensorBoard reads them."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        """Begin a file in ``folder`` that supersedes earlier files from ``start_step`` on.
+        """Begin a file in ``folder`` that supersedes earlier files after ``start_step``.
 
         Raises:
-            OSError: if the file cannot be made.
+            OSError: if the file cannot be created.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -64,7 +64,7 @@ class EventFile:
         self._append(Event(step=step, summary=Summary(value=values)))
 
     def describe(self, step: int, markdown: str) -> None:
-        """Append a text for TensorBoard's page of texts."""
+        """Append a text for TensorBoard's Text tab."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -87,31 +87,32 @@ class EventFile:
         self._file.append(record.getvalue())
 
 
-# -- Where the figures of a run go beside metrics.jsonl.
+# -- The trackers.
 
 
-PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not name another
+PROJECT = "hpc_tune"  # default name of the project or experiment that groups runs
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
-_TIMEOUT_S = 60.0  # for W&B to begin, and at the end to send what is left
-_MLFLOW_PARAMS = 50  # of one call; servers take up to 100
-_URL_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ of a URL
+_TIMEOUT_S = 60.0  # for W&B to start, and at the end to send remaining data
+_MLFLOW_PARAMS = 50  # per call; servers accept up to 100
+_URL_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ in a URL
 _MLFLOW_VALUE = 5000  # characters of a parameter or tag
 
 
 class Tracker(Protocol):
-    """What a run writes its figures to. Any method may raise anything."""
+    """Records the metrics of a run. Any method may raise any exception."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the values of one step by name."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send remaining data."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker records of a run besides its figures; ``settings`` is the whole dumped
-    configuration, ``start_step`` the one that the run resumes from.
+    """What a tracker records about a run besides its metrics.
+
+    ``settings``: the whole dumped configuration; ``start_step``: where the run resumes from.
     """
 
     dir: Path
@@ -124,18 +125,18 @@ class RunFacts:
 
 
 def list_trackers(run: RunSettings) -> list[str]:
-    """Return the names of the trackers that are asked for, each once.
+    """Return the names of the requested trackers, each once.
 
-    run.tensorboard is on by default, and so asks for what is installed alone.
+    run.tensorboard is on by default, so it counts only if tensorboard is installed.
     """
     by_default = ["tensorboard"] if run.tensorboard and is_importable("tensorboard") else []
     return list(dict.fromkeys([*by_default, *run.trackers]))
 
 
 def require_trackers(run: RunSettings) -> None:
-    """Check that each tracker can be had, before anything takes time.
+    """Check that each requested tracker is available, before anything takes time.
 
-    Warns of run.tensorboard=true, which is the default, where tensorboard is not installed.
+    Warns if run.tensorboard=true, the default, but tensorboard is not installed.
 
     Raises:
         ConfigError: if one is not installed, or WANDB_MODE is not a mode.
@@ -143,7 +144,7 @@ def require_trackers(run: RunSettings) -> None:
     names = list_trackers(run)
     if run.tensorboard and "tensorboard" not in names:
         log.warning(
-            "tensorboard is not installed, so no figures are written for it; python -m pip install "
+            "tensorboard is not installed, so no metrics are written for it; python -m pip install "
             "tensorboard, or set run.tensorboard=false"
         )
     for name in names:
@@ -162,7 +163,7 @@ def require_trackers(run: RunSettings) -> None:
 
 
 def open_trackers(run: RunSettings, facts: RunFacts) -> "Trackers":
-    """Open the trackers that are asked for; one that fails is reported and left out."""
+    """Open the requested trackers; one that fails is reported and dropped."""
     opened = Trackers()
     for name in list_trackers(run):
         opened.open(name, partial(OPENERS[name], facts))
@@ -170,23 +171,23 @@ def open_trackers(run: RunSettings, facts: RunFacts) -> "Trackers":
 
 
 class Trackers:
-    """Open trackers by name. What one raises is reported once and costs its figures, not the run.
+    """Open trackers by name. One that raises is reported and dropped; the run continues.
 
-    They run in the process of rank 0, so nothing that a library of theirs does may end it.
+    They run in the process of rank 0, so no error of their libraries may end it.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Tracker] = {}
 
     def open(self, name: str, make: Callable[[], Tracker]) -> None:
-        """Add what ``make`` returns."""
+        """Add the tracker that ``make`` returns."""
         try:
             self._open[name] = make()
         except Exception as error:
             _report(name, "cannot be opened", error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Give the values of one step to all."""
+        """Pass the values of one step to all trackers."""
         for name, tracker in list(self._open.items()):
             try:
                 tracker.write(step, scalars)
@@ -197,13 +198,13 @@ class Trackers:
                     tracker.close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all trackers."""
         while self._open:
             name, tracker = self._open.popitem()
             try:
                 tracker.close()
             except Exception as error:
-                _report(name, "may lack the last figures", error)
+                _report(name, "may lack the last metrics", error)
 
 
 class Wandb:
@@ -227,7 +228,7 @@ class Wandb:
                 init_timeout=_TIMEOUT_S, finish_timeout=_TIMEOUT_S, console="off", silent=True
             ),
         )
-        # Its log file's errors, as on a full disk, would come out as tracebacks.
+        # Errors of writing its log file, as on a full disk, would be printed as tracebacks.
         logging.getLogger("wandb").setLevel(logging.CRITICAL)
         if mode == "offline":
             folder = Path(self._run.dir).parent
@@ -238,14 +239,14 @@ class Wandb:
         self._run.log({**scalars, "step": step}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send remaining data."""
         self._run.finish()
 
 
 class Mlflow:
     """One MLflow run per run directory, in files there unless MLFLOW_TRACKING_URI names a server.
 
-    A server that does not answer is given up after seconds, not after MLflow's minutes.
+    A server that does not answer is given up after seconds; MLflow's default is minutes.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -263,7 +264,7 @@ class Mlflow:
         self._client.update_run(self._run_id, status="RUNNING", name=facts.name)
 
     def _begin(self, facts: RunFacts) -> str:
-        """Make the run, and return its id; a parameter cannot be changed later."""
+        """Create the run and return its id; its parameters cannot be changed later."""
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -288,7 +289,7 @@ class Mlflow:
 
 
 _MLFLOW_ENV = {
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # else version 3 wants a database
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise version 3 requires a database
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
@@ -296,7 +297,7 @@ _MLFLOW_ENV = {
 
 
 def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
-    """Return the tags of a run; the dotted ones are those that MLflow's own pages show."""
+    """Return the tags of a run; MLflow's own pages show the dotted ones."""
     tags = {"tags": ", ".join(facts.tags)}
     return tags | {
         name: text
@@ -310,14 +311,14 @@ def _mlflow_tags(facts: RunFacts) -> dict[str, str]:
 
 
 class Trackio:
-    """A trackio run in the run directory, or in the Space or on the server of its variables.
+    """A trackio run in the run directory, or in the Space or on the server that its variables name.
 
-    trackio itself warns once of what it cannot write, and goes on.
+    If trackio cannot write, it warns once by itself and continues.
     """
 
     def __init__(self, facts: RunFacts) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((facts.dir / "trackio").absolute()))
-        with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open a dashboard
             import trackio
 
             self._finish = trackio.finish
@@ -336,7 +337,7 @@ class Trackio:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write remaining data."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._finish()
 
@@ -366,7 +367,7 @@ OPENERS: dict[str, Callable[[RunFacts], Tracker]] = {
 
 
 def _read_or_make_id(folder: Path, make: Callable[[], str]) -> str:
-    """Return the run directory's id for a tracker, made at its first start."""
+    """Return the run directory's id for a tracker; it is made at the first start."""
     file = folder / "run-id"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -377,4 +378,4 @@ def _read_or_make_id(folder: Path, make: Callable[[], str]) -> str:
 def _report(name: str, what: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     reason = _URL_LOGIN.sub("//", reason)
-    log.warning("tracker %s %s, and the run goes on without it: %s", name, what, reason)
+    log.warning("tracker %s %s, and the run continues without it: %s", name, what, reason)

@@ -29,10 +29,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_memory(text: str | int) -> int:
-    """Return the bytes of a memory; a number that has lost its unit is no memory.
+    """Return the bytes of an amount of memory; refuse a number whose unit was forgotten.
 
     Raises:
-        ValueError: if the text is not a size, or one that no machine has.
+        ValueError: if the text is not a size, or too small for any machine.
     """
     num_bytes = parse_bytes(text)
     if 0 < num_bytes < _MIN_MEMORY:
@@ -61,7 +61,7 @@ def parse_seconds(text: str | int | float) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size in binary units with three digits, such as ``"1.46 GiB"``."""
+    """Format a size in binary units with three digits, such as ``"1.46 GiB"``."""
     sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
@@ -72,7 +72,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count such as ``"134.5M"`` or ``"1.2k"``."""
+    """Format a count, such as ``"134.5M"`` or ``"1.2k"``."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= factor:
             return f"{count / factor:.1f}{suffix}"
@@ -80,7 +80,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration such as ``"42s"``, ``"3m20s"`` or ``"2h05m"``."""
+    """Format a duration, such as ``"42s"``, ``"3m20s"`` or ``"2h05m"``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -90,7 +90,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_energy(joules: float) -> str:
-    """Return an energy with three digits, such as ``"1.23 kWh"``; less than 1 Wh in joules."""
+    """Format an energy with three digits, such as ``"1.23 kWh"``; below 1 Wh in joules."""
     for size, unit in ((3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh")):
         if joules >= 0.9995 * size:
             return f"{joules / size:.{_num_decimals(joules / size)}f} {unit}"
@@ -98,14 +98,14 @@ def format_energy(joules: float) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return such as ``"1 rank"`` or ``"3 ranks"``."""
+    """Format a number with its noun, such as ``"1 rank"`` or ``"3 ranks"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def list_some(items: Iterable[object], most: int, between: str = "") -> str:
-    """Return the first ``most``, and how many there are more, such as ``"a, b and 3 more"``.
+    """List the first ``most`` items and how many more there are, such as ``"a, b and 3 more"``.
 
-    ``between`` stands between items in place of a comma, and before "and" too.
+    ``between`` replaces the comma between items, and the space before "and".
     """
     shown = list(map(str, items))
     more = f"{between or ' '}and {len(shown) - most} more" if len(shown) > most else ""

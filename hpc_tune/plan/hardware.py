@@ -1,4 +1,4 @@
-"""What a run computes on: nodes and their memory, and the data sheets of GPUs and links."""
+"""The hardware of a run: nodes and their memory, and data sheet figures of GPUs and links."""
 
 import subprocess
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from hpc_tune.config.scheduler import JobConfig
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
-# Of a node, where nobody says.
+# Assumed for a node if neither the arguments nor the job section say.
 _USUAL_RANKS, USUAL_DEVICE, USUAL_HOST = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
@@ -39,7 +39,7 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes and their memory. ``device_bytes`` of each rank's GPU; None: ranks on CPUs."""
+    """Nodes and their memory. ``device_bytes``: memory of each rank's GPU; None: ranks on CPUs."""
 
     nodes: int
     ranks_per_node: int
@@ -49,7 +49,7 @@ class Machine:
 
     @property
     def world_size(self) -> int:
-        """All ranks, where each node has as many."""
+        """The number of ranks, given that every node has the same number."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -59,7 +59,7 @@ class Machine:
 
     @property
     def bytes_per_rank(self) -> int:
-        """What a rank has for what it computes with: its GPU's memory, or its share of a node's."""
+        """Memory for a rank's tensors: its GPU's, or on CPUs its share of the node's."""
         return self.device_bytes or self.host_bytes_per_rank
 
 
@@ -71,9 +71,9 @@ def requested_machine(
     host_bytes: int | None,
     on_cpus: bool,
 ) -> tuple[Machine, list[str]]:
-    """Return the machine that arguments name, else the section of the job if there is one, and in
-    words what neither names and is assumed.
+    """Return the requested machine and a description of each assumption made for it.
 
+    The arguments come first, then the job section if there is one, then the usual values of a node.
     ``on_cpus``: ranks without GPUs, whatever the rest says.
     """
     assumed, has_section = [], job.is_given
@@ -98,9 +98,10 @@ def requested_machine(
 
 
 def detect_machine(comm: Comm, host_bytes: int) -> Machine:
-    """Return the machine that the ranks run on; where nodes differ, the least of any. Collective.
+    """Return the machine that the ranks run on. Collective.
 
-    ``host_bytes``: what this job may use of this rank's node.
+    Where nodes differ: the smallest memory of any, and the most ranks. ``host_bytes``: what this
+    job may use of this rank's node.
     """
     device_bytes = 0
     if comm.device.type == "cuda":
@@ -116,7 +117,8 @@ def detect_machine(comm: Comm, host_bytes: int) -> Machine:
 class Cluster:
     """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
 
-    ``lanes``: network cards of a node. ``host_bytes_per_s``: between a GPU and its node's memory.
+    ``within`` / ``across``: inside a node / between nodes. ``lanes``: network cards of a node.
+    ``host_bytes_per_s``: between a GPU and its node's memory.
     """
 
     flops: float
@@ -128,8 +130,8 @@ class Cluster:
     across_latency_s: float = 20e-6
 
 
-# From the vendors' data sheets: one direction of NVLink or PCIe; a network card. To the host 80% of
-# PCIe 5.0 (H100) or 4.0 with 16 lanes, 64 or 32 GB/s.
+# From the vendors' data sheets: one direction of NVLink or PCIe, and one network card. Rates to the
+# host are 80% of 16 lanes of PCIe 5.0 (H100, 64 GB/s) or 4.0 (32 GB/s).
 CLUSTERS = {
     "h100-ib400": Cluster(_PEAK_BF16["H100"], 370e9, 48e9, 8, 51e9),
     "a100-ib200": Cluster(_PEAK_BF16["A100"], 240e9, 24e9, 4, 25e9),
@@ -138,16 +140,16 @@ CLUSTERS = {
 }
 
 
-# -- The plan command in a process of its own: the trace of a step needs an interpreter to itself.
+# -- The plan command in its own process, because the trace of a step needs its own interpreter.
 
 
 def run_plan(
     config: Path, machine: Machine, arguments: Iterable[str], limit_s: float
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``plan --json`` on a configuration file, as a process that no launcher has started.
+    """Run ``plan --json`` on a configuration file, in a process that no launcher has started.
 
     Raises:
-        OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
+        OSError, subprocess.TimeoutExpired: if it cannot be started, or does not finish in time.
     """
     words = ["plan", "--json", "--config", str(config), "--nodes", str(machine.nodes)]
     words += ["--gpus-per-node", str(machine.ranks_per_node)]

@@ -2,9 +2,9 @@
 
     shapes, traced step, settings -> load, compile, first step, steady, evaluate, save, merge
 
-What a rank computes with is on its device: a GPU, or on CPUs the host itself. The rest of host
-memory is the process with its libraries and what streams through it. Page cache is left out: the
-kernel gives it back before it kills.
+A rank's tensors are on its device: a GPU, or on CPUs the host itself. The rest of host memory is
+the process with its libraries and the data that streams through it. Page cache is left out: the
+kernel reclaims it before it kills a process.
 """
 
 import math
@@ -40,10 +40,10 @@ from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 from hpc_tune.world.pinned import pinned_blocks_bytes, round_up_bytes
 
-# On a device: context and the libraries' workspaces. Not measured, on the safe side.
+# On a device: the context and library workspaces. A conservative guess, not measured.
 GPU_CONTEXT_BYTES = 1536 << 20
-# NCCL's buffers of a group; of NVLS once, where eight GPUs of a node may have it (Hopper and later,
-# https://github.com/NVIDIA/nccl/issues/864, 1410). From others' logs.
+# NCCL's buffers per group, and those of NVLS once per rank where a node's eight GPUs may use it
+# (Hopper and later, https://github.com/NVIDIA/nccl/issues/864, 1410). Taken from logs of others.
 GROUP_BYTES, NVLS_BYTES = 600 << 20, 2304 << 20
 _NVLS_RANKS, _NVLS_DEVICE = 8, 79 << 30
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
@@ -54,9 +54,8 @@ SaveMethod = Literal["streamed", "gathered"]
 class PhaseMemory:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
-    ``first_bytes`` is what the first rank of the first node has on the host besides. A run does
-    without an ``optional`` phase where there is no room for it, and without ``spare_bytes`` of
-    ``rank_bytes``.
+    ``first_bytes``: additional host bytes of the first rank of the first node. If there is no room,
+    a run skips an ``optional`` phase, and can do without ``spare_bytes`` of ``rank_bytes``.
     """
 
     name: Phase
@@ -73,14 +72,14 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a trace of one rank does not show of a model, in bytes.
+    """Sizes of a model, in bytes, that a trace of one rank does not show.
 
-    ``trained``: all trained values, whole; ``largest_tensor``: as it is stored; ``largest_unit``:
-    the most that shards are gathered to at once, a block or the embedding. ``is_full``: all weights
-    are trained; ``mapped_share``: of the frozen values, those that the files have as they are
-    computed with. ``more_saved``:
-    what a checkpoint has beside ``trained`` and two moments like it. ``largest_trained``: of the
-    tensors that are saved.
+    ``trained``: all trained values, unsharded. ``largest_tensor``: as it is stored.
+    ``largest_unit``: the largest unit that is gathered at once, a block or the embedding.
+    ``is_full``: all weights are trained. ``mapped_share``: share of the frozen values that the
+    files hold in the form that is computed with, so that they can be mapped. ``more_saved``: what a
+    checkpoint holds besides ``trained`` and two moments of the same size. ``largest_trained``: the
+    largest tensor that is saved.
     """
 
     trained: int
@@ -94,14 +93,14 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The settings that decide memory beside the traced step.
+    """The settings that decide memory besides the traced step.
 
-    ``parallel`` has its layout decided. ``step_tokens`` of a rank wait in its loader for a step.
-    ``compile_threads``: None without torch.compile. ``governed``: memory.governor is on.
-    ``save="gathered"`` is what a tool would do that brings all trained values and their optimizer
-    state together on one rank. ``form``: what waits in the loader. ``has_reference``: the
-    log-probabilities of all answers are computed first, and 8 bytes of each pair stay.
-    ``num_groups`` of several ranks send (``step/layout.py``).
+    ``parallel`` has its layout decided. ``step_tokens``: tokens of one step that wait in a rank's
+    loader, in the form ``form``. ``compile_threads``: None without torch.compile. ``governed``:
+    memory.governor is on. ``save="gathered"`` models a tool that gathers all trained values and
+    their optimizer state on one rank. ``has_reference``: the log-probabilities of all answers are
+    computed first, and 8 bytes per pair are kept. ``num_groups``: process groups of several ranks
+    that communicate (``step/layout.py``).
     """
 
     parallel: ParallelConfig
@@ -122,7 +121,7 @@ class MemorySettings:
 
 
 def context_bytes(machine: Machine, num_groups: int) -> int:
-    """Return what a rank's device holds beside tensors: the context, and NCCL for its groups."""
+    """Return the bytes on a rank's device besides tensors: the context and NCCL's buffers."""
     device_bytes = machine.device_bytes or 0
     has_nvls = machine.ranks_per_node >= _NVLS_RANKS and device_bytes >= _NVLS_DEVICE
     nvls = NVLS_BYTES if has_nvls and num_groups else 0
@@ -130,14 +129,14 @@ def context_bytes(machine: Machine, num_groups: int) -> int:
 
 
 def process_bytes(machine: Machine) -> int:
-    """Return what a rank's process takes of the memory that it computes with, at least."""
+    """Return the least that a rank's process itself takes of the memory of its tensors."""
     return 0 if machine.device_bytes else RANK_BYTES
 
 
 def upper_bound_bytes(
     size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine
 ) -> int:
-    """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
+    """Return an upper bound of a rank's memory in a step, by arithmetic: ``activation_bound``."""
     tensors = static_bytes(size, layout) + activation_bound(model, tokens)
     if machine.device_bytes is None:
         return tensors + process_bytes(machine)
@@ -146,7 +145,7 @@ def upper_bound_bytes(
 
 
 def surely_fits(most: int, machine: Machine) -> bool:
-    """Return whether a rank that takes ``most`` or less fits without a plan."""
+    """Return whether a rank that takes at most ``most`` bytes surely fits, so no plan is needed."""
     return most < NO_PLAN_BELOW * machine.bytes_per_rank
 
 
@@ -155,7 +154,7 @@ def memory_by_phase(
 ) -> list[PhaseMemory]:
     """Return the phases in the order in which a run goes through them.
 
-    ``trace`` is of the rank that needs most.
+    ``trace``: the trace of the rank that needs most.
     """
     on_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
     process = RANK_BYTES + MODEL_OBJECTS_BYTES + BLOCK_OBJECTS_BYTES * trace.num_layers
@@ -195,7 +194,7 @@ def memory_by_phase(
         idle = step.idle + trimmed + kernels
         phases.append(phase(Phase.SAVE_WAITING, idle, buffers + piece))
         if checkpoint.background:
-            # With a slow disk. The governor lets training wait instead.
+            # The copies stay longest with a slow disk. The governor makes training wait instead.
             each, first = _staging_bytes(state, machine, model, settings)
             on_host = buffers + piece + each
             copied = phase(Phase.SAVE_IN_BACKGROUND, step.peak + left, on_host, first)
@@ -207,16 +206,16 @@ def memory_by_phase(
 def _staging_bytes(
     state: int, machine: Machine, model: ModelBytes, settings: MemorySettings
 ) -> tuple[int, int]:
-    """Return the bytes of copies for a save: on each rank, and on the first node besides.
+    """Return the bytes copied for a save: on each rank, and in addition on the first node.
 
-    Each shard is written by the first of the ranks that hold it, all replicated values by one rank.
-    A GPU's copies stay until the next save, so this phase has no less than any that follows it.
+    Each shard is written by the first rank that holds it, and all replicated values by one rank. A
+    GPU's copies stay until the next save, so this phase takes no less than any that follows it.
     """
     parallel, wanted = settings.parallel, settings.checkpoint.staging_bytes
     is_spread = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
     writers = machine.world_size // (parallel.replicate or 1) if is_spread else 1
     each, on_gpu = state // max(1, writers), machine.device_bytes is not None
-    if on_gpu:  # whole blocks
+    if on_gpu:  # copied in whole blocks
         each = -(-each // PIECE_BYTES) * PIECE_BYTES
     if wanted != "auto" or not on_gpu:
         each = min(STAGING_BYTES if wanted == "auto" else wanted, each)
@@ -225,9 +224,9 @@ def _staging_bytes(
 
 @dataclass(frozen=True)
 class _StepBytes:
-    """A rank's bytes where it computes: after loading, between steps, and the two peaks.
+    """A rank's bytes on its device: after loading, between steps, and the two peaks.
 
-    ``offloaded``: what a GPU's rank has on the host instead.
+    ``offloaded``: what a rank with a GPU keeps on the host instead.
     """
 
     loaded: int
@@ -242,7 +241,7 @@ def _step_bytes(
 ) -> _StepBytes:
     parallel, sharded = settings.parallel, settings.is_sharded
     frozen = 0 if model.is_full else trace.weight_bytes
-    # Whole frozen weights on CPUs are pages of the files, if these have them so.
+    # On CPUs, unsharded frozen weights are mapped pages of the files, if stored in the same form.
     mapped = int(frozen * model.mapped_share) if on_cpu and not sharded else 0
     idle, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
     peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
@@ -250,7 +249,7 @@ def _step_bytes(
     if parallel.zero_stage == 3:
         peak += model.largest_unit  # the next block is prefetched
     if not on_cpu and parallel.offload_params == "cpu":
-        # Sharded values wait on the host; gathered ones are activations.
+        # Shards stay on the host; gathered weights count as activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
         waiting = idle - kept
         on_host = waiting + _pinned_extra_bytes(trace.shards, model.is_full)
@@ -265,10 +264,10 @@ def _step_bytes(
 
 
 def _zero_pinned_extra_bytes(trace: TraceReport, stage: int | None) -> int:
-    """Return what DeepSpeed's pinned memory has beside the optimizer state that is offloaded.
+    """Return the bytes of DeepSpeed's pinned memory beyond the offloaded optimizer state.
 
-    Stages 1 and 2 pin this rank's fp32 copy of the weights, and a gradient like it that is there
-    besides; stage 3 its gradients, which are counted. Each is one flat block.
+    Stages 1 and 2 pin this rank's fp32 copy of the weights and an additional gradient of the same
+    size; stage 3 pins its gradients, which are counted already. Each is one flat block.
     """
     if stage == 3:
         return round_up_bytes(trace.gradient_bytes) - trace.gradient_bytes
@@ -277,11 +276,11 @@ def _zero_pinned_extra_bytes(trace: TraceReport, stage: int | None) -> int:
 
 
 def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
-    """Return what pinned blocks have beside this rank's part of weights, and of their gradients.
+    """Return the bytes that pinned blocks take beyond this rank's weight shards and gradients.
 
-    ``shards``: the number of weights by bytes. They share blocks; FSDP2 asks for a block for each
-    gradient (``foreach_reduce``, which copies them without waiting). Moments are not pinned: they
-    are updated on the host.
+    ``shards``: the number of weights by size in bytes. Weights share blocks, but FSDP2 asks for a
+    block for each gradient (``foreach_reduce`` copies them asynchronously). Moments are not pinned:
+    they are updated on the host.
     """
     sizes = [size for size, num in shards.items() for _ in range(num)]
     more = pinned_blocks_bytes(sizes) - sum(sizes)
@@ -289,12 +288,12 @@ def _pinned_extra_bytes(shards: Mapping[int, int], is_full: bool) -> int:
 
 
 def adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
-    """Return the bytes of ZeRO from those of the native layout that was traced in its place.
+    """Return the bytes of ZeRO, derived from the native layout that was traced in its place.
 
-    Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
-    moments come with the first step. While loading, weights are copied into flat buffers. In a
-    step there are gradients, whole or this rank's share, and two buckets of them. Stage 3 has fp32
-    copies too, keeps its buckets, and fp32 gradients beside an offloaded optimizer.
+    Stages 1 and 2 keep this rank's share of fp32 copies and moments next to the whole weights; the
+    moments are allocated in the first step. Loading copies the weights into flat buffers. In a step
+    there are gradients, all (stage 1) or this rank's share (stage 2), and two buckets of them.
+    Stage 3 also has fp32 copies, keeps its buckets, and with an offloaded optimizer fp32 gradients.
     """
     stage, num = resolved.parallel.zero_stage, resolved.layout.size
     trained = report.gradient_bytes
@@ -314,7 +313,7 @@ def adapt_to_zero(report: TraceReport, resolved: ResolvedLayout) -> TraceReport:
 
 
 def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
-    """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
+    """Return the report with bytes added: loaded, idle (as optimizer state), and in a step."""
     return replace(
         report,
         optimizer_bytes=report.optimizer_bytes + idle,
@@ -327,11 +326,11 @@ def _add_bytes(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
     )
 
 
-# -- How many tokens a micro-batch may have, by what a plan leaves of memory.
+# -- How many tokens a micro-batch may have, by the memory that a plan leaves free.
 
 
 def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
-    """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
+    """Return the bytes that a rank's peak may grow by; negative if it must shrink."""
     steady = next(phase for phase in phases if phase.name == Phase.STEADY)
     if machine.device_bytes is not None:
         return int(
@@ -343,9 +342,9 @@ def spare_bytes(phases: Sequence[PhaseMemory], machine: Machine) -> int:
 def limit_by_host(
     most: int, phases: Sequence[PhaseMemory], machine: Machine, moved_bytes: int, tokens: int
 ) -> tuple[int, Literal["", "GPU", "node"]]:
-    """Return ``most``, or as many tokens as a node can hold the inputs of blocks of, and which.
+    """Limit ``most`` tokens to those whose offloaded block inputs fit a node; name what limits.
 
-    ``moved_bytes`` are those of ``tokens``, on each rank; of 0 nothing is said.
+    ``moved_bytes``: offloaded bytes of ``tokens`` on each rank. If 0, no limit is named.
     """
     if not moved_bytes:
         return most, ""
@@ -359,10 +358,10 @@ def tokens_that_fit(
 ) -> int:
     """Return about how many tokens a micro-batch may have.
 
-    ``left_bytes`` are those of ``rows`` of ``seq_len``; ``left_at(rows, length, of_step)`` traces
-    others, where rows of ``of_step`` tokens wait in the loader.
-    Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice.
+    ``left_bytes``: bytes left free (negative: missing) by ``rows`` rows of ``seq_len`` tokens.
+    ``left_at(rows, length, of_step)`` traces another micro-batch, while rows of ``of_step`` tokens
+    wait in the loader. Masks grow with the square of the length, so one more row takes at most
+    twice what the second half of a row takes.
     """
     if left_bytes >= 0:
         half_len = max(1, seq_len // 2)
@@ -376,13 +375,13 @@ def tokens_that_fit(
 
 
 def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
-    """Return a length that fits of which 1.1 times as much does not.
+    """Return a length that fits, while 1.1 times that length does not.
 
-    Where more tokens always take more, 1.05 times as much does not either.
-    ``left``: the bytes that one length leaves, less than 0. 0: not even a 64th of it fits, so it is
-    not the tokens that need so much. Long rows take long to trace: the search goes along straight
-    lines, and by halves where these come nearer from one side alone. A heap is a matter of chance:
-    above a length that does not fit, longer ones may.
+    If more tokens always take more memory, 1.05 times the length does not fit either. ``left``: one
+    length and the bytes that it leaves, which are negative. Returns 0 if not even a 64th of that
+    length fits: then it is not the tokens that need so much. Long rows take long to trace, so the
+    search interpolates linearly, and bisects when this approaches from one side only. The heap's
+    size is partly chance: beyond a length that does not fit, a longer one may.
     """
     most = longer = max(left)
     shorter = longer // 64

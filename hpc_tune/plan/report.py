@@ -1,4 +1,4 @@
-"""The plan of a run's memory: what each phase takes, whether it fits, and what would.
+"""The memory plan of a run: what each phase takes, whether it fits, and what would make it fit.
 
 config, machine -> layout -> traced step (fake tensors) -> phases -> table or JSON
 """
@@ -65,17 +65,18 @@ from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import NUM_MOMENTS, ModelSize, measure
 from hpc_tune.units import count_of, format_bytes, format_count
 
-# -- What would make a run fit that does not: settings, each planned before it is advised.
+# -- Remedies for a run that does not fit: settings, each planned before it is advised.
 
 
-_CHECK_LIMIT_S = 120.0  # so long other plans may take
-_SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that a fitted line says
+_CHECK_LIMIT_S = 120.0  # for all plans that check remedies
+_SHRINK_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)  # of the rows or tokens that are estimated to fit
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that would help. ``changes`` are its settings, none where it is not a setting;
-    ``shrinks`` names the one of which less fits more surely.
+    """Something that would help. ``changes``: its settings, empty if it is not a setting.
+
+    ``shrinks`` names the setting among them whose lower values are more likely to fit.
     """
 
     text: str
@@ -84,7 +85,7 @@ class Remedy:
 
 
 def phase_fits(phase: PhaseMemory, machine: Machine) -> bool:
-    """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
+    """Return whether a phase stays within the limits of its device and its node."""
     device = machine.device_bytes
     on_device = device is None or DEVICE_LIMITS.allows(phase.device_bytes, device)
     return on_device and HOST_LIMITS.allows(phase.node_bytes(machine), machine.host_bytes)
@@ -93,7 +94,7 @@ def phase_fits(phase: PhaseMemory, machine: Machine) -> bool:
 def check_remedies(
     remedies: Sequence[Remedy], fits_with: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
-    """Return the remedies in words: those that are enough, or how many of them together are."""
+    """Describe the remedies that are enough, or else the first few that are enough together."""
     until_s = time.monotonic() + _CHECK_LIMIT_S
     enough, not_enough, unchecked = [], [], []
     for remedy in remedies:
@@ -120,7 +121,7 @@ def check_remedies(
 
 
 def _milder_changes(remedy: Remedy) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of a remedy, and then those with less of the number that shrinks."""
+    """Yield the settings of a remedy, then the same with lower values of the one that shrinks."""
     if remedy.shrinks is None:
         yield remedy.changes
         return
@@ -147,7 +148,7 @@ def _format_settings(changes: Mapping[str, Any]) -> str:
 
 
 def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig) -> list[Remedy]:
-    """Return what may make the phases fit that do not."""
+    """Return remedies that may help for the phases that do not fit."""
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not phase_fits(phase, machine)}
     advice: list[Remedy] = []
@@ -157,7 +158,7 @@ def remedies_for(plan: "MemoryPlan", settings: MemorySettings, tune: TuneConfig)
             Remedy(
                 f"save: gathering {format_bytes(save.first_bytes)} on one rank takes "
                 f"{format_bytes(needed)} of {format_bytes(had)}; hpc_tune streams each rank's own "
-                "part (leave --save gathered out)"
+                "part (omit --save gathered)"
             )
         )
     if Phase.LOAD in bad:
@@ -231,7 +232,7 @@ def _shrink_state_remedies(
     if tune.method == "full":
         yield Remedy("state: tune.param_dtype=bf16 halves it", {"tune.param_dtype": "bf16"})
         if parallel.zero_stage is None:
-            text = "state: optim.name=adamw_8bit quantises AdamW's moments"
+            text = "state: optim.name=adamw_8bit quantizes AdamW's moments"
             changes = {"optim.name": "adamw_8bit", "parallel.offload_params": "none"}
             yield Remedy(text, changes)
         text = "state: tune.method=lora trains under 1% of the values"
@@ -248,15 +249,15 @@ def _shrink_state_remedies(
 # -- The plan and its report.
 
 
-_MAX_WHOLE_BLOCKS = 12  # a trace of the whole depth is no slower there
+_MAX_WHOLE_BLOCKS = 12  # up to here a trace of all blocks is no slower than two of a few
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory of a run by phase; ``remedies`` are for what does not fit.
 
-    ``tokens_that_fit`` is about the largest micro-batch, in tokens. ``bound_by``: whose memory is
-    full first, where its activations are in two.
+    ``tokens_that_fit`` is about the largest micro-batch, in tokens. ``bound_by``: with activations
+    on GPU and host, whose memory is full first.
     """
 
     model: str
@@ -273,17 +274,17 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits, but for optional ones."""
+        """Whether every phase fits, optional ones aside."""
         return all(phase.optional or phase_fits(phase, self.machine) for phase in self.phases)
 
     @property
     def steady_phase(self) -> PhaseMemory:
-        """What its steps take."""
+        """The phase of steady training steps."""
         return next(phase for phase in self.phases if phase.name == Phase.STEADY)
 
     @property
     def advice(self) -> list[str]:
-        """The remedies in words, as they are proposed: see ``check_remedies``."""
+        """The remedies in words, before ``check_remedies`` has checked them."""
         return [remedy.text for remedy in self.remedies]
 
 
@@ -292,11 +293,11 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan a run on a machine that need not exist; no weights are read.
 
-    ``masked``: its GPUs have no kernel for documents, see ``kernels.py``.
+    ``masked``: its GPUs have no attention kernel for packed documents, see ``kernels.py``.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
-        is none of a causal LM.
+        is not that of a causal LM.
     """
     model, tune, train, batch = config.model, config.tune, config.train, config.batch
     micro_rows, on_gpu = min_micro_rows(batch), machine.device_bytes is not None
@@ -409,10 +410,10 @@ def as_json(plan: MemoryPlan, advice: Sequence[str]) -> str:
 
 
 def from_json(text: str) -> MemoryPlan:
-    """Return the plan that ``as_json`` has written; its remedies are what was advised, in words.
+    """Return the plan that ``as_json`` has written; its remedies have only the advice's text.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not a plan.
     """
     tree = json.loads(text)
     if not isinstance(tree, dict) or not tree.keys() >= {"trace", "machine", "phases", "advice"}:
@@ -436,7 +437,7 @@ def _num_groups(resolved: ResolvedLayout, trains_tied: bool) -> int:
 
 
 def _native_layout(resolved: ResolvedLayout) -> tuple[Layout, ParallelConfig]:
-    """Return the native layout whose step stands for that of ZeRO, which cannot be traced."""
+    """Return the native layout whose step is traced in place of ZeRO's, which cannot be traced."""
     parallel = resolved.parallel
     if parallel.zero_stage is None:
         return resolved.layout, parallel
@@ -463,7 +464,7 @@ def _model_bytes(
 
 
 def _gathered_values(built: BuiltModel, layout: Layout) -> int:
-    """Return the most values gathered at once: a block, its spread experts, or a tensor."""
+    """Return the most values gathered at once: a block, its distributed experts, or a tensor."""
     module, kinds = built.module, group_parameters(built.module)
     spread = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
     others = [[p.numel() for p in b.parameters() if p not in spread] for b in find_blocks(module)]
@@ -474,11 +475,11 @@ def _gathered_values(built: BuiltModel, layout: Layout) -> int:
 
 
 def _inspect_stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, float]:
-    """Return the dtypes of a model's files, the bytes of the largest tensor in them, and a share.
+    """Return the dtypes of a model's files, the bytes of their largest tensor, and a share.
 
-    That is of the frozen values that lie in the files as the model has them: not of experts that
-    are there one by one. Without files all do but stacks of experts, in the dtype of the config, or
-    what is computed with.
+    The share: frozen values whose tensors have the same shape in the files as in the model, unlike
+    experts that are stored one by one. Without files, all but stacks of experts are assumed to, in
+    the config's dtype or else in the dtype that is computed with.
     """
     frozen = [p for p in built.module.parameters() if not p.requires_grad]
     num_frozen = max(1, sum(p.numel() for p in frozen))
@@ -504,9 +505,9 @@ def _layout_text(resolved: ResolvedLayout) -> str:
 
 
 def plan_sizes(file: Path, nodes: int, gpus: int) -> PlannedSizes | None:
-    """Return what a configuration's run needs on GPUs, None where its model cannot be read yet.
+    """Return what a configuration's run needs on GPUs; None if it cannot be planned (yet).
 
-    Recomputes as little as fits a usual GPU.
+    Recomputes as few activations as fit a usual GPU.
     """
     config = load_config([str(file)], [])
     machine = Machine(nodes, gpus, USUAL_DEVICE, USUAL_HOST)

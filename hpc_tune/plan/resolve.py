@@ -1,9 +1,9 @@
-"""How a model is laid out on a machine: the one place that decides what the settings leave open.
+"""The layout of a model on a machine: the one place that decides what the settings leave open.
 
     parallel settings, model, machine -> choose_layout -> check_layout -> choose_reshard
     -> ResolvedLayout
 
-Also the rows of a micro-batch that follow from a layout.
+Also the number of rows of a micro-batch, which follows from the layout.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import attended_heads, gathers_keys, slicing_problems
 from hpc_tune.units import format_bytes
 
-PIECE_TOKENS = 4096  # the least of a piece of a row, where the pieces are left to choose
+PIECE_TOKENS = 4096  # the least tokens of a piece of a row if row_pieces is "auto"
 
 
 @dataclass(frozen=True)
 class ResolvedLayout:
     """The layout, the reason for it in words, and the settings with nothing left to choose.
 
-    ``parallel`` has the axes of ``layout``, but for ZeRO, and its reshard decided. ``coordinates``
-    are this rank's. ``machine`` is what it was resolved for.
+    ``parallel`` has the axes of ``layout`` (except with ZeRO) and a decided reshard.
+    ``coordinates`` are this rank's. ``machine`` is the one it was resolved for.
     """
 
     layout: Layout
@@ -71,8 +71,8 @@ def resolve(
 ) -> ResolvedLayout:
     """Decide what ``asked`` leaves open; the same on every rank.
 
-    ``model`` is the transformers config. ``world_size``: where nodes have different numbers of
-    ranks, it is not the machine's.
+    ``model`` is the transformers config. ``world_size``: if nodes have different numbers of ranks,
+    it differs from the machine's.
 
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
@@ -98,11 +98,11 @@ def choose_layout(
 ) -> tuple[Layout, str]:
     """Return the layout for this world and the reason in words.
 
-    Axes that are set are kept; tensor and pipeline are 1 unless set; of replicate and shard an
-    unset one takes what is left. Where both are unset, all ranks replicate if the model fits into
-    ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
-    there, so that weights are gathered over its fast links alone (``ranks_per_node``: 1 where nodes
-    differ); else all ranks shard.
+    Axes that are set are kept; tensor and pipeline are 1 unless set; if one of replicate and shard
+    is unset, it takes the remaining ranks. If both are unset, all ranks replicate if the model fits
+    into ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits, so
+    that weights are gathered over its fast links only (``ranks_per_node``: 1 if nodes differ); else
+    all ranks shard.
 
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size.
@@ -127,7 +127,7 @@ def choose_layout(
         return whole, f"each rank can hold its part of the model ({sizes})"
     if rest == 1:
         return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
-    by_node = ranks_per_node // tensor  # stages are further apart than shards
+    by_node = ranks_per_node // tensor  # the pipeline axis lies outside the shard axis
     if 1 < by_node < rest and rest % by_node == 0:
         hybrid = replace(whole, replicate=rest // by_node, shard=by_node)
         if (needed := static_bytes(size, hybrid)) <= room:
@@ -142,7 +142,7 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
 
 
 def choose_reshard(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
-    """Return parallel.reshard with ``auto`` decided: step where a whole copy fits into ``room``."""
+    """Return parallel.reshard with ``auto`` decided: "step" if a whole copy fits into ``room``."""
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.weight_size, 1, layout.tensor, layout.pipeline)
@@ -155,7 +155,7 @@ def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
     ``model`` is the transformers config.
 
     Raises:
-        ConfigError: lists all that is impossible, and what would work.
+        ConfigError: lists everything that is impossible, and what would work.
     """
     if problems := layout_problems(layout, parallel, model):
         raise ConfigError(
@@ -165,7 +165,7 @@ def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
 
 
 def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> list[str]:
-    """Return why a model cannot be laid out like that, in words; nothing if it can."""
+    """Return the reasons, in words, why a model cannot have this layout; empty if it can."""
     problems = []
     if layout.tensor > 1:
         problems += slicing_problems(model, layout.tensor)
@@ -183,11 +183,11 @@ def choose_row_pieces(
     row_tokens: int,
     model: nn.Module,
 ) -> ParallelConfig:
-    """Return the settings with row_pieces decided; ``train`` knows whether blocks are compiled.
+    """Return the settings with row_pieces decided; ``train`` tells whether blocks are compiled.
 
-    Pieces have PIECE_TOKENS, where ``model`` has MLPs that can be cut. Where nothing else is
-    recomputed, pieces would cost another forward pass of the MLPs: there they are the user's, or
-    the governor's.
+    Pieces have PIECE_TOKENS tokens if ``model`` has MLPs that can be cut. Without recompute=full,
+    pieces would cost another forward pass of the MLPs: then only the user or the governor sets
+    them.
     """
     if parallel.row_pieces != "auto":
         return parallel
@@ -201,7 +201,7 @@ def choose_row_pieces(
 def list_useless_settings(
     layout: Layout, parallel: ParallelConfig, has_gpus: bool = True
 ) -> list[str]:
-    """Return, in words, the settings that do nothing in a layout on this kind of device."""
+    """Describe the settings that have no effect in a layout on this kind of device."""
     useless = []
     if parallel.offload_activations and not has_gpus:
         useless.append(
@@ -216,7 +216,7 @@ def list_useless_settings(
 
 
 def gathered_keys_warnings(config: Any, layout: Layout) -> list[str]:
-    """Return in words that ranks gather keys where they do not divide the heads; often nothing."""
+    """Warn that ranks gather keys if their number does not divide the heads; usually empty."""
     if not gathers_keys(config, layout):
         return []
     heads = attended_heads(config, layout)
@@ -234,16 +234,16 @@ def rows_per_rank(batch: BatchConfig, layout: Layout) -> int:
 
 
 def min_micro_rows(batch: BatchConfig) -> int:
-    """Return the rows of a micro-batch that there must be memory for; ``auto`` needs one."""
+    """Return the rows of a micro-batch that must fit into memory; 1 for ``auto``."""
     return 1 if batch.micro_size == "auto" else batch.micro_size
 
 
 def max_micro_rows(batch: BatchConfig, layout: Layout) -> int:
-    """Return the rows of a micro-batch that a run tries, where memory allows it."""
+    """Return the rows of a micro-batch that a run tries if memory allows it."""
     if batch.micro_size != "auto":
         return batch.micro_size
     rows = rows_per_rank(batch, layout)
-    # Stages work at the same time on different micro-batches; four each keep most of them busy.
+    # Stages work on different micro-batches at once; four micro-batches per stage keep most busy.
     return rows if layout.pipeline == 1 else max(1, rows // (4 * layout.pipeline))
 
 
@@ -264,7 +264,7 @@ def _describe_mismatch(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def _suggest_axes(parallel: ParallelConfig, left: int) -> str:
-    """Return what replicate and shard may be for ``left`` ranks, which they do not multiply to."""
+    """Suggest values of replicate and shard whose product is ``left``; the set ones do not fit."""
     given = {name: getattr(parallel, name) for name in ("replicate", "shard")}
     given = {name: size for name, size in given.items() if size is not None}
     if len(given) == 1:
@@ -273,15 +273,15 @@ def _suggest_axes(parallel: ParallelConfig, left: int) -> str:
         return f"or set parallel.{name} to {' or '.join(sizes)}, or leave it out (=null)"
     other = {"replicate": "shard", "shard": "replicate"}
     options = [
-        f"parallel.{other[name]}={left // size} beside parallel.{name}={size}"
+        f"parallel.{other[name]}={left // size} with parallel.{name}={size}"
         for name, size in reversed(given.items())
         if left % size == 0
     ]
-    options += ["neither (both =null): what fits follows from memory"]
+    options += ["neither (both =null): they are then chosen to fit memory"]
     return f"or set {', or '.join(options)}"
 
 
-# -- A model known by its config.json alone, and built without a byte of weights.
+# -- A model of which only config.json is known, built without reading any weights.
 
 
 @dataclass(frozen=True)
@@ -301,13 +301,13 @@ class ModelShape:
 
     @property
     def num_blocks(self) -> int:
-        """Its decoder blocks."""
+        """The number of decoder blocks."""
         return _find_num_blocks(read_language_config(self.directory))[1]
 
     def with_blocks(self, num_blocks: int, directory: Path) -> "ModelShape":
-        """Return such a model with another number of blocks; ``directory`` gets its config.json.
+        """Return the same model with ``num_blocks`` blocks; ``directory`` gets its config.json.
 
-        What the configuration lists for each block, such as kinds of attention, is repeated or cut.
+        Lists with an entry per block, such as attention types, are repeated or cut.
         """
         config = read_config(self.directory)
         text = config.get_text_config()
@@ -336,10 +336,10 @@ def why_rows_too_long(model: ModelConfig, seq_len: int) -> Iterator[str]:
 
 
 def _find_num_blocks(config: Any) -> tuple[str, int]:
-    """Return how a language model's configuration calls the number of its blocks, and that.
+    """Return the config key of a language model's number of blocks, and that number.
 
-    What is stored counts blocks; ``num_hidden_layers`` may be twice that (LongCat's have two), and
-    is stored too by transformers before 5.18.
+    ``num_layers`` counts blocks; ``num_hidden_layers`` may be twice that (LongCat's blocks have two
+    layers), and transformers before 5.18 stores it too.
     """
     fields = config.to_dict()
     names = ("num_layers", *LAYERS)
@@ -359,7 +359,7 @@ def open_shape(
     seed: int,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> Iterator[ModelShape]:
-    """Yield the shape of ``model.path``; builtin:tiny is written for it.
+    """Yield the shape of ``model.path``; builtin:tiny is written to a temporary directory.
 
     Raises:
         ConfigError: if there is no such shape.
@@ -368,8 +368,8 @@ def open_shape(
         directory = shape_directory(path)
         if not directory.is_dir():
             raise ConfigError(
-                f"model.path={path}: no such directory here. A plan needs its config.json alone; "
-                f"without that, plan a published model like it: "
+                f"model.path={path}: no such directory here. A plan needs only its config.json; "
+                f"without it, plan a similar published model: "
                 f"model.path={find_nearest_shape(path)} "
                 f"(known: {', '.join(shape_names())})"
             )

@@ -1,11 +1,11 @@
-"""How long a step takes in a layout: from measured compute, measured links, and bytes (pure).
+"""Time of a step in a layout, from measured compute, measured links, and bytes (pure).
 
     Compute  seconds per token of a decoder block, when all ranks compute at once
-    Network  what ranks reach between any two of them, and all together
+    Network  latency and rate between any two ranks, and of collectives of all ranks
     step_time(work, layout, order of ranks, ...) -> StepTime
 
-Collectives are those of the ring algorithms (see ``step/layout.py``): each rank
-sends to the next of its group, and the slowest link holds up all.
+Collectives follow the ring algorithms (see ``step/layout.py``): each rank sends to the next one in
+its group, and the slowest link delays all.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from hpc_tune.step.messages import (
 from hpc_tune.step.plan import GRADIENT_PIECE_BYTES, MicroTokens, StepPlan
 from hpc_tune.step.size import ModelSize
 
-# -- What the links between ranks carry: latency and rate of each pair, and what collectives reach.
+# -- The links between ranks: latency and rate of each pair, and the times of collectives.
 #
-# Collectives are those of the ring algorithms (see ``step/layout.py``): each rank
-# sends to the next of its group, and the slowest link holds up all.
+# Collectives follow the ring algorithms (see ``step/layout.py``): each rank sends to the next one
+# in its group, and the slowest link delays all.
 
 
 _MIN_SLOWER, _MAX_SLOWER = 0.5, 20.0
@@ -51,10 +51,10 @@ _OPERATIONS: dict[CollectiveKind, str] = {
 class Network:
     """Latency in seconds and rate in bytes per second between any two ranks.
 
-    ``exchange_per_s``: the rate each way while both send, as two ranks do that gather alone.
-    Two nodes reach ``lanes`` times the rate of one of their pairs. ``slower``: by the name of a
-    collective of all ranks, how many times as long as the links promise it took, and what they
-    promised, in seconds per byte of the message.
+    ``exchange_per_s``: the rate in each direction while both ranks send, as in an all-gather of two
+    ranks. ``lanes``: two nodes together reach this multiple of the rate of one pair of their ranks.
+    ``slower``: for each collective of all ranks, the ratio of the measured time to the time
+    predicted from the links, and that prediction in seconds per byte of the message.
     """
 
     nodes: tuple[int, ...]
@@ -66,7 +66,7 @@ class Network:
 
     @classmethod
     def from_links(cls, links: Links, nodes: Sequence[int]) -> "Network":
-        """Take what was measured; a pair of ranks that was not is as another of its two nodes."""
+        """Take what was measured; an unmeasured pair is like another pair of the same two nodes."""
         size = len(nodes)
         between: dict[tuple[int, int], Link] = {}
         for pair in links.pairs:
@@ -101,10 +101,10 @@ class Network:
     ) -> float:
         """Return the seconds in which all ``groups`` move their bytes in a collective.
 
-        ``num_bytes`` is the whole message: what is summed, or what all have after a gathering.
-        Groups share the links between nodes. What collectives take beyond the links is the work of
-        processors, here ``gain`` times as fast as in the measurement: it does not grow where a link
-        is slower than those were, and shrinks where one is faster.
+        ``num_bytes`` is the whole message: the summed tensor, or the result of a gather. Groups
+        share the links between nodes. The time beyond that of the links is the work of processors,
+        here ``gain`` times as fast as in the measurement: it does not grow if a link is slower than
+        the measured ones, and shrinks if a link is faster.
         """
         size = len(groups[0])
         if size == 1:
@@ -119,9 +119,10 @@ class Network:
         return moving_s + (more_s / gain if more_s > 0 else more_s)
 
     def _all_to_all_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
-        """Return the seconds in which each rank sends a part to each other of its group.
+        """Return the seconds in which each rank sends a part to every other rank of its group.
 
-        One part after the other on a rank's link, and those that leave a node on its lanes.
+        A rank sends its parts one after the other on its link; parts that leave a node also share
+        the node's lanes.
         """
         size = len(groups[0])
         rates = self.exchange_per_s if size == 2 else self.bytes_per_s
@@ -141,13 +142,13 @@ class Network:
         return self.latency_s[_ordered_pair(a, b)]
 
     def rate(self, a: int, b: int) -> float:
-        """Return the bytes per second between two ranks while no others talk."""
+        """Return the bytes per second between two ranks while no others communicate."""
         return self.bytes_per_s[_ordered_pair(a, b)]
 
     def min_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
-        """Return the bytes per second of the slowest of these, all at once, one direction each.
+        """Return the bytes per second of the slowest edge when all are used at once, one way.
 
-        ``exchange``: each is there in both directions.
+        ``exchange``: each edge is used in both directions.
         """
         rates = self.exchange_per_s if exchange else self.bytes_per_s
         leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
@@ -166,7 +167,7 @@ def _ordered_pair(a: int, b: int) -> tuple[int, int]:
 
 
 def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
-    """Return a pair like those of its kind, or like all where there are none."""
+    """Return a pair with the medians of its kind, or those of all pairs if its kind has none."""
     kind = "same node" if same_node else "across nodes"
     alike = [pair for pair in pairs if pair.kind == kind] or list(pairs)
     return Link(
@@ -181,22 +182,22 @@ def _median_pair(pairs: Sequence[Link], same_node: bool) -> Link:
 # -- How long a step takes.
 
 
-# The sums of a step's tokens, loss, gradient norm and memory.
+# All-reduces of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
-_UNIT_BY_UNIT = (("shard",), ("expert_shard",), ("replicate",))  # what FSDP2 adds up over
+_UNIT_BY_UNIT = (("shard",), ("expert_shard",), ("replicate",))  # axes that FSDP2 reduces over
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank computes with, while all ranks do.
+    """Measured seconds of a rank's work while all ranks compute.
 
-    ``block_s``: one decoder block, forward and backward with what is recomputed, per token;
-    ``head_s``: embedding, head and loss, per token; ``update_s``: the optimizer, per trained value;
-    ``unshard_s``: memory for gathered weights and the copy into it, per byte; ``sync_s``: what a
-    small collective of all ranks adds between two pieces of work, waiting for each other included.
-    ``sharing``: how many times as fast a rank is while the others wait, 1 where each has its own
-    processors. ``overlaps``: gathering weights runs beside compute, as it does on GPUs.
-    ``host_copy_s``: from a GPU to pinned memory or back while all ranks copy, per byte.
+    ``block_s``: one decoder block, forward, recomputation and backward, per token; ``head_s``:
+    embedding, head and loss, per token; ``update_s``: the optimizer, per trained value;
+    ``unshard_s``: allocating gathered weights and copying into them, per byte; ``sync_s``: what a
+    small collective of all ranks adds between two pieces of work, including the wait for others.
+    ``sharing``: speedup of a rank while the others wait, 1 if each has its own processors.
+    ``overlaps``: weights are gathered during compute, as on GPUs. ``host_copy_s``: a copy from a
+    GPU to pinned memory or back while all ranks copy, per byte.
     """
 
     block_s: float
@@ -222,7 +223,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: all, and those in which ranks wait for messages that nothing hides."""
+    """Seconds of a step: all, and those in which ranks wait for messages not hidden by compute."""
 
     seconds: float
     comm_s: float
@@ -235,7 +236,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TensorTime:
-    """What the messages of the tensor axis take: seconds of their bytes, and how many they are."""
+    """Messages of the tensor axis: seconds to transfer their bytes, and their number."""
 
     transfer_s: float
     num_sums: int
@@ -250,10 +251,10 @@ def step_time(
     compute: Compute,
     network: Network,
 ) -> StepTime:
-    """Return the seconds of one step when ``ranks``, in this order, are laid out like that.
+    """Return the time of one step when ``ranks``, in this order, take the positions of ``layout``.
 
-    ``parallel.reshard`` must have been decided. Ranks that are left out leave their processors to
-    the others where they share them.
+    ``parallel.reshard`` must have been decided. If ranks share processors, those of ranks without a
+    position serve the others.
     """
     plan = StepPlan(layout, parallel, work.size, work.model, work.itemsize)
     gain = min(compute.sharing, len(network.nodes) / layout.size)
@@ -268,13 +269,13 @@ def step_time(
     gathers = partial(_gathering_s, plan, placed, num_micro, compute.unshard_s)
     begin_s = 0.0
     if parallel.reshard == "step":
-        # A stage begins to gather when its first micro-batch comes: one after the other.
+        # A stage begins to gather when its first micro-batch arrives, so stages gather in turn.
         alone = max(gain, min(compute.sharing, gain * layout.pipeline))
         begin_s = sum(gathers(kind, alone) for kind in kinds)
     else:
         waits_s = {kind: gathers(kind, gain) / num_micro for kind in waits_s}
     if compute.overlaps:
-        # The next block is gathered while one computes; the first has nothing to hide behind.
+        # The next block is gathered while one computes; nothing hides the first block's gather.
         hidden_s = sum(stages_s) / len(stages_s)
         waits_s = {k: max(s - hidden_s, s / plan.num_fsdp_units(k)) for k, s in waits_s.items()}
     for kind in waits_s:
@@ -291,8 +292,8 @@ def step_time(
     sharing = compute.sharing / gain
     reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
     if plan.only_replicates:
-        # The last backward pass is two thirds of a micro-batch's time; the last piece has nothing
-        # to hide behind.
+        # The last backward pass, two thirds of a micro-batch's time, hides the reduction, except
+        # that of the last piece.
         num_pieces = math.ceil(work.size.trained_bytes / GRADIENT_PIECE_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
     reducing_s += _SMALL_SUMS * placed.sync_time_s(layout.size)
@@ -304,7 +305,7 @@ def step_time(
 def tensor_time(
     plan: StepPlan, ranks: Sequence[int], network: Network, micro: MicroTokens
 ) -> TensorTime:
-    """Return the seconds in which a rank's blocks, all of a model, sum up a micro-batch's work."""
+    """Return the time of a micro-batch's messages on the tensor axis, of all decoder blocks."""
     placed = _RankLayout(plan.layout, ranks, network, 1.0)
     messages = [*tensor_messages(plan, [micro])]
     return TensorTime(sum(map(placed.transfer_s, messages)), sum(m.times for m in messages))
@@ -312,7 +313,7 @@ def tensor_time(
 
 @dataclass(frozen=True)
 class _RankLayout:
-    """A layout whose positions are taken by ranks."""
+    """A layout with a rank at each position."""
 
     layout: Layout
     ranks: Sequence[int]
@@ -327,18 +328,18 @@ class _RankLayout:
         )
 
     def transfer_s(self, message: Message, gain: float = 1.0) -> float:
-        """Return the seconds of all its bytes; ``gain``: see ``Network.ring_s``."""
+        """Return the seconds of all bytes of a message; ``gain``: see ``Network.ring_s``."""
         if message.ranks == 1:
             return 0.0
         num_bytes = message.num_bytes * message.times
         return self.network.ring_s(message.kind, self.groups(message.axes), num_bytes, gain)
 
     def sums_s(self, messages: Iterable[Message]) -> float:
-        """Return the seconds of messages one after the other, each of which all ranks wait for."""
+        """Return the seconds of messages sent one after the other; all ranks wait for each one."""
         return sum(self.transfer_s(m) + m.times * self.sync_time_s(m.ranks) for m in messages)
 
     def sync_time_s(self, size: int) -> float:
-        """Return what it takes ``size`` ranks to wait for each other: as a tree does."""
+        """Return the seconds for ``size`` ranks to wait for each other: logarithmic (a tree)."""
         everyone = len(self.network.nodes)
         return self.sync_s * math.log2(size) / math.log2(everyone) if size > 1 else 0.0
 
@@ -355,9 +356,10 @@ class _RankLayout:
 
 @dataclass(frozen=True)
 class _PipelineTime:
-    """All micro-batches forward and backward: seconds of each rank's stages for one of them.
+    """All micro-batches forward and backward. ``stages_s``: each rank's stages, per micro-batch.
 
-    ``waits_s``: those in which they wait for messages within themselves, for one micro-batch.
+    ``waits_s``: waits of each rank's stages for messages within a stage, per micro-batch.
+    ``hops_s``: one message from each stage to the next.
     """
 
     stages_s: list[float]
@@ -368,13 +370,13 @@ class _PipelineTime:
 
     @property
     def computing_s(self) -> float:
-        """What a rank computes, on average."""
+        """Seconds of compute of a rank, on average."""
         return self.num_micro * sum(self.stages_s) / len(self.stages_s)
 
     def seconds(self, sharing: float) -> float:
-        """Return all, where a rank is up to ``sharing`` times as fast while others wait.
+        """Return the total, given that a rank is up to ``sharing`` times as fast while others wait.
 
-        1F1B fills and drains once (arXiv:1806.03377), interleaved in smaller steps
+        1F1B fills and drains once (arXiv:1806.03377), the interleaved schedule in smaller steps
         (arXiv:2104.04473).
         """
         if len(self.stages_s) == 1:
@@ -387,13 +389,13 @@ class _PipelineTime:
         return max(path_s, self.num_micro * sum(stages) / len(stages))
 
     def messages_s(self, sharing: float) -> float:
-        """Return how much of ``seconds`` would not be there if messages took no time."""
+        """Return how much shorter ``seconds`` would be if messages took no time."""
         silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), hops_s=[0.0])
         return self.seconds(sharing) - silent.seconds(sharing)
 
 
 def _representative_ranks(plan: StepPlan) -> list[int]:
-    """Return for each rank of the pipeline axis the first one that holds and sends as much."""
+    """Return for each rank of the pipeline axis the first rank that holds and sends the same."""
     first: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
     alike = [
@@ -417,15 +419,16 @@ def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
 def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute) -> float:
     """Return the seconds of a micro-batch in which blocks wait for copies of their inputs.
 
-    An input leaves while its block is computed, and comes back while the next one runs again and
-    backward (``engine/activation_checkpoint.py``); that of the last block comes while nothing runs.
+    An input is copied out while its block runs forward, and back while the block after it is
+    recomputed and runs backward (``engine/activation_checkpoint.py``). Nothing hides the copy back
+    of the last block's input.
     """
     if not plan.parallel.offload_activations:
         return 0.0
     num_bytes = plan.activation_values([(tokens, tokens)]) * plan.activation_itemsize
     copy_s = num_bytes * compute.host_copy_s
     block_s = tokens * compute.block_s / plan.layout.tensor
-    # Of the passes forward, again, and backward, which is two where weights get gradients.
+    # A share of forward, recompute and backward; backward counts twice if weights get gradients.
     forward_s = block_s / (4 if plan.size.is_full else 3)
     there_s, back_s = max(0.0, copy_s - forward_s), max(0.0, copy_s - (block_s - forward_s))
     return num_blocks * there_s + (num_blocks - 1) * back_s + copy_s
@@ -434,9 +437,9 @@ def _offloading_s(plan: StepPlan, num_blocks: int, tokens: int, compute: Compute
 def _gathering_s(
     plan: StepPlan, placed: _RankLayout, num_micro: int, unshard_s: float, pp_rank: int, gain: float
 ) -> float:
-    """Return the seconds of a step in which a rank's weights are gathered, hidden or not (FSDP2).
+    """Return the seconds of a step in which FSDP2 gathers a rank's weights, hidden or not.
 
-    ``gain``: how many times as fast processors are as when all ranks gathered.
+    ``gain``: speedup of the processors over the measurement, in which all ranks gathered.
     """
     messages = [*weight_messages(plan, num_micro, pp_rank)]
     if not messages or plan.layout.shard == 1:
@@ -448,9 +451,9 @@ def _gathering_s(
 
 
 def _reducing_s(plan: StepPlan, placed: _RankLayout, num_micro: int, pp_rank: int) -> float:
-    """Return the seconds in which a step's gradients are added up.
+    """Return the seconds in which a step's gradients are reduced.
 
-    What is sharded is added up unit by unit, all else that goes over the same ranks at once.
+    Sharded gradients are reduced unit by unit; all others of the same ranks in one message.
     """
     messages = [*gradient_messages(plan, num_micro, pp_rank)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}

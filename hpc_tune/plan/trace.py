@@ -1,14 +1,14 @@
-"""One training step on a world that does not exist, and the bytes it takes.
+"""Trace one training step on a world that does not exist, to count the bytes it takes.
 
     shape -> meta model -> the real engine over a fake process group, all tensors fake
           -> one train_step -> what was alive at the worst moment
 
 No weight is read and no number is computed: a 70B model on 16 ranks needs two cores and under 1 GB.
-Tensors pretend to be on a CPU, because FSDP2 wants streams of a device that exists; attention and
-loss thus take their CPU kernels, whose saved tensors have the sizes of the fused GPU ones. Bytes
-are those asked for; what glibc's heap takes for them on a rank without a GPU is estimated apart.
+Tensors pretend to be on a CPU, because FSDP2 needs the streams of an existing device. Attention and
+loss thus use their CPU kernels, whose saved tensors have the sizes of the fused GPU kernels'. Bytes
+are those requested; what glibc's heap takes for them on a rank without a GPU is a second estimate.
 
-The fake process group is the process's default group, so this needs an interpreter of its own.
+The fake process group is the process's default group, so a trace needs its own interpreter.
 """
 
 import argparse
@@ -65,12 +65,12 @@ from hpc_tune.step.size import measure
 from hpc_tune.units import format_bytes
 
 DEVICE = torch.device("cpu")
-# Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
-# micro-batches, though above it in the fullest.
+# Rows are rarely full: a memory block that grows with them may exceed malloc's limit in a full
+# micro-batch only, and stay below it in most.
 ROW_MARGIN = 1.125
-DOCUMENT_TOKENS = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
-DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
-# A mesh looks its rank up in a tensor; DTensor asks whole tensors for the shapes of its results.
+DOCUMENT_TOKENS = 128  # about the length of instruction data (Alpaca's rows: 107)
+DEVICE_BYTES = 80 << 30  # assumed per rank to choose a layout
+# A mesh looks up its rank in a tensor; DTensor gets the shapes of its results from whole tensors.
 _OUTSIDE_FAKE_MODE = (
     (DeviceMesh, "__init__"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
@@ -84,15 +84,15 @@ _OUTSIDE_FAKE_MODE = (
 class TraceReport:
     """Bytes on one rank in one training step.
 
-    ``activation_bytes`` is what the worst moment has above the other four: saved and recomputed
-    activations, gathered weights, logits, temporary values. ``peak_bytes`` is the sum of the five.
-    ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
-    the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
-    are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
-    ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``shards``: how many
-    sharded weights have so many bytes on the rank. ``parts``: the two peaks of the step's parts
-    (see ``_mark_parts``). ``moved_bytes``: of buffers on the host for inputs of blocks.
-    ``row_pieces``: in which MLPs are computed, 0 where none can be cut.
+    ``activation_bytes`` is the peak without weights, adapters, gradients and optimizer state: saved
+    and recomputed activations, gathered weights, logits, temporary values. ``peak_bytes`` is the
+    sum of the five. Totals too are ``evaluation_bytes``, the peak of an evaluation,
+    ``loaded_bytes``, before the first step, and ``idle_bytes``, between two steps. The two
+    ``heap_`` figures are those peaks with glibc's heap. ``num_micro`` micro-batches were traced, in
+    ``trace_s`` seconds. ``kernel_bytes``: oneDNN's kernels, which stay. ``shards``: number of
+    sharded weights by their bytes on the rank. ``parts``: peak and heap peak of each part of the
+    step (see ``_mark_parts``). ``moved_bytes``: host buffers for block inputs. ``row_pieces``: in
+    which MLPs are computed; 0 if none can be cut.
     """
 
     layout: str
@@ -121,7 +121,7 @@ class TraceReport:
 
     @property
     def long_rows(self) -> str:
-        """What is done for long rows, in words that follow a comma; "" for nothing."""
+        """Description of what is done for long rows, starting with a comma; "" for nothing."""
         pieces = f", MLPs in {self.row_pieces} pieces of a row" if self.row_pieces > 1 else ""
         moved = f"{format_bytes(self.moved_bytes)} per rank"
         return pieces + (f", inputs of blocks on the host ({moved})" if self.moved_bytes else "")
@@ -131,11 +131,11 @@ class TraceReport:
 class TracedStep:
     """What is traced: a step of one rank of a run whose layout is decided.
 
-    Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens, of ``global_rows`` in a step of
-    all ranks; every token carries loss and attention has the mask of packed rows: the most that a
-    batch can ask for. ``for_gpu`` decides how many tokens have logits at once. ``has_kernel``:
-    attention takes documents without a mask, in rows of documents of ``DOCUMENT_TOKENS`` tokens.
-    ``has_tiles``: a CPU's attention does, in rows that are whole documents.
+    Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; a step of all ranks has
+    ``global_rows``. Every token has a loss, and attention has the mask of packed rows: the most
+    memory that a batch can need. ``for_gpu`` decides how many tokens have logits at once.
+    ``has_kernel``: attention needs no mask for packed documents, here of ``DOCUMENT_TOKENS``
+    tokens. ``has_tiles``: the same for a CPU's tiled attention, with one document per row.
     """
 
     shape: ModelShape
@@ -157,10 +157,10 @@ class TracedStep:
 
     @property
     def num_micro(self) -> int:
-        """How many micro-batches show the worst moment of a step, at most as many as it has.
+        """How many micro-batches must be traced to see a step's peak, at most as many as it has.
 
-        The first of P stages has P of them in flight, about 2 P where they are interleaved. A
-        second one sees what the first left: full fine-tuning's unsharded gradients.
+        The first of P stages has P in flight, about 2 P in an interleaved schedule. A second one
+        sees what the first left: the unsharded gradients of full fine-tuning.
         """
         pipeline = self.layout.pipeline
         enough = 2 if self.is_full else 1
@@ -177,7 +177,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     """Trace forward, backward and optimizer of one step.
 
     Raises:
-        DataError: if config.json is none of a causal LM.
+        DataError: if config.json is not that of a causal LM.
     """
     began_s = time.perf_counter()
     built, layout = step.shape.build(), step.layout
@@ -233,7 +233,7 @@ def trace_step(step: TracedStep) -> TraceReport:
 
 
 def _allocating_as_device(step: TracedStep) -> contextlib.ExitStack:
-    """Return a context in which operations allocate what they do on the step's device."""
+    """Return a context in which operations allocate as much as on the step's device."""
     contexts = contextlib.ExitStack()
     if step.has_kernel:
         contexts.enter_context(simulating_scratch())
@@ -246,11 +246,11 @@ def _allocating_as_device(step: TracedStep) -> contextlib.ExitStack:
 
 
 def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
-    """Tell the parts of a step apart: up to the middle block, until it is back there, after.
+    """Mark three parts of a step: forward to the middle block, on and back to it, and the rest.
 
-    The worst moment of a deep model is in the second part, where the activations of all blocks
-    wait. That of a shallow one may be in another, and is then the same at any depth: with the
-    embedding gathered, at the first block's forward or backward pass.
+    The peak of a deep model is in the second part, where the activations of all blocks are kept.
+    That of a shallow model may be in another part, and is then the same at any depth: in the first
+    block's forward or backward pass, with the embedding gathered.
     """
     blocks = list(find_blocks(module))
 
@@ -288,13 +288,13 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
 
 
 def _count_shards(engine: NativeEngine) -> dict[int, int]:
-    """Return how many sharded weights have so many bytes on this rank, by bytes."""
+    """Return the number of sharded weights by their size in bytes on this rank."""
     held = (p for stage in engine.stages for p in stage.module.parameters())
     return dict(Counter(p.to_local().nbytes for p in held if isinstance(p, DTensor)))
 
 
 def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum the storages on this rank, each once."""
+    """Return the bytes of the tensors' storages on this rank, each counted once."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -324,13 +324,13 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 def make_fake_engine(
     built: BuiltModel, settings: EngineSettings, for_gpu: bool = True
 ) -> NativeEngine:
-    """Return an engine of a fake world, in fake mode. Messages of a CPU go as with gloo."""
+    """Return an engine of a fake world, in fake mode. On CPUs, messages are sent as with gloo."""
     collectives = _FakeCollectives(DEVICE, like_gloo=not for_gpu)
     return NativeEngine(built, settings, make_fake_mesh(settings), collectives)
 
 
 def make_fake_mesh(settings: EngineSettings) -> Mesh:
-    """Return the groups of a fake world; a mesh looks its rank up in a tensor, which has values."""
+    """Return the groups of a fake world. Made outside fake mode: a mesh reads tensor values."""
     layout, device, uses_fsdp = settings.layout, settings.device, settings.plan.uses_fsdp
     mesh: Mesh = without_dispatch_modes(Mesh)(layout, device, uses_fsdp)
     return mesh
@@ -346,7 +346,7 @@ class _FakeCollectives(CountedCollectives):
         return _SentMessage()
 
     def gather_shards(self, out: torch.Tensor, part: torch.Tensor, *how: Any) -> Any:
-        """Gather; with gloo with a copy of all that is gathered, for as long as it takes."""
+        """Gather; as gloo does, hold a copy of the whole result until done."""
         copy = torch.empty_like(out) if self._like_gloo else None
         done = super().gather_shards(out, part, *how)
         del copy
@@ -354,7 +354,7 @@ class _FakeCollectives(CountedCollectives):
 
 
 class _SentMessage:
-    """A message that has arrived: those of the fake group never do."""
+    """A message that has arrived; messages of the fake group never do."""
 
     def is_completed(self) -> bool:
         return True
@@ -364,7 +364,7 @@ class _SentMessage:
 
 
 def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
-    """Return what is traced of a configuration, resolved for ranks of ``DEVICE_BYTES``."""
+    """Return the step to trace for a configuration, resolved for ranks with ``DEVICE_BYTES``."""
     if config.parallel.zero_stage is not None:
         raise ConfigError(
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
@@ -385,7 +385,7 @@ def make_traced_step(config: RunConfig, world_size: int) -> TracedStep:
     return TracedStep(*what, *size, has_kernel=has_kernel)
 
 
-# -- Traces that take seconds: of few blocks and few tokens, extended by straight lines.
+# -- Traces that take seconds: of few blocks and few tokens, extrapolated linearly.
 #
 # trace_step -> trace_few_blocks (deep models) -> trace_few_tokens (long rows on CPUs)
 # -> trace_worst_rank
@@ -400,9 +400,9 @@ _MAX_TOKENS, _FEW_TOKENS = 1 << 14, 2048
 
 
 def trace_few_blocks(step: TracedStep) -> TraceReport:
-    """Trace two smaller depths and extend each figure to the depth of the model.
+    """Trace two smaller depths and extrapolate each figure to the depth of the model.
 
-    Stages are taken to be equally deep.
+    Stages are assumed to be equally deep.
     """
     stages = step.layout.pipeline * step.parallel.stages_per_rank
     few, more = (stages * n for n in (_FEW_STAGE_BLOCKS if stages > 1 else _FEW_BLOCKS))
@@ -416,7 +416,7 @@ def trace_few_blocks(step: TracedStep) -> TraceReport:
 
 
 def cache_traces(trace: TraceFunction) -> TraceFunction:
-    """Return ``trace`` for the steps of one run and layout, each size of which is traced once."""
+    """Return ``trace`` with a cache by size, for the steps of one run and layout."""
     known: dict[tuple[int, ...], TraceReport] = {}
 
     def traced(step: TracedStep) -> TraceReport:
@@ -429,9 +429,9 @@ def cache_traces(trace: TraceFunction) -> TraceFunction:
 
 
 def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
-    """Trace a step with tiles; long or many rows by one row of fewer tokens, and one of twice that.
+    """Trace a step; with tiles and many tokens, extrapolate from a short row and one twice as long.
 
-    What a step keeps grows with its tokens; a tile's scores have a size of their own.
+    What a step keeps is linear in its tokens; the scores of a tile do not depend on them.
     """
     rows, length = step.micro_rows, step.seq_len
     if not step.has_tiles or rows * length <= _MAX_TOKENS:
@@ -446,9 +446,9 @@ def trace_few_tokens(trace: TraceFunction, step: TracedStep) -> TraceReport:
 
 
 def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
-    """Return what lies ``ratio`` times as far from ``low`` as ``high`` does.
+    """Extrapolate linearly to the report ``ratio`` times as far from ``low`` as ``high`` is.
 
-    The parts of a step are extended each by itself, since their worst moments grow or do not.
+    Each part of a step is extrapolated by itself, since the peaks of some grow and others do not.
     """
 
     def extend(at_low: int, at_high: int) -> int:
@@ -473,11 +473,11 @@ def _extrapolate(low: TraceReport, high: TraceReport, ratio: float) -> TraceRepo
 
 
 def trace_worst_rank(trace: TraceFunction, step: TracedStep) -> TraceReport:
-    """Trace as each rank that may need most, and return the report of the one that does.
+    """Trace each rank that may need most with ``trace``, and return the report with the top peak.
 
-    Stages differ along the pipeline, the outermost axis of the ranks: the first has most
-    micro-batches in flight and the embedding, the last has the head; the second stands for those
-    between. ``trace`` is how each is traced.
+    Stages differ along the pipeline, the outermost axis of the ranks: the first has the embedding
+    and the most micro-batches in flight, the last has the head, and the second stands for all
+    stages in between.
     """
     num_stages = step.layout.pipeline
     width = step.layout.size // num_stages
@@ -493,7 +493,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world", type=int, required=True, help="number of ranks")
     parser.add_argument("--rank", type=int, help="default: the one that needs most")
-    parser.add_argument("--quick", action="store_true", help="few blocks, extended")
+    parser.add_argument("--quick", action="store_true", help="trace few blocks and extrapolate")
     arguments = parser.parse_intermixed_args()
     configure_logging(rank=0)
     trace = trace_few_blocks if arguments.quick else trace_step

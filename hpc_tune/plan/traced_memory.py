@@ -1,4 +1,4 @@
-"""Bytes of fake tensors that are alive, and what glibc's heap would take for them."""
+"""Bytes of live fake tensors, and what glibc's heap would take for them."""
 
 import contextlib
 import functools
@@ -18,47 +18,46 @@ from hpc_tune import torch_versions
 from hpc_tune.model import tiled_attention
 from hpc_tune.world.affinity import ONEDNN_CACHE_SIZE
 
-# -- How far glibc's heap reaches for blocks that come and go, by the rules of its malloc (2.36).
+# -- How far glibc's heap grows for blocks that come and go, by the rules of its malloc (2.36).
 #
-#     freed -> kept for its own size, or joined with free neighbours
-#     asked -> one that was kept, the smallest hole that is large enough, or the end of the heap
+#     free   -> kept for requests of the same size, or merged with free neighbors
+#     malloc -> a kept block, the smallest hole that is large enough, or the end of the heap
 #
-# Nothing is returned to the kernel (``keep_freed_blocks``), so a heap takes what it has ever
-# reached. That is more than the blocks that are alive, because torch asks for aligned blocks:
-# malloc looks for a larger hole, cuts slivers off both its sides, and keeps these for the small
-# objects that come with each tensor. A large block that is freed is thus no room for another one of
-# its size.
+# Nothing is returned to the kernel (``keep_freed_blocks``), so a heap takes the size that it has
+# ever reached. That is more than the live blocks, because torch requests aligned blocks: malloc
+# looks for a larger hole, cuts slivers off both sides, and uses these for the small objects that
+# come with each tensor. A large block thus does not fit into the hole that one of its size left.
 
 
 ALIGNMENT = 64  # of torch's blocks on CPUs (c10/core/alignment.h)
-# What malloc is asked for with each block, in bytes: torch's storage and tensor (96 and 176 in
+# Small requests that come with each block, in bytes: torch's storage and tensor (96 and 176 in
 # torch 2.13), and their small parts: vectors, shared pointers, nodes of the graph.
 OBJECTS = (96, 176, 32, 32, 48, 64, 80)
 _LEAST, _HEADER, _GRAIN = 32, 8, 16
 _MAX_KEPT, _NUM_KEPT = 1040, 7  # the per-thread cache: sizes, and blocks of each
 _FAST, _SMALL, _JOINING = 128, 1024, 1 << 16
-_PAGE, _UNTRIMMED = 4096, 1 << 17  # bytes, and so many free ones at the end
+_PAGE, _UNTRIMMED = 4096, 1 << 17  # bytes of a page; free bytes that stay at the heap's end
 
 
 class Heap:
-    """A heap that begins at address 0 and only grows; ``reach`` is its end.
+    """A heap that begins at address 0 and grows until ``trim``; ``reach`` is its end.
 
-    Left out is what makes no difference to large blocks: the order of equal holes, and that freed
-    blocks are sorted into bins only when one is looked for. Blocks that are freed one after another
-    are freed from the highest address down, which leaves the most holes: autocast drops its copies
-    in the order of a hash table, which is another one each time.
+    Not modeled, as it makes no difference to large blocks: the order of equal holes, and that freed
+    blocks are sorted into bins only on the next search. Blocks freed in a row are freed from the
+    highest address down, which leaves the most holes: autocast drops its copies in the order of a
+    hash table, which differs from run to run.
     """
 
     def __init__(self, trims: bool = False) -> None:
-        """``trims``: its free end is returned to the kernel, as glibc does unless it is told."""
+        """``trims``: the free end is returned to the kernel, as glibc does by default."""
         self.reach = 0
         self._trims = trims
-        self._end = 0  # all after it is free
-        self._pages, self._num_pages = bytearray(), 0  # 1 for each that is used, and their number
+        self._end = 0  # everything after it is free
+        self._pages, self._num_pages = bytearray(), 0  # 1 for each used page, and their number
         self._left: list[int] = []
-        self._sizes: dict[int, int] = {}  # of blocks in use, and of those that are kept
+        self._sizes: dict[int, int] = {}  # of blocks in use and kept blocks
         self._kept: dict[int, list[int]] = defaultdict(list)
-        self._fast: list[int] = []  # small blocks that are joined later
+        self._fast: list[int] = []  # small free blocks that are merged later
         self._holes: dict[int, int] = {}  # start -> size
         self._starts: dict[int, int] = {}  # end -> start
         self._by_size: list[tuple[int, int]] = []
@@ -70,7 +69,7 @@ class Heap:
         return self._allocate_aligned(num_bytes), *self.allocate_objects()
 
     def allocate_objects(self) -> tuple[int, ...]:
-        """Return the addresses of the small objects alone: of a block that lies elsewhere."""
+        """Return the addresses of the small objects only, of a block that lies outside the heap."""
         self._release()
         return tuple(map(self._allocate_small, OBJECTS))
 
@@ -81,16 +80,16 @@ class Heap:
         self._freed.clear()
 
     def allocate_permanent(self, num_bytes: int) -> None:
-        """Allocate a small object that stays, so that its neighbours never become one hole."""
+        """Allocate a small object that stays until ``trim``, so that its neighbors do not merge."""
         self._left.append(self._allocate_small(num_bytes))
 
     @property
     def resident(self) -> int:
-        """Bytes that it takes: of the pages that were used since it was trimmed."""
+        """Resident bytes: of the pages that were used since the last ``trim``."""
         return min(self.reach, self._num_pages * _PAGE)
 
     def trim(self) -> None:
-        """Free what was left, and return all free pages to the kernel, as ``malloc_trim`` does."""
+        """Free the permanent objects, and return all free pages to the kernel (``malloc_trim``)."""
         self._release()
         for block in self._left:
             self._free_block(block)
@@ -102,7 +101,7 @@ class Heap:
             self._mark_pages_used(block, size)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a block fits without a longer heap: where malloc looks before it maps memory."""
+        """Return whether a block fits without growing the heap; malloc checks this before mmap."""
         self._release()
         self._join_fast_bins()
         largest = self._by_size[-1][0] if self._by_size else 0
@@ -128,7 +127,7 @@ class Heap:
         return block
 
     def _allocate_aligned(self, num_bytes: int) -> int:
-        """As glibc's ``_int_memalign``: what lies before and after the block is freed."""
+        """Allocate as glibc's ``_int_memalign``: what lies before and after the block is freed."""
         size = _size_of(num_bytes)
         block = self._allocate_block(size + ALIGNMENT + _LEAST)
         found = self._sizes[block]
@@ -146,7 +145,7 @@ class Heap:
         return block
 
     def _allocate_block(self, size: int) -> int:
-        """Return a block of ``size`` or a little more: of the smallest hole, or from the end."""
+        """Return a block of ``size`` or slightly more: from the smallest hole, or the end."""
         if size >= _SMALL:
             self._join_fast_bins()
         at = bisect_left(self._by_size, (size, -1))
@@ -184,7 +183,7 @@ class Heap:
         self._fast.clear()
 
     def _make_hole(self, block: int) -> None:
-        """Make a block a hole, joined with the holes beside it, or part of the free end."""
+        """Turn a block into a hole, merged with adjacent holes, or into part of the free end."""
         stop = block + self._sizes.pop(block)
         if stop in self._holes:
             stop += self._remove_hole(stop)
@@ -215,14 +214,14 @@ def _size_of(num_bytes: int) -> int:
     return max(_LEAST, -(-(num_bytes + _HEADER) // _GRAIN) * _GRAIN)
 
 
-# -- Fake tensors that are alive.
+# -- Live fake tensors.
 
 
-# oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
-# was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
+# oneDNN caches ONEDNN_CACHE_SIZE kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the
+# buffer it was generated in: 64 pages minus what Xbyak takes (oneDNN 3, measured).
 KERNEL_BYTES = 258376
-# One of so many blocks leaves an object of as many bytes for the rest of the step: nodes of the
-# graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
+# One in LEAVING_BLOCKS blocks leaves an object of LEFT_BYTES bytes for the rest of the step: nodes
+# of the graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 LEAVING_BLOCKS, LEFT_BYTES = 4, 64
 GROUPED_MM = torch.ops.aten._grouped_mm
 MATMULS = {
@@ -235,12 +234,12 @@ MATMULS = {
 
 
 class TracedMemory(TorchDispatchMode):
-    """Adds up the live storages of fake tensors, and gives 1 for their values.
+    """Adds up the live storages of fake tensors, and returns 1 for their values.
 
-    Where a model asks which values are not zero, as experts' own code does for those that are hit
-    and then for the tokens of each, all experts are hit, and tokens are spread evenly. Blocks below
-    ``heap_block_bytes`` lie in a heap that never shrinks. ``peaks`` holds, for each part of a
-    phase, the most bytes and the most with such a heap.
+    Models call ``nonzero``: the code of experts, for the experts that are hit and then for the
+    tokens of each. All experts are then hit, and tokens are spread evenly. Blocks below
+    ``heap_block_bytes`` lie in a heap, which shrinks only if it ``trims``. ``peaks``: for each part
+    of a phase, the most bytes and the most bytes with the heap's.
     """
 
     def __init__(self, heap_block_bytes: int, trims: bool = False) -> None:
@@ -251,16 +250,16 @@ class TracedMemory(TorchDispatchMode):
         self._trims = trims
         self._heap_block_bytes, self._heap = heap_block_bytes, Heap(trims)
         self._in_heap = self._num_allocated = 0
-        self._num_hit = 1  # experts, of the layer at hand
+        self._num_hit = 1  # experts of the current layer
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
-        self._bytes_in_heap: dict[int, int] = {}  # of the blocks that are there themselves
+        self._bytes_in_heap: dict[int, int] = {}  # of blocks that lie in the heap themselves
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
     def begin(self, trimmed: bool = False) -> None:
-        """Begin a phase: its peaks count from here, and its blocks have a heap of their own.
+        """Begin a phase: its peaks count from here, and its blocks lie in a new heap.
 
-        ``trimmed``: the heap of the last phase, whose free pages have been returned.
+        ``trimmed``: use the heap of the last phase, with its free pages returned, instead.
         """
         self._num_allocated = 0
         if trimmed:
@@ -273,7 +272,7 @@ class TracedMemory(TorchDispatchMode):
         self.begin_part("")
 
     def begin_part(self, part: str) -> None:
-        """Count what follows as another part of the phase."""
+        """Count what follows as part ``part`` of the phase."""
         self._part = part
         self._update_peak()
 
@@ -284,15 +283,15 @@ class TracedMemory(TorchDispatchMode):
 
     @property
     def heap_peak_bytes(self) -> int:
-        """The most bytes since ``begin`` with what the heap takes."""
+        """The most bytes since ``begin``, with the overhead of the heap."""
         return max((heap for _, heap in self.peaks.values()), default=0)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """See every fake tensor that is made, resized and freed in this context."""
+        """Track every fake tensor that is created, resized or freed in this context."""
         resize = torch.UntypedStorage.resize_
 
-        # FSDP2 frees and refills gathered weights in this way, which no dispatch sees.
+        # FSDP2 frees and refills gathered weights in this way, which is not dispatched.
         def tracked(storage: torch.UntypedStorage, num_bytes: int) -> None:
             resize(storage, num_bytes)
             if id(storage) in self._sizes:
@@ -303,14 +302,14 @@ class TracedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the local tensors
+            return NotImplemented  # it is dispatched again with the local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # a step reads its loss and norm, to report them
         if func is torch.ops.aten.nonzero.default:
             return self._nonzero(args[0])
         self._note_matmul(func, args)
         if func is torch.ops.hpc_tune.document_attention.default:
-            with self:  # its tiles are seen too
+            with self:  # tracks its tiles too
                 return tiled_attention._tiled_forward(*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -328,14 +327,14 @@ class TracedMemory(TorchDispatchMode):
 
     @property
     def kernel_bytes(self) -> int:
-        """Bytes of the kernels that oneDNN keeps."""
+        """Bytes of the kernels that oneDNN caches."""
         return len(self._kernels) * KERNEL_BYTES
 
     def _note_matmul(self, func: Any, args: Any) -> None:
-        """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten.
+        """Allocate the kernel that oneDNN generates for a 16-bit matmul that is not in its cache.
 
-        One that is grouped has a kernel for each number of rows of an expert, which differ from
-        layer to layer and from step to step: it makes as many as are kept.
+        A grouped matmul has a kernel for each number of rows of an expert, which differs from layer
+        to layer and from step to step: it fills the cache.
         """
         if func.overloadpacket not in MATMULS or args[0].element_size() != 2:
             return
@@ -395,7 +394,7 @@ class TracedMemory(TorchDispatchMode):
 
 @contextlib.contextmanager
 def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object within a block."""
+    """Replace an attribute of an object within a ``with`` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -404,7 +403,8 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-# -- What torch's variable-length attention takes in its backward pass: its fake does not show it.
+# -- Scratch memory of torch's variable-length attention in its backward pass, which its fake
+# kernel does not show.
 #
 # Shapes: S tokens, H heads, K heads of keys and values, D values per head, N documents.
 
@@ -414,10 +414,10 @@ BLOCK = 128  # rows that the kernel leaves free between two documents
 
 @contextlib.contextmanager
 def simulating_scratch() -> Iterator[None]:
-    """Let the fake kernel take, and free, as much memory as the real one in its backward pass.
+    """Let the fake kernel allocate and free as much as the real one does in its backward pass.
 
-    That is when the gradient of its result arrives: the three gradients, sums in fp32 for each
-    head, and where heads share keys the gradients of keys and values of each.
+    It does so when the gradient of its result arrives: the three gradients, sums in fp32 for each
+    head, and, if heads share keys, the gradients of keys and values for each head.
     """
     kernel: Any = torch_versions.varlen_attention
 
@@ -434,10 +434,11 @@ def simulating_scratch() -> Iterator[None]:
 
 
 def scratch_bytes(shape_SHD: tuple[int, ...], shape_NK: tuple[int, ...], num_documents: int) -> int:
-    """Return what the backward pass takes of 16-bit values, with the gradients that it returns.
+    """Return the bytes that the backward pass takes for 16-bit inputs, its results included.
 
-    In fp32: (D' + 1) x H for each of S + 128 N rows, D' being D rounded up to 32s, above 128 to
-    64s. In 16 bits: D x (S x H + N x 2 K), and N x D x 2 H more where K < H.
+    In fp32: (D' + 1) x H for each of S + 128 x documents rows, where D' is D rounded up to a
+    multiple of 32, above 128 of 64. In 16 bits, for N keys: D x (S x H + N x 2 K), and N x D x 2 H
+    more if K < H.
     """
     tokens, heads, values = shape_SHD
     multiple = 32 if values <= 128 else 64

@@ -1,7 +1,7 @@
 """The doctor command: whether nodes, network and software are ready for a run.
 
-before the world: cores, a loopback master -> bootstrap
--> links, products of matrices, facts of all ranks -> findings
+before the process group: cores, a loopback master -> bootstrap
+-> links, matmuls, facts of all ranks -> findings
 -> a table for people, or JSON for programs; exit code 1 if something would break a run
 """
 
@@ -34,13 +34,13 @@ from hpc_tune.world.processes import list_ancestors
 
 
 _RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
-_LATENCY_BYTES = 1 << 16  # a smaller message is all latency, and its rate says nothing
+_LATENCY_BYTES = 1 << 16  # up to this size latency dominates, and the rate says nothing
 
 
 def report_dict(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding]
 ) -> dict[str, object]:
-    """Return everything, for JSON."""
+    """Return the whole report as a tree for JSON."""
     return {
         "ranks": [asdict(rank) for rank in ranks],
         "links": asdict(links),
@@ -51,7 +51,7 @@ def report_dict(
 def doctor_lines(
     ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
 ) -> list[str]:
-    """Return the report for people."""
+    """Return the report as lines for people."""
     lines = _software_lines(ranks[0], len(ranks))
     for node in dict.fromkeys(rank.node for rank in ranks):
         lines += _node_lines([rank for rank in ranks if rank.node == node])
@@ -139,7 +139,7 @@ def _matmul_text(found: MatmulResult) -> str:
         return f"cannot multiply matrices: {found.error}"
     ratio = found.slowest_s / found.median_s
     text = f"{format_flops(found.flops_per_s)} in {found.dtype}, "
-    text += f"the slowest product {ratio:.2f} x the median time"
+    text += f"the slowest matmul {ratio:.2f} x the median time"
     if found.is_wrong:
         text += ", WRONG results"
     told = describe_gpu_state(found)
@@ -188,7 +188,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
 
 
 def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
-    """Return the kind of a link; within a node with the path between its GPUs."""
+    """Return the kind of a link; within a node, with the path between the two GPUs."""
     here = [rank for rank in ranks if rank.node == pair.nodes[0]]
     if pair.kind != "same node" or here[0].topology is None:
         return pair.kind
@@ -199,7 +199,7 @@ def _link_kind(ranks: Sequence[RankFacts], pair: Link) -> str:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Return such as ``"0-3,8"``."""
+    """Format numbers as ranges, such as ``"0-3,8"``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -212,8 +212,8 @@ def _format_ranges(numbers: Sequence[int]) -> str:
 # -- The doctor command.
 
 
-# All of it is to take less than a minute on two nodes of eight, whatever the cores; each further
-# node is one more round of pairs.
+# The whole command should take less than a minute on two nodes of eight ranks, on any cores; each
+# further node adds a round of pairs.
 _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
 
 
@@ -225,8 +225,8 @@ def run_doctor(
 ) -> int:
     """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 
-    ``links_s`` bounds how long pairs of ranks are measured; for ``products_s`` all ranks multiply
-    matrices.
+    ``links_s`` bounds the time to measure pairs of ranks; ``products_s`` is the time for which all
+    ranks multiply matrices.
 
     Raises:
         WorldError: if the ranks cannot connect; the message says what is wrong.
@@ -234,7 +234,7 @@ def run_doctor(
     cores = LaunchCores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_torchrun_master(os.environ)
     with _stdout_on_stderr():
-        # GPUs that no rank uses are a finding here, with all others.
+        # GPUs that no rank uses are reported as a finding, with all others.
         comm = bootstrap(config.run, refuses_unused=False)
         configure_logging(comm.world.rank)
         folders = {"run.dir": Path(config.run.dir)}
@@ -245,7 +245,7 @@ def run_doctor(
             links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
         links = measure_links(comm, links_s)
         products = measure_matmuls(comm, products_s)
-        # After the first communicator: by then NCCL has loaded its plugin, or has not.
+        # After the first communicator: NCCL loads its plugin, if any, when it creates one.
         facts = collect_facts(comm, cores, folders, config.memory.host_limit, config.run.device)
         ranks = comm.gather(replace(facts, products=products))
     findings = find_problems(ranks, links)
@@ -263,7 +263,7 @@ def run_doctor(
 
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """Have what libraries print to stdout go to stderr, so that the report is all there.
+    """Redirect what libraries print to stdout to stderr, so that stdout has only the report.
 
     In torch 2.9 gloo prints a line for each group of each rank.
     """
@@ -279,10 +279,10 @@ def _stdout_on_stderr() -> Iterator[None]:
 
 
 def is_terminal(launcher: str) -> bool:
-    """Tell whether a person sees what is printed here.
+    """Return whether stdout ends at a terminal.
 
-    Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: there the
-    output of the first parent process with another one counts.
+    Open MPI gives each rank a terminal of its own, even if mpirun's own output goes elsewhere.
+    Under Open MPI, the stdout of the first ancestor process with a different one decides.
     """
     if not sys.stdout.isatty() or launcher != launchers.OPENMPI_NAME:
         return sys.stdout.isatty()

@@ -1,8 +1,8 @@
-"""The variables that sites set for their fabric, and which of them a node has otherwise.
+"""Environment variables that sites set for their network fabric, compared with this node's.
 
 HPE Slingshot works without most of them, but slower, or hangs once many ranks send large messages.
-With NCCL's protocol LL128 messages arrive wrong without an error
-(https://github.com/NVIDIA/nccl/issues/2001), so that is an error here. The values are those of
+NCCL's protocol LL128 silently corrupts messages over it
+(https://github.com/NVIDIA/nccl/issues/2001), so that is an error here. The values are from
 
     HPE      https://github.com/HewlettPackard/shs-ccl-docs/blob/main/ccl_env.sh
     CSCS     https://docs.cscs.ch/software/communication/nccl/
@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ExpectedVariable:
-    """A variable and the value that sites set; ``others``: further values that do as well."""
+    """A variable and the value that sites set; ``others``: further values that are as good."""
 
     name: str
     value: str
@@ -38,7 +38,7 @@ _SLINGSHOT = (
 )
 _SLINGSHOT_AMD = (ExpectedVariable("FI_CXI_RDZV_PROTO", "alt_read"),)
 PLUGIN_NETWORKS = ("Slingshot", "EFA")
-_LL128_SINCE = (2, 27)  # NCCL's tuning chooses it over Slingshot from there on
+_LL128_SINCE = (2, 27)  # from this version on, NCCL's tuning chooses LL128 over Slingshot
 VARIABLE_NAMES = (
     *(one.name for one in (*_SLINGSHOT, *_SLINGSHOT_AMD)),
     "NCCL_PROTO",
@@ -46,10 +46,10 @@ VARIABLE_NAMES = (
 
 
 def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: str) -> str | None:
-    """Return a warning where NCCL sends by TCP, on nodes whose cards need a plugin (pure).
+    """Return a warning if NCCL sends by TCP on nodes whose cards need a plugin (pure).
 
-    ``kinds`` of the node's cards; ``plugin`` is the one that is loaded, after the first
-    communicator; ``socket_names`` is NCCL_SOCKET_IFNAME.
+    ``kinds``: of the node's cards; ``plugin``: the one that is loaded, known after the first
+    communicator; ``socket_names``: NCCL_SOCKET_IFNAME.
     """
     kind = next((kind for kind in kinds if kind in PLUGIN_NETWORKS), None)
     if kind is None or plugin:
@@ -67,9 +67,9 @@ def tcp_warning(kinds: Sequence[str], library: str, plugin: str, socket_names: s
 
 
 def find_deviations(kind: str, library: str, settings: Mapping[str, str]) -> list[ExpectedVariable]:
-    """Return the variables that sites set, where they are unset or otherwise here (pure).
+    """Return the variables that sites set and that are unset or different here (pure).
 
-    ``kind`` of card, such as Slingshot; ``library``: NCCL or RCCL.
+    ``kind``: of card, such as Slingshot; ``library``: NCCL or RCCL.
     """
     if kind != "Slingshot":
         return []
@@ -83,9 +83,9 @@ def find_deviations(kind: str, library: str, settings: Mapping[str, str]) -> lis
 def find_harmful_settings(
     kind: str, library: str, version: str, settings: Mapping[str, str]
 ) -> list[tuple[bool, str]]:
-    """Return what hangs or sends wrong values: (whether that is sure, in words) (pure).
+    """Return settings that hang or corrupt messages: (whether this is certain, message) (pure).
 
-    ``version`` is that of the library which is loaded.
+    ``version``: of the loaded library.
     """
     if kind != "Slingshot":
         return []
@@ -112,7 +112,7 @@ def find_harmful_settings(
 
 
 def _allows_ll128(settings: Mapping[str, str]) -> bool:
-    """Return whether NCCL may choose it: NCCL_PROTO lists what to use, or after ^ what not."""
+    """Return whether NCCL may choose LL128: NCCL_PROTO lists protocols to use, or to avoid (^)."""
     protocols = settings.get("NCCL_PROTO", "").upper()
     listed = "LL128" in protocols.removeprefix("^").split(",")
     return not protocols or listed != protocols.startswith("^")
@@ -120,9 +120,9 @@ def _allows_ll128(settings: Mapping[str, str]) -> bool:
 
 # -- Which NCCL, or RCCL, this process has loaded, and what carries its messages between nodes.
 #
-# On InfiniBand NCCL speaks to the cards itself. On HPE Slingshot and Amazon's EFA it needs a
-# network plugin over libfabric (aws-ofi-nccl), which it looks for by name when the first
-# communicator is made; without one it says nothing and sends by TCP.
+# On InfiniBand NCCL drives the cards itself. On HPE Slingshot and Amazon's EFA it needs a network
+# plugin over libfabric (aws-ofi-nccl), which it looks for by name when the first communicator is
+# created; without one it silently sends by TCP.
 
 
 _LIBRARY = re.compile(r"lib[nr]ccl\.so[.0-9]*")
@@ -138,12 +138,12 @@ NETWORK_VARIABLES = (
 
 @dataclass(frozen=True)
 class NcclLibrary:
-    """The library of one rank.
+    """The NCCL or RCCL library of one rank.
 
-    ``version`` is of what is loaded, ``built`` what torch was compiled with. ``libraries`` are the
-    files loaded; none where it is a part of torch's own. ``plugin`` is loaded, ``plugin_file`` and
-    ``libfabric`` are where the system would find them. ``settings``: variables that choose the
-    network.
+    ``version``: of the loaded library; ``built``: the version that torch was compiled with.
+    ``libraries``: the loaded files; empty if it is linked into torch's own. ``plugin``: the loaded
+    one; ``plugin_file`` and ``libfabric``: where the system would find them. ``settings``:
+    variables that choose the network.
     """
 
     name: str
@@ -163,9 +163,9 @@ def read_nccl(
     root: Path = Path("/"),
     ask: Callable[[str], str] | None = None,
 ) -> NcclLibrary:
-    """Return what is loaded now; the plugin is, once a communicator has been made.
+    """Return what is loaded now; the plugin is loaded only once a communicator has been created.
 
-    ``root`` is that of the files that are looked at; ``ask`` returns the version of a library.
+    ``root``: the root of the file system to read; ``ask`` returns the version of a library.
     """
     loaded = list(dict.fromkeys(_mapped_files(root / "proc" / "self" / "maps")))
     libraries = tuple(path for path in loaded if _LIBRARY.fullmatch(Path(path).name))
@@ -183,7 +183,7 @@ def read_nccl(
 
 
 def read_version(library: str) -> str:
-    """Return the version that a loaded library itself tells; torch knows that of its headers."""
+    """Return the version that a loaded library reports; torch reports that of its headers."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
@@ -193,13 +193,13 @@ def read_version(library: str) -> str:
 
 
 def format_version(number: int) -> str:
-    """Return NCCL's number as a version: 22705 is 2.27.5; before 2.9, 2804 was 2.8.4 (pure)."""
+    """Format NCCL's version number: 22705 is 2.27.5; before 2.9, 2804 was 2.8.4 (pure)."""
     major, rest = divmod(number, 10000 if number >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _plugin_pattern(plugin: str) -> re.Pattern[str]:
-    """Return the names of the plugin that NCCL looks for: NCCL_NET_PLUGIN is a file, or its end."""
+    """Match the plugin file names that NCCL tries; NCCL_NET_PLUGIN is a file name or its suffix."""
     if plugin in ("", "none"):
         return re.compile(r"lib[nr]ccl-net\.so[.0-9]*")
     names = [re.escape(Path(name).name) for name in plugin.split(",")]
@@ -222,7 +222,7 @@ def _mapped_files(maps: Path) -> Iterator[str]:
 
 
 def _findable_libraries(environ: Mapping[str, str], root: Path) -> Iterator[str]:
-    """Yield the plugins and libfabrics that the system's loader would find, in its order."""
+    """Yield the plugins and libfabric files that the dynamic loader would find, in its order."""
     folders = [Path(part) for part in environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     yield from _libraries_in(folders)
     try:

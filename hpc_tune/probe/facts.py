@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its node; nothing here communicates with other ranks."""
+"""What one rank knows about itself and its node; the ranks communicate only in a barrier."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ WRITTEN_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """A folder that a run writes into; ``error`` says why it cannot."""
+    """A folder that a run writes into; ``error``: why it cannot write there."""
 
     role: str
     path: str
@@ -38,15 +38,15 @@ class FolderFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank and what it has. Sizes in bytes; None where there is no limit.
+    """One rank and its resources. Sizes in bytes; None if there is no limit.
 
-    ``cpus`` are those that the launcher gave it, before it took its share ``taken``, which is of
-    ``numa_nodes``; ``num_reachable`` it could have had. One rank of each node has ``topology``,
-    ``library`` and ``folders``. ``clock_s``: its clock, in seconds of the epoch, when all ranks had
-    reached the same place. ``unused``: why it makes no use of GPUs, where there may be some;
-    ``hidden``: of a torch that another one hides. ``device_place``: the PCI address of its
-    GPU. ``products``: how fast it multiplies matrices, if that was measured. ``lacks_attention``:
-    the package of a newer attention that its GPU could use, where none is installed.
+    ``cpus``: the CPUs from the launcher; ``taken``: the rank's own share, which lies on
+    ``numa_nodes``; ``num_reachable``: how many it could have had. One rank of each node has
+    ``topology``, ``library`` and ``folders``. ``clock_s``: its clock, in seconds since the epoch,
+    right after a barrier of all ranks. ``unused``: why it uses no GPU, if there may be some;
+    ``hidden``: a warning about a torch that another one hides. ``device_place``: the PCI address of
+    its GPU. ``products``: how fast it multiplies matrices, if measured. ``lacks_attention``: the
+    package of a newer attention that its GPU could use, if none is installed.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class LaunchCores:
-    """The CPUs of a rank before it takes its share: given to it, and how many it could have."""
+    """The CPUs of a rank before it takes its share: those given, and how many it could have."""
 
     given: tuple[int, ...]
     num_reachable: int
@@ -103,9 +103,10 @@ def collect_facts(
     host_limit: int | None,
     device_wanted: str,
 ) -> RankFacts:
-    """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node.
+    """Return this rank's facts. Collective.
 
-    Collective. ``host_limit``: memory.host_limit; ``device_wanted``: run.device.
+    ``folders``: by their purpose, tested by one rank of each node; ``host_limit``:
+    memory.host_limit; ``device_wanted``: run.device.
     """
     import torch
 
@@ -158,9 +159,9 @@ def collect_facts(
 
 
 def measure_folder(role: str, path: Path) -> FolderFacts:
-    """Write WRITTEN_BYTES into a file there, through to the disk, and remove it again."""
+    """Time writing WRITTEN_BYTES to a temporary file in the folder, fsync included."""
     parent = path
-    while not parent.exists():  # what a run makes itself need not be there yet
+    while not parent.exists():  # a folder that a run creates need not exist yet
         parent = parent.parent
     data = os.urandom(1 << 20)
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, from the facts of all ranks and the measured links (pure)."""
+"""Find what is wrong with a cluster, from all ranks' facts and the measured links (pure)."""
 
 import re
 from collections import Counter, defaultdict
@@ -19,22 +19,22 @@ from hpc_tune.world.processes import files_needed
 
 # Per rank: NCCL's and MPI's segments.
 SHM_BYTES = 32 << 20
-# RDMA registers what it sends; without a network card or a GPU only small things are locked.
+# RDMA locks the memory it sends from; without a network card or a GPU only little is locked.
 LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
 DISK_BYTES = 1 << 30
 _SLOW_DISK = 20e6
-# Clocks that are set over a network differ by milliseconds; file systems tell time in seconds.
+# Clocks synchronized over a network differ by milliseconds; file systems store time in seconds.
 _CLOCKS_APART_S = 2.0
-# Of the median of its model. What else runs on a node takes time of CPUs.
+# Fraction of the median speed of the same model. Other processes of a node take CPU time.
 _SLOW_GPU, _SLOW_CPU = 0.9, 0.5
-# Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
+# Below a card's rate divided by this, messages go by TCP: RDMA comes close to the rate.
 _TCP_RATE_DIVISOR = 3
 _DISABLING_VALUES = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that breaks a run (error), or makes it slow or fail later (warning)."""
+    """Something that breaks a run (error), or slows it down or breaks it later (warning)."""
 
     level: Literal["error", "warning"]
     text: str
@@ -115,12 +115,12 @@ def _check_attention(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{_join_names(set(on))}: attention is torch's own; {package}, built for this torch, "
-            "takes about half of its time and is used where it is installed. Runs do not need it",
+            "takes about half the time and is used if it is installed. Runs do not need it",
         )
 
 
 def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield who multiplies matrices wrongly, not at all, or slower than its like on all nodes."""
+    """Yield ranks whose matmuls fail, are wrong, or are slower than those of the same model."""
     alike: dict[tuple[str, str], list[float]] = defaultdict(list)
     shared = [here[0].node for here in _group_by_node(ranks) if _share_cores(here)]
     told = [(rank, rank.products) for rank in ranks if rank.products is not None]
@@ -154,13 +154,13 @@ def _check_matmuls(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _share_cores(here: Sequence[RankFacts]) -> bool:
-    """Whether ranks of a node compute on the same cores, which a finding of its own tells."""
+    """Whether ranks of a node compute on the same cores, which is a separate finding."""
     cpus = [cpu for rank in here for cpu in rank.taken or rank.cpus]
     return len(cpus) != len(set(cpus))
 
 
 def _describe_processor(ranks: Sequence[RankFacts], rank: RankFacts) -> str:
-    """Name what a rank computes on; a GPU by the driver's number, where that is known."""
+    """Name the processor of a rank; a GPU by the driver's index, if known."""
     if not rank.device_bytes:
         return f"rank {rank.rank} on CPUs {_join_names([*map(str, rank.taken or rank.cpus)])}"
     topology = next((r.topology for r in ranks if r.node == rank.node and r.topology), None)
@@ -174,17 +174,17 @@ def _describe_wrong_products(found: MatmulResult) -> str:
     parts = []
     if found.num_wrong:
         parts.append(
-            f"{found.num_wrong} of {found.num_checked} products of small integers had a wrong value"
+            f"{found.num_wrong} of {found.num_checked} matmuls of small integers had a wrong value"
         )
     if found.num_differing:
         parts.append(
-            f"the same product had other bits {found.num_differing} of {found.num_checked} times"
+            f"the same matmul gave other bits {found.num_differing} of {found.num_checked} times"
         )
     return ", ".join(parts)
 
 
 def _check_cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield cards that differ from those of the other nodes; unused ports are down everywhere."""
+    """Yield cards whose state differs from the other nodes'; unused ports are down on all nodes."""
     cards = [
         (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
     ]
@@ -291,7 +291,7 @@ def _check_folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield what is wrong with the NCCL that is loaded; the same on many nodes is told once."""
+    """Yield problems of the loaded NCCL; the same problem on several nodes is one finding."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
         if rank.library is None:
@@ -305,7 +305,7 @@ def _check_nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         elif _minor_version(version) < _minor_version(built):
             hosts[
                 f"torch is built for {rank.library.name} {built}, and {version} is loaded from "
-                f"{', '.join(files)}: what it lacks fails when it is called. Take it out of "
+                f"{', '.join(files)}: functions that it lacks fail when called. Take it out of "
                 "LD_PRELOAD and LD_LIBRARY_PATH, or load the site's newer one"
             ].append(rank.hostname)
     for text, on in hosts.items():
@@ -324,12 +324,12 @@ def _check_clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 "warning",
                 f"{host}: its clock is {format_seconds(abs(apart_s))} "
                 f"{'ahead of' if apart_s > 0 else 'behind'} {others}: the job's end is read from "
-                "rank 0's clock. Have the nodes' clocks set (chronyc tracking, timedatectl)",
+                "rank 0's clock. Synchronize the nodes' clocks (chronyc tracking, timedatectl)",
             )
 
 
 def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield what NVIDIA's management library refuses, where a rank computes on its GPUs."""
+    """Yield errors of NVIDIA's management library on nodes whose ranks compute on its GPUs."""
     hosts: dict[str, list[str]] = defaultdict(list)
     for rank in ranks:
         if rank.topology and rank.topology.driver_error and rank.device_bytes and rank.cuda:
@@ -351,7 +351,7 @@ def _check_driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
-    """Yield why messages between nodes take TCP, where a faster network is there."""
+    """Yield why messages between nodes go by TCP although there is a faster network."""
     across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
     if len(_group_by_node(ranks)) == 1 or not ranks[0].nccl:
         return
@@ -368,13 +368,13 @@ def _check_network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding
 
 
 def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Yield which variables of the network are not as sites set them, where it is used."""
+    """Yield variables of the network in use that are harmful or differ from what sites set."""
     if len(_group_by_node(ranks)) == 1:
         return
     hosts: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for rank in ranks:
         if rank.topology is None or rank.library is None or not rank.library.plugin:
-            continue  # it sends by TCP, or needs no libfabric
+            continue  # the rank sends by TCP, or needs no libfabric
         kind = next((card.kind for card in rank.topology.cards), "")
         library = rank.library
         for found in fabric.find_harmful_settings(
@@ -393,9 +393,9 @@ def _check_fabric(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
-    """Return name, kind and Gb/s of the fastest card; of the Ethernet in use where there is none.
+    """Return name, kind and Gb/s of the fastest card; without cards, of the Ethernet in use.
 
-    A pair of ranks goes over one card, and a card that is down counts nothing.
+    A pair of ranks uses one card. Cards that are down do not count.
     """
     first = ranks[0].topology
     cards = [
@@ -414,7 +414,7 @@ def _fastest_card(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
 
 
 def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
-    """Say on which nodes a network that needs a plugin has none, and why; nothing if all do."""
+    """Describe which nodes lack the plugin that their network needs, and why; "" if none do."""
     lacking = [
         (rank.hostname, card.kind, rank.library)
         for rank in ranks
@@ -433,7 +433,7 @@ def _missing_plugin(ranks: Sequence[RankFacts]) -> str:
         fabric = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
         return (
             f"{text}It did not load {library.plugin_file}{fabric}: NCCL_DEBUG=INFO says why; a "
-            "plugin is built for one GPU software, and for a range of versions"
+            "plugin is built for CUDA or for ROCm, and for a range of versions"
         )
     plugin = "aws-ofi-rccl" if library.name == "RCCL" else "aws-ofi-nccl"
     named = f"lib{library.name.lower()}-net.so"

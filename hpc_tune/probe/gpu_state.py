@@ -1,7 +1,7 @@
-"""What a GPU does at one moment: its clock, temperature and power, and what keeps its clock down.
+"""The state of a GPU: clock, temperature, power, what throttles its clock; energy counters.
 
-NVIDIA's driver tells (nvidia-ml-py, where it is installed), else the kernel's hwmon, which AMD's
-driver fills. What is not told is None.
+Read from NVIDIA's driver (through nvidia-ml-py, if installed), else from the kernel's hwmon, which
+AMD's driver fills. Values that are not available are None.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 from hpc_tune.errors import first_line
 from hpc_tune.world.affinity import SYS
 
-# nvmlClocksEventReasons; that it has nothing to do (1) is no reason.
+# nvmlClocksEventReasons; idle (1) is not counted as a reason.
 _THROTTLE_REASONS = {
     0x2: "clocks that were set by hand",
     0x4: "its power limit",
@@ -27,7 +27,7 @@ _THROTTLE_REASONS = {
     0x80: "the power brake of the node",
     0x100: "clocks of the display",
 }
-# hwmon's files, and what their numbers are divided by. Of power there is one of two.
+# hwmon's files and the divisors of their numbers. Only one of the two power files exists.
 _HWMON = (
     ("sm_mhz", "freq1_input", 1e6),
     ("celsius", "temp1_input", 1e3),
@@ -39,9 +39,9 @@ _HWMON = (
 
 @dataclass(frozen=True)
 class GpuState:
-    """One moment: the clock of its multiprocessors, temperature, and power beside its limit.
+    """One reading: the clock of the multiprocessors, temperature, power and its limit.
 
-    ``held_back``: what keeps the clock below its highest, by the driver.
+    ``held_back``: what keeps the clock below its maximum, according to the driver.
     """
 
     sm_mhz: float | None = None
@@ -52,7 +52,7 @@ class GpuState:
 
 
 def open_nvml() -> Any:
-    """Return NVIDIA's library, ready to be asked; None where there is none."""
+    """Return NVIDIA's library, initialized; None if it or the driver is missing."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -65,7 +65,7 @@ def open_nvml() -> Any:
 
 
 def make_state_reader(address: str, folder: Path = SYS) -> Callable[[], GpuState | None]:
-    """Return what reads the state of the GPU with this PCI address; that is None if nobody tells.
+    """Return a function that reads the state of the GPU at a PCI address, or returns None.
 
     ``folder`` is where the kernel shows its devices.
     """
@@ -110,23 +110,23 @@ def _read_hwmon(folder: Path) -> Iterator[tuple[str, Any]]:
             continue
 
 
-# -- AMD's library for its GPUs (amdsmi, which ROCm brings), where it can be imported.
+# -- AMD's library for its GPUs (amdsmi, a part of ROCm), if it can be imported.
 #
 #     energy_accumulator x counter_resolution = microjoules since the driver was loaded
 #
-# Of a card with two dies, such as an MI250X, the counter of the first is for both and that of the
-# second stands still. Source: https://rocm.docs.amd.com/projects/amdsmi/en/latest/reference/.
+# On a card with two dies, such as an MI250X, the first die's counter covers both and the second's
+# stands still. Source: https://rocm.docs.amd.com/projects/amdsmi/en/latest/reference/.
 
 
 def open_amd_smi(folder: Path) -> Any:
-    """Return the library, ready to be asked; None where it or AMD's driver is not there.
+    """Return the library, initialized; None if it or AMD's driver is missing.
 
     ``folder`` is where the kernel shows its devices.
     """
     if not (folder / "class" / "kfd").is_dir():
         return None
     try:
-        # It prints that it cannot find its own library, and then fails by what it lacks.
+        # If it does not find its own shared library, it prints that and then fails in various ways.
         with contextlib.redirect_stdout(io.StringIO()):
             import amdsmi
     except (ImportError, OSError, KeyError, AttributeError):
@@ -139,7 +139,7 @@ def open_amd_smi(folder: Path) -> Any:
 
 
 def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
-    """Return what reads the joules of the GPU with this PCI address.
+    """Return a function that reads the energy counter, in joules, of the GPU at this PCI address.
 
     Raises:
         AmdSmiException: if that GPU has no counter.
@@ -148,7 +148,7 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
 
     def joules() -> float:
         told = amdsmi.amdsmi_get_energy_count(handle)
-        # ROCm 6.3 and older call it power.
+        # ROCm 6.3 and older name this field "power".
         count = told["energy_accumulator"] if "energy_accumulator" in told else told["power"]
         return float(count) * float(told["counter_resolution"]) / 1e6
 
@@ -156,20 +156,20 @@ def make_energy_reader(amdsmi: Any, address: str) -> Callable[[], float]:
     return joules
 
 
-# -- The energy counters of a node: which there are, and what they count between two readings.
+# -- The energy counters of a node, and what they count between two readings.
 #
-# GPUs: NVIDIA's driver (nvidia-ml-py, where it is installed) or AMD's library (amdsmi), else the
-# kernel's hwmon. CPUs and their memory: the kernel's RAPL, which many sites let only root read. The
-# whole node: HPE Cray's pm_counters. Nothing is estimated: what no counter tells is not known, with
-# a reason.
+# GPUs: NVIDIA's driver (nvidia-ml-py, if installed) or AMD's library (amdsmi), else the kernel's
+# hwmon. CPUs and their memory: the kernel's RAPL, which only root may read at many sites. The whole
+# node: HPE Cray's pm_counters. Nothing is estimated: without a counter the energy is unknown, and
+# the reason is given.
 
 
 GPUS, CPUS, MEMORY, NODE = "GPUs", "CPUs", "memory", "node"
-# RAPL's counters begin again after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
+# RAPL's counters wrap around after some minutes of full load (65 kJ on AMD, 262 kJ on Intel).
 READ_EVERY_S = 30.0
-MAX_W = 1000.0  # more than a package draws: of two readings that are further apart nothing is known
+MAX_W = 1000.0  # more than a package draws: a larger difference of two readings is not trusted
 _NO_RAPL = "the kernel shows no RAPL counter there"
-_NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter of it"
+_NO_GPU_COUNTER = "neither its maker's driver nor the kernel's hwmon has an energy counter for it"
 _BACKWARDS = "its counter went backwards"
 _MISSED_WRAP = "its counter may have wrapped around unnoticed"
 _STOOD_STILL = "its counter stood still"
@@ -177,9 +177,9 @@ _STOOD_STILL = "its counter stood still"
 
 @dataclass(frozen=True)
 class EnergyCounter:
-    """One counter. ``read`` returns joules since some time; where it is not there, ``why`` says so.
+    """One counter. ``read`` returns joules since some start; if it is missing, ``why`` says why.
 
-    ``wrap_j``: where it begins again at 0; None if it does not.
+    ``wrap_j``: where it wraps around to 0; None if it does not.
     """
 
     part: str
@@ -191,8 +191,9 @@ class EnergyCounter:
 
 @dataclass(frozen=True)
 class PartEnergy:
-    """What ``counted`` of ``total`` counters of one part of a node have counted, and why the others
-    have not.
+    """Energy of one part of a node, from ``counted`` of its ``total`` counters.
+
+    ``why``: why the first of the other counters is missing.
     """
 
     joules: float = 0.0
@@ -205,7 +206,7 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
     """Return the joules between two readings that are ``gap_s`` apart (pure).
 
     Raises:
-        ValueError: if they do not tell: the counter was reset, or may have begun again twice.
+        ValueError: if it is unknown: the counter was reset, or may have wrapped around twice.
     """
     spent_j = now_j - before_j
     if counter.wrap_j is None:
@@ -223,7 +224,7 @@ def joules_between(counter: EnergyCounter, before_j: float, now_j: float, gap_s:
 
 @dataclass
 class _CounterTotal:
-    """A counter's newest reading, and what it has counted before; ``why`` once it is not known."""
+    """A counter's newest reading and total up to then; ``why``: the reason if it is unknown."""
 
     counter: EnergyCounter
     why: str = ""
@@ -243,15 +244,15 @@ class _CounterTotal:
             self.newest_j, self.newest_s = now_j, now_s
         except OSError as error:
             self.why = error.strerror or str(error)
-        except Exception as error:  # noqa: BLE001 - NVMLError is no OSError, and its module is soft
+        except Exception as error:  # noqa: BLE001 - NVMLError is no OSError; its module is optional
             self.why = first_line(error)
 
 
 @dataclass
 class EnergyMeter:
-    """Adds up what the counters of this node count from its begin on.
+    """Adds up what the counters of this node count from the creation of the meter on.
 
-    Where one of them begins again within minutes, a thread reads them too.
+    If one of them may wrap around within minutes, a thread reads all of them regularly.
     """
 
     counters: Sequence[EnergyCounter]
@@ -273,7 +274,7 @@ class EnergyMeter:
                 account.read(self.clock())
 
     def end(self) -> dict[str, PartEnergy]:
-        """Read a last time; return what each part of the node has taken."""
+        """Read a last time and return the energy of each part of the node."""
         self._has_ended.set()
         self.read()
         with self._reading:
@@ -295,7 +296,7 @@ class EnergyMeter:
 
 
 def find_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter]:
-    """Return the counters of this node, and of its ``gpus`` by their PCI addresses.
+    """Return the counters of this node and of ``gpus``, given by their PCI addresses.
 
     ``folder`` is where the kernel shows its devices.
     """
@@ -310,7 +311,7 @@ def find_counters(gpus: Sequence[str], folder: Path = SYS) -> list[EnergyCounter
 
 
 def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCounter:
-    """Return the counter of one GPU: of the whole of it, also where a rank has but a slice."""
+    """Return the counter of one GPU: of the whole GPU, even if a rank has only a slice of it."""
     why, name = _NO_GPU_COUNTER, f"GPU {address or 'without a PCI address'}"
     if nvml is not None and address:
         try:
@@ -336,7 +337,7 @@ def _gpu_counter(nvml: Any, amdsmi: Any, address: str, folder: Path) -> EnergyCo
 
 
 def _rapl_counters(folder: Path) -> list[EnergyCounter]:
-    """Return the packages, and their memory; their other zones are parts of these."""
+    """Return the counters of CPU packages and their memory; other zones are parts of these."""
     return list(_zone_counters(sorted(folder.glob("intel-rapl:*"))))
 
 

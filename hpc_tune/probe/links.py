@@ -1,4 +1,4 @@
-"""Latency and bandwidth between the ranks, measured: between pairs, and all together.
+"""Measure latency and bandwidth between the ranks: of pairs, and of collectives of all ranks.
 
     pairs within a node, one after the other; pairs of nodes, all nodes at a time in rounds
     -> Link(latency, bytes per second) -> classes (same node, across nodes) -> outliers (pure)
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALL_BYTES, FIRST_BYTES, MAX_BYTES = 8, 1 << 18, 1 << 26
-_LONG_ENOUGH_S = 0.03  # a message that takes this is not latency any more
+_LONG_ENOUGH_S = 0.03  # a message that takes this long is no longer dominated by latency
 _EXCHANGE_S = 0.25
 _PINGS = 20
 _SLOW_FACTOR = 4.0  # a link is an outlier below a quarter of the fastest of its kind
@@ -27,9 +27,9 @@ _SLOW_FACTOR = 4.0  # a link is an outlier below a quarter of the fastest of its
 
 @dataclass(frozen=True)
 class Link:
-    """One link: its latency, half a round trip of 8 bytes, and the rate of a large message.
+    """One link: its latency (half a round trip of 8 bytes) and the rate of a large message.
 
-    ``exchange_bytes_per_s``: the rate in each direction while both send, where it was measured.
+    ``exchange_bytes_per_s``: the rate in each direction while both send, if measured.
     """
 
     ranks: tuple[int, int]
@@ -40,7 +40,7 @@ class Link:
 
     @property
     def kind(self) -> str:
-        """The kind of link that it is compared with."""
+        """The kind of link; a link is compared with others of its kind."""
         return "same node" if self.nodes[0] == self.nodes[1] else "across nodes"
 
 
@@ -48,7 +48,7 @@ class Link:
 class CollectiveTime:
     """One operation of all ranks.
 
-    ``bytes_per_s`` is bus bandwidth: what each link carries, whatever the number of ranks
+    ``bytes_per_s`` is the bus bandwidth: what each link carries, for any number of ranks
     (2 (n - 1) / n of the message per second for all-reduce, (n - 1) / n for the others;
     github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
     """
@@ -61,11 +61,11 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Links:
-    """All that was measured; for ``skipped`` pairs there was no time.
+    """All measurements; for ``skipped`` pairs there was no time.
 
-    ``order``: the ranks as the collectives had them, if not as they are numbered.
-    ``lanes``: how many times the rate of one pair across nodes two nodes reach when each rank of
-    one talks to one of the other, at the same time; 1 where they share one network card.
+    ``order``: the order of the ranks in the collectives, if not that of their numbers. ``lanes``:
+    the rate that two nodes reach when all their ranks communicate in pairs, as a multiple of the
+    rate of one pair across nodes; 1 if the ranks share one network card.
     """
 
     pairs: tuple[Link, ...]
@@ -76,25 +76,28 @@ class Links:
 
 
 def measure_links(comm: Comm, limit_s: float = 30.0) -> Links:
-    """Measure the links in at most about ``limit_s``; every rank returns the same. Collective."""
+    """Measure links and collectives; returns the same on every rank. Collective.
+
+    ``limit_s`` bounds, approximately, the time for pairs.
+    """
     collectives = measure_collectives(comm)
     return replace(measure_pairs(comm, limit_s), collectives=collectives)
 
 
 def measure_collectives(comm: Comm) -> tuple[CollectiveTime, ...]:
-    """Measure operations of all ranks; every rank returns the same. Collective."""
+    """Measure operations of all ranks; returns the same on every rank. Collective."""
     return tuple(_time_collectives(comm)) if comm.world.size > 1 else ()
 
 
 def measure_pairs(comm: Comm, limit_s: float) -> Links:
-    """Measure links alone in at most about ``limit_s``; every rank returns the same. Collective."""
+    """Measure only links, in about ``limit_s``; returns the same on every rank. Collective."""
     if comm.world.size == 1:
         return Links((), ())
     until_s = time.monotonic() + limit_s
     measured, skipped = [], 0
     nodes = [peer.node for peer in comm.roster]
     for round_ in pair_rounds(nodes):
-        # All or none: a rank that is out of time keeps nobody waiting.
+        # All ranks skip a round or none does: a rank that is out of time keeps no other waiting.
         if comm.max([time.monotonic() > until_s]) != [0]:
             skipped += len(round_)
             continue
@@ -109,11 +112,11 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
 
 
 def pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield pairs of ranks that may talk at the same time (pure); ``nodes`` is each rank's.
+    """Yield rounds of pairs of ranks that may communicate at once (pure). ``nodes``: by rank.
 
-    First the pairs within nodes, at most one of each node at a time, since they share its memory or
-    switch; then one rank of each node with one of each other, each node in one pair at a time,
-    since its network is shared (the circle method of round-robin tournaments).
+    First the pairs within nodes, at most one per node at a time, since they share its memory or
+    switch; then the first rank of each node with that of every other node, each node in one pair at
+    a time, since its network is shared (the circle method of round-robin tournaments).
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -136,7 +139,7 @@ def pair_rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def describe_links(links: Links) -> str:
-    """Return the median rate and latency of each kind of link, and what collectives reach."""
+    """Describe the median rate and latency of each kind of link, and the rates of collectives."""
     parts = []
     for kind in dict.fromkeys(pair.kind for pair in links.pairs):
         alike = [pair for pair in links.pairs if pair.kind == kind]
@@ -149,8 +152,10 @@ def describe_links(links: Links) -> str:
 
 
 def find_outliers(pairs: Sequence[Link]) -> list[str]:
-    """Return a line for each link, or for each node all of whose links are, far below the fastest
-    of its kind (pure). With one bad node of three, most links are slow.
+    """Return a line for each link that is far slower than the fastest of its kind (pure).
+
+    If all links of a node are, one line stands for them. The fastest link is the reference, because
+    with one bad node of three most links are slow.
     """
     lines = []
     for kind in sorted({pair.kind for pair in pairs}):
@@ -171,7 +176,7 @@ def find_outliers(pairs: Sequence[Link]) -> list[str]:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return such as ``"11.2 GB/s"``."""
+    """Format a rate, such as ``"11.2 GB/s"``."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.1f} {unit}"
@@ -191,9 +196,10 @@ def _measure_lanes(comm: Comm, pairs: Sequence[Link]) -> float:
 
 
 def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
-    """Return latency in seconds, bytes per second, and those while both send; both take part.
+    """Return latency in seconds, bytes per second, and the same while both send.
 
-    The first of them decides how large the large message is: it grows until it takes long enough.
+    Both ranks call it. The first one decides the size of the large message, which grows until it
+    takes long enough.
     """
     import torch
     import torch.distributed as dist
@@ -211,7 +217,7 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
         _round_trip_s(large, other, first, comm)
         seconds = min(_round_trip_s(large, other, first, comm) for _ in range(2)) / 2
         is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MAX_BYTES
-        # Queues fill for a while before data delays what acknowledges the other direction's.
+        # Queues fill for a while before data delays the acknowledgments of the other direction.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
         agreed = torch.tensor([min(both, MAX_BYTES)], device=comm.device)
         dist.send(agreed, other) if first else dist.recv(agreed, other)
@@ -247,7 +253,7 @@ def _exchange_s(data: "torch.Tensor", other: int, comm: Comm) -> float:
 
 
 def _time_collectives(comm: Comm) -> Iterator[CollectiveTime]:
-    """Time each operation with a small message, and with one that is no longer all latency."""
+    """Time each operation with a small message, and with one not dominated by latency."""
     size = comm.world.size
     for name, share in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 1.0)):
         num_bytes = SMALL_BYTES * size
@@ -263,7 +269,7 @@ def _time_collectives(comm: Comm) -> Iterator[CollectiveTime]:
 
 
 def _time_collective(name: str, num_values: int, comm: Comm) -> float:
-    """Return the seconds of one such operation, those of the slowest rank."""
+    """Return the seconds of one operation on the slowest rank."""
     import torch
     import torch.distributed as dist
 

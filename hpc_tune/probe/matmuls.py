@@ -1,13 +1,13 @@
-"""How fast each rank multiplies matrices while all others do, and whether the results are right.
+"""Measure how fast each rank multiplies matrices while all others do, and check the results.
 
-    allocate, warm up -> all ranks begin together -> batches of products until the time is over,
-    each followed by a product whose exact result is known -> MatmulResult, of one rank
+    allocate, warm up -> all ranks begin together -> batches of matmuls until the time is over,
+    each followed by a matmul whose exact result is known -> MatmulResult, of one rank
 
-That all GPUs of a node are busy at once is what shows limits of power and cooling. The matrices
-that are timed are random, since GPUs draw less power for regular values. A product is checked in
-two ways: each element of the exact one is a small integer, whatever the order of adding up; and
-where the library promises it, the same product has the same bits each time. On CPUs each rank
-multiplies with one thread: threads that share cores wait for each other, and tell nothing.
+All GPUs of a node are busy at once, which reveals limits of power and cooling. The timed matrices
+are random, since GPUs draw less power for regular values. There are two checks: each element of the
+exact matmul is a small integer, in any order of summation; and, where the library promises it, the
+same matmul has the same bits each time. On CPUs each rank multiplies with one thread: threads that
+share cores wait for each other, so their times mean nothing.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 GPU_S, CPU_S = 2.0, 0.5
-# Of a GPU in bf16: 4 x 128 MiB, and 1.5 ms on an H100.
+# On a GPU in bf16: 4 matrices of 128 MiB, and 1.5 ms per matmul on an H100.
 _GPU_SIZE, _CPU_SIZE = 8192, 768
 _GPU_EXACT, _CPU_EXACT = 2048, 256
 _BATCH_S, _MAX_IN_BATCH = 0.05, 200
 _WARM_UPS = 3
-_SUM = 5  # of the products along the common side of the exact matrices
+_SUM = 5  # of s.t in ``exact_matrices``
 
 
 @dataclass(frozen=True)
 class MatmulResult:
-    """What one rank multiplied: square matrices of ``size`` in ``dtype``.
+    """The matmuls of one rank: square matrices of ``size`` in ``dtype``.
 
-    ``flops_per_s``: the median of the second half of all products. ``slowest_s`` and ``median_s``:
-    the seconds of the slowest product and of that median. Of ``num_checked`` exact products
-    ``num_wrong`` had a wrong value; ``num_differing`` times the timed product had other bits than
-    the first. ``model``: of the processor. ``idle`` and ``loaded``: the GPU before, and at the end
-    while it still multiplied. ``error``: why it could not multiply.
+    ``flops_per_s``: from ``median_s``, the median time of the second half of all matmuls.
+    ``slowest_s``: the time of the slowest. Of ``num_checked`` exact matmuls ``num_wrong`` had a
+    wrong value; ``num_differing`` times the timed matmul had other bits than the first. ``model``:
+    of the processor. ``idle`` and ``loaded``: the GPU before, and at the end while it was still
+    multiplying. ``error``: why it could not multiply.
     """
 
     model: str = ""
@@ -74,9 +74,9 @@ class MatmulResult:
 def measure_matmuls(
     comm: Comm, seconds: float | None = None, multiply: "Multiply | None" = None
 ) -> MatmulResult | None:
-    """Multiply for about ``seconds`` on all ranks at a time; 0: not at all. Collective.
+    """Multiply for about ``seconds`` on all ranks at once; 0: not at all. Collective.
 
-    Without ``seconds`` that is GPU_S on GPUs and CPU_S on CPUs.
+    The default of ``seconds`` is GPU_S on GPUs and CPU_S on CPUs.
     """
     if seconds == 0:
         return None
@@ -86,8 +86,8 @@ def measure_matmuls(
     found, work = MatmulResult(model=model), None
     who = comm.world.label
     limits = (liveness.START_LIMIT_S, f"the {comm.device.type} does not answer", who)
-    # An error of CUDA, too little memory among them, is a finding; the other ranks go on.
-    with _single_threaded(on_gpu), time_limit("a product of matrices", *limits):
+    # A CUDA error, such as too little memory, is a finding; the other ranks continue.
+    with _single_threaded(on_gpu), time_limit("a matrix multiplication", *limits):
         try:
             work = MatmulWork(comm.device, multiply)
             work.warm_up()
@@ -96,7 +96,7 @@ def measure_matmuls(
     comm.barrier("all ranks to multiply matrices", liveness.START_LIMIT_S)
     if work is None or found.error:
         return found
-    with _single_threaded(on_gpu), time_limit("products of matrices", *limits):
+    with _single_threaded(on_gpu), time_limit("matrix multiplications", *limits):
         try:
             return replace(time_matmuls(work, seconds, state), model=model)
         except RuntimeError as error:
@@ -116,10 +116,10 @@ def _single_threaded(on_gpu: bool) -> Iterator[None]:
 
 
 class MatmulWork:
-    """The matrices of a device, the products that it is given, and how many were wrong."""
+    """The matrices of a device, batches of matmuls on it, and how many were wrong."""
 
     def __init__(self, device: "torch.device", multiply: "Multiply | None" = None) -> None:
-        """Allocate; ``multiply`` stands for ``torch.mm``."""
+        """Allocate the matrices; ``multiply`` replaces ``torch.mm``."""
         import torch
 
         self.multiply = multiply or torch.mm
@@ -136,7 +136,7 @@ class MatmulWork:
         self._in_batch = 1
 
     def warm_up(self) -> None:
-        """Load the kernels, keep the first result, and find how many products a batch takes."""
+        """Load the kernels, keep the first result, and choose the number of matmuls of a batch."""
         self._compare_output()
         marks = [self._record_event()]
         for _ in range(_WARM_UPS):
@@ -150,7 +150,7 @@ class MatmulWork:
         self._wrong.zero_()
 
     def start_batch(self) -> "list[Mark]":
-        """Start a batch and the check after it; return the times between its products."""
+        """Start a batch and the check after it; return the marks before and after each matmul."""
         marks = [self._record_event()]
         for _ in range(self._in_batch):
             self.multiply(self._left, self._right, out=self._out)
@@ -159,21 +159,21 @@ class MatmulWork:
         return marks
 
     def wait(self, mark: "Mark") -> None:
-        """Wait until the device has come to ``mark``."""
+        """Wait until the device has reached ``mark``."""
         if not isinstance(mark, float):
             mark.synchronize()
 
     def seconds_of(self, marks: "Sequence[Mark]") -> list[float]:
-        """Return the seconds of each product of a batch that is done."""
+        """Return the seconds of each matmul of a finished batch."""
         return [_between_s(*pair) for pair in zip(marks[:-1], marks[1:], strict=True)]
 
     def count_wrong(self) -> tuple[int, int]:
-        """Return how many exact products were wrong, and how many repeated ones differed."""
+        """Return how many exact matmuls were wrong, and how many repeated ones differed."""
         exact, repeated = self._wrong.tolist()
         return exact, repeated
 
     def _compare_output(self) -> None:
-        """Compare; the counts stay on the device, which nobody waits for here."""
+        """Compare results; the counts stay on the device, so that the host does not wait here."""
         left, right, expected = self._exact
         self.multiply(left, right, out=self._exact_out)
         self._wrong[0] += (self._exact_out != expected).any()
@@ -193,7 +193,7 @@ class MatmulWork:
 def time_matmuls(
     work: MatmulWork, seconds: float, state: Callable[[], GpuState | None]
 ) -> MatmulResult:
-    """Multiply for about ``seconds``; one batch is queued after the one that is waited for."""
+    """Multiply for about ``seconds``, with one batch queued behind the one that is waited for."""
     idle = state()
     until_s = time.monotonic() + seconds
     batches = [work.start_batch(), work.start_batch()]
@@ -226,8 +226,8 @@ def exact_matrices(
     """Return two matrices and their product, all of integers that every dtype holds exactly.
 
     ``size`` is a multiple of 64. The matrices have rank one, u s' and t v': each element of the
-    product is u_i v_j (s.t). Of the terms of s.t those that are 32 apart cancel, so that parts of
-    the sum are small too, in whatever order they are added up.
+    product is u_i v_j (s.t). Terms of s.t that are 32 apart cancel, so that partial sums are small
+    too, in any order of summation.
     """
     import torch
 
@@ -247,14 +247,14 @@ def exact_matrices(
 
 
 def format_flops(flops_per_s: float) -> str:
-    """Return such as ``"712 TFLOP/s"``."""
+    """Format a rate, such as ``"712 TFLOP/s"``."""
     unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
     value = flops_per_s / size
     return f"{value:.{0 if value >= 100 else 1}f} {unit}"
 
 
 def describe_gpu_state(found: MatmulResult) -> str:
-    """Return what the GPU told of itself while it multiplied: clock, temperature, power."""
+    """Describe the GPU's state while it multiplied: clock, temperature, power."""
     now, before = found.loaded, found.idle
     if now is None:
         return ""
@@ -282,7 +282,7 @@ def _between_s(mark: "Mark", later: "Mark") -> float:
 
 
 def _dtype_of(device: "torch.device") -> "tuple[torch.dtype, bool]":
-    """Return in what a device computes, and whether its products have the same bits each time."""
+    """Return the dtype that a device computes in, and whether its matmuls are deterministic."""
     import torch
 
     architecture = find_architecture(device)
@@ -306,7 +306,7 @@ def _gpu_reader_and_model(device: "torch.device") -> tuple[Callable[[], GpuState
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name that the kernel has for it; not all architectures have one."""
+    """Return the kernel's name of the CPU; "" on architectures without one."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

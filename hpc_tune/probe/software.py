@@ -1,4 +1,4 @@
-"""Which software a rank runs on: packages, libraries, and what can still be compiled."""
+"""Find which software a rank runs on: packages, libraries, and DeepSpeed's compiled ops."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", 
 
 @dataclass(frozen=True)
 class CompiledOps:
-    """DeepSpeed's parts in C++: those compiled at its installation, and what compiles others."""
+    """DeepSpeed's C++ ops: those compiled at installation, and missing tools to compile others."""
 
     ops: tuple[str, ...]
     missing_tools: tuple[str, ...]
@@ -40,9 +40,9 @@ def package_versions() -> dict[str, str]:
 
 
 def bug_report_lines() -> list[str]:
-    """Return a line for each thing that a bug report needs; imports no large library.
+    """Return a line for each fact that a bug report needs; imports no large library.
 
-    The first is ``hpc_tune VERSION``.
+    The first line is ``hpc_tune VERSION``.
     """
     facts = {"hpc_tune": __version__} | package_versions()
     clone = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def bug_report_lines() -> list[str]:
 
 
 def _gpu_names(folder: Path) -> Iterator[str]:
-    """Yield the model of each NVIDIA GPU, as its driver's folder says."""
+    """Yield the model of each NVIDIA GPU, from the driver's files in ``folder``."""
     for file in sorted(folder.glob("*/information")):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -73,7 +73,7 @@ def _gpu_names(folder: Path) -> Iterator[str]:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Return the git commit of a folder, or the working directory; None outside of a clone."""
+    """Return the git commit of a folder (default: working directory); None outside of a clone."""
     command = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     said = read_output("git", "-C", str(folder or "."), *command, limit_s=_COMMAND_LIMIT_S)
     return said.strip() or None
@@ -90,7 +90,7 @@ def mpi_library() -> str:
 
 
 def find_compiled_ops(for_gpu: bool) -> CompiledOps | None:
-    """Return what DeepSpeed has, without importing it; None where it is not installed."""
+    """Return DeepSpeed's compiled ops, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec("deepspeed")
     except ValueError:

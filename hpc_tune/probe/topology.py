@@ -1,7 +1,7 @@
 """The topology of a node: its GPUs, the paths between them, and the network cards near them.
 
-GPUs of NVIDIA come from the driver (nvidia-ml-py, where it is installed), those of AMD, cards and
-NUMA nodes from the kernel. A label is a hint; what a link carries is measured (links.py).
+NVIDIA's GPUs are read from the driver (nvidia-ml-py, if installed); AMD's GPUs, network cards and
+NUMA nodes from the kernel. A path's label is a hint; the rates of links are measured (links.py).
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from hpc_tune.world.affinity import SYS, pci_path, read_numa_node
 
 # -- AMD's GPUs of a node and the links between them, as the kernel's compute driver shows them.
 #
-#     /sys/class/kfd/kfd/topology/nodes/N/gpu_id        0 of a CPU, 1 to 2^32 of a GPU
+#     /sys/class/kfd/kfd/topology/nodes/N/gpu_id        0 for a CPU, 1 to 2^32 for a GPU
 #     /sys/class/kfd/kfd/topology/nodes/N/properties    NAME VALUE lines
 #     /sys/class/kfd/kfd/topology/nodes/N/io_links/M/properties    to other nodes: type, node_to
 #
-# Source: drivers/gpu/drm/amd/amdkfd/kfd_topology.c of Linux. A part of a GPU that counts as one,
-# such as a die of an MI250X, is a node of its own.
+# Source: drivers/gpu/drm/amd/amdkfd/kfd_topology.c of Linux. A part of a GPU that counts as a GPU,
+# such as a die of an MI250X, is a separate node.
 
 
 _XGMI = "11"  # the type of a link between GPUs (CRAT_IOLINK_TYPE_XGMI); 2 is PCIe
@@ -63,17 +63,17 @@ def amd_gpus(folder: Path) -> list[AmdGpu]:
 
 
 def amd_driver(folder: Path) -> str:
-    """Return the version of amdgpu, where it is not the kernel's own."""
+    """Return the version of the amdgpu driver; "" for the one built into the kernel."""
     return _read_text(folder / "module" / "amdgpu" / "version")
 
 
 def _gfx_name(version: int) -> str:
-    """Return such as gfx90a for 90010: major, minor and stepping, the last two in hexadecimal."""
+    """Name an architecture, such as gfx90a for 90010: major, minor and stepping (these two hex)."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def _pci_address(domain: int, location: int) -> str:
-    """Return the PCI address of a bus, device and function that are one number."""
+    """Return the PCI address of a bus, device and function packed into one number."""
     return f"{domain:04x}:{location >> 8 & 255:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
 
@@ -105,7 +105,7 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-_CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
+_CARDS = ("infiniband", "cxi")  # cxi: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
@@ -116,8 +116,8 @@ NO_NVML = "nvidia-ml-py is not installed"
 class NodeGpu:
     """One GPU as the driver knows it, whether or not a rank may use it.
 
-    ``place``: its PCI address. ``nvlinks``: how many of its links to other GPUs are up, which are
-    called ``link``; AMD's are to so many others.
+    ``place``: its PCI address. ``nvlinks``: how many of its links to other GPUs are up; on AMD, the
+    number of linked GPUs. ``link``: what such a link is called.
     """
 
     uuid: str
@@ -130,9 +130,9 @@ class NodeGpu:
 
 @dataclass(frozen=True)
 class NetworkCard:
-    """One card of the fast network; ``rate`` and ``state`` are the kernel's words.
+    """One card of the fast network; ``rate`` and ``state`` are the kernel's text.
 
-    ``near`` are the GPUs that share a PCI switch with it, so that GPUDirect is worth it. ``kind``:
+    ``near``: the GPUs that share a PCI switch with it, so that GPUDirect pays off. ``kind``:
     InfiniBand, RoCE, Slingshot, or EFA.
     """
 
@@ -146,10 +146,12 @@ class NetworkCard:
 
 @dataclass(frozen=True)
 class Topology:
-    """One node. ``paths`` are of pairs of GPUs, such as ``"0-1"``: NVLink, or where they meet:
-    PIX, PXB (switches), PHB (root complex), NODE, SYS (across NUMA nodes); XGMI or PCIe of AMD's.
-    ``driver_error``: why the driver told nothing, or not all. ``ethernet``: Mb/s of the other cards
-    that are up.
+    """The topology of one node.
+
+    ``paths``: by pair of GPUs, such as ``"0-1"``: NVLink, or where their PCI paths meet: PIX, PXB
+    (switches), PHB (root complex), NODE, SYS (across NUMA nodes); XGMI or PCIe for AMD's.
+    ``driver_error``: why the driver gave no or incomplete information. ``ethernet``: Mb/s of the
+    other cards that are up.
     """
 
     gpus: tuple[NodeGpu, ...] = ()
@@ -162,11 +164,10 @@ class Topology:
 
 
 def read_topology(folder: Path = SYS) -> Topology:
-    """Return this node's topology; without a driver or nvidia-ml-py its cards alone.
+    """Return this node's topology; without a driver or nvidia-ml-py, only its cards.
 
-    ``driver_error`` is NO_NVML without the latter.
-
-    ``folder`` is where the kernel shows its devices.
+    Without nvidia-ml-py, ``driver_error`` is NO_NVML. ``folder`` is where the kernel shows its
+    devices.
     """
     told = _amd_topology(folder) or _nvidia_topology(folder)
     devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
@@ -175,7 +176,7 @@ def read_topology(folder: Path = SYS) -> Topology:
 
 
 def _amd_topology(folder: Path) -> Topology | None:
-    """Return AMD's GPUs, as the kernel shows them; None where there are none."""
+    """Return the topology of AMD's GPUs, as the kernel shows them; None if there are none."""
     found = amd_gpus(folder)
     if not found:
         return None
@@ -199,7 +200,7 @@ def _amd_topology(folder: Path) -> Topology | None:
 
 
 def share_a_switch(device: Path, other: Path) -> bool:
-    """Tell whether two devices meet below the root complex (pure).
+    """Return whether the PCI paths of two devices meet below the root complex (pure).
 
     Their paths then have a bridge in common: ``.../pci0000:15/0000:15:01.0/...``.
     """
@@ -208,7 +209,7 @@ def share_a_switch(device: Path, other: Path) -> bool:
 
 
 def _nvidia_topology(folder: Path) -> Topology:
-    """Return what NVIDIA's driver tells; what it refuses, for a slice of a GPU say, is left out."""
+    """Return what NVIDIA's driver reports, without what it refuses, as for a slice of a GPU."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -266,7 +267,7 @@ def _read_gpu(nvml: Any, handle: Any, folder: Path) -> NodeGpu:
 
 
 def _nvlink_states(nvml: Any, handle: Any) -> Iterator[bool]:
-    with contextlib.suppress(nvml.NVMLError):  # it has no more
+    with contextlib.suppress(nvml.NVMLError):  # raised after the last link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             yield nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
 
@@ -282,13 +283,13 @@ def _link_path(nvml: Any, gpu: Any, other: Any) -> str:
 
 
 def find_cards(folder: Path = SYS, gpus: Sequence[Path] = ()) -> Iterator[NetworkCard]:
-    """Yield the cards of fast networks; ``gpus`` are the devices that they may be near to."""
+    """Yield the cards of fast networks; ``gpus``: device paths of the GPUs for ``near``."""
     for group in _CARDS:
         for card in _list_folder(folder / "class" / group):
             device = (card / "device").resolve()
             near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
             state, rate = _best_port(card / "ports")
-            if group == "cxi":  # the kernel shows the rate at its Ethernet side, hsn0
+            if group == "cxi":  # the kernel shows the rate at its Ethernet interface, hsn0
                 sides = [net.name for net in _list_folder(device / "net")]
                 speeds = [_interface_speed(folder, name) for name in sides]
                 rate = f"{max(speeds, default=0) // 1000 or 200} Gb/sec"
@@ -307,7 +308,7 @@ def _card_kind(group: str, card: Path) -> str:
 
 
 def _best_port(ports: Path) -> tuple[str, str]:
-    """Return state and rate of the port that is up, or of the first."""
+    """Return state and rate of the first port that is up, else of the first port."""
     found = [
         (
             _read_text(port / "state").partition(": ")[2],
@@ -319,7 +320,7 @@ def _best_port(ports: Path) -> tuple[str, str]:
 
 
 def _ethernet_speeds(folder: Path) -> dict[str, int]:
-    """Return the Mb/s of each interface that is a device, and up."""
+    """Return the Mb/s of each network interface that is a device and up."""
     names = [
         net.name for net in _list_folder(folder / "class" / "net") if (net / "device").exists()
     ]

@@ -1,4 +1,4 @@
-"""A run -> what a reader wants to know of it, as rows of text and as numbers. Pure."""
+"""Derive from a run what a reader wants to know, as rows of text and as numbers. Pure."""
 
 import shlex
 import statistics
@@ -13,7 +13,7 @@ from hpc_tune.report.read import Record, Run
 from hpc_tune.rundir.facts import STRAGGLER_ADVICE, STRAGGLER_FACTOR, relative_to_median, sum_energy
 from hpc_tune.units import count_of, format_bytes, format_count, format_seconds, list_some
 
-# -- The starts of a run: when each ran, on what, how it ended; and those that came to nothing.
+# -- The starts of a run: when each ran, on what, how it ended; and starts that were refused.
 
 
 START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", "ran", "ended")
@@ -21,8 +21,10 @@ START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run. ``waited_s``: since the start before it ended. ``left_out``: nodes that
-    the starts after it go on without.
+    """One start of a run.
+
+    ``waited_s``: since the previous start ended. ``before_s``: running time of all earlier starts.
+    ``left_out``: nodes that later starts do not use.
     """
 
     number: int
@@ -47,7 +49,7 @@ def list_starts(run: Run) -> list[Start]:
     left_out = _group_by_segment(run, run.events_of_kind("left_out"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
-        # Not of a start that failed before it wrote its own first event.
+        # Without stops of starts that failed before they wrote their own first event.
         ended = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
         silent = str(run.state) if place + 1 == len(segments) else "killed"
         found.append(
@@ -96,7 +98,7 @@ def start_rows(run: Run) -> list[tuple[str, ...]]:
 
 
 def list_refused_starts(run: Run) -> list[Record]:
-    """Return how the starts ended that ended before they told of themselves: refused ones."""
+    """Return the stop events of refused starts, which ended before they wrote a start event."""
     segments = run.segments
     return [
         stop
@@ -107,7 +109,7 @@ def list_refused_starts(run: Run) -> list[Record]:
 
 
 def describe_starts(run: Run) -> str:
-    """Return how many starts there were and which nodes were lost; nothing of a single good one."""
+    """Describe how many starts there were and which nodes were lost; "" for one good start."""
     all_starts, failed = list_starts(run), list_refused_starts(run)
     lost = [str(event.get("node")) for event in run.events_of_kind("left_out")]
     if len(all_starts) < 2 and not failed and not lost:
@@ -122,14 +124,14 @@ def describe_starts(run: Run) -> str:
     return "; ".join(parts)
 
 
-# -- What is to be known of a run.
+# -- Facts of a run.
 
 
-_STRAGGLER_SHARE = 0.8  # of all: a straggler is the slowest rank in more of them
+_STRAGGLER_SHARE = 0.8  # of all steps: a straggler is the slowest rank in more than this share
 _MPIRUN_LAUNCHERS = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"
-_NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
-_HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
+_NO_LINKS = "not measured: parallel.layout=auto and hpc_tune doctor measure them"
+_HIDDEN_SETTINGS = {"run.dir", "run.name", "run.tags"}  # always differ from run to run
 _MEMORY_LABELS = {
     "host": "most host memory of a node, including that of others",
     "device": "most device memory of a rank",
@@ -139,7 +141,7 @@ Rows = list[tuple[str, str]]
 
 
 def describe_end(run: Run) -> str:
-    """Return why a run ended, with rank, host and exit code where they are known."""
+    """Describe why a run ended, with rank, host and exit code if known."""
     text, found = run.reason, run.outcome
     if found.get("host") is not None and run.state in ("failed", "stopped"):
         rank = f"rank {found['rank']} on " if found.get("rank") is not None else ""
@@ -149,7 +151,7 @@ def describe_end(run: Run) -> str:
 
 
 def describe_result(run: Run) -> str:
-    """Return the losses and where the adapter, or else the newest checkpoint, is."""
+    """Describe the losses and where the adapter, or else the newest checkpoint, is."""
     parts = []
     losses = known_numbers(run.steps, "loss")
     if losses:
@@ -167,7 +169,7 @@ def describe_result(run: Run) -> str:
 
 
 def _describe_held_out(run: Run) -> str:
-    """Return how the held-out loss changed, with the newest one's step if it is not the last."""
+    """Describe the change of the held-out loss, with the newest one's step if not the last step."""
     evals = [row for row in run.comparable_evals if row.get("eval_loss") is not None]
     if not evals:
         return ""
@@ -185,13 +187,13 @@ def _join_with_and(names: Sequence[str]) -> str:
 
 
 def find_adapter(run: Run) -> str:
-    """Return where the adapter of a finished run is, or nothing."""
+    """Return the folder of a finished run's adapter, or "" if there is none."""
     folder = run.path / "export" / "adapter"
     return str(folder) if run.state == "done" and folder.is_dir() else ""
 
 
 def start_command(run: Run) -> str:
-    """Return the command that does the newest start again, or nothing."""
+    """Return the command that repeats the newest start, or "" if it is unknown."""
     start = run.start
     words = shlex.join(map(str, start.get("command", [])))
     if not words:
@@ -220,7 +222,7 @@ def advise_next(run: Run) -> str:
 
 
 def main_figures(run: Run) -> dict[str, str]:
-    """Return the main figures of a run, by name."""
+    """Return the main figures of a run as text, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
     values = {"optimizer steps": f"{int(steps[-1]['step']) if steps else 0}{total}"}
@@ -264,7 +266,7 @@ def main_figures(run: Run) -> dict[str, str]:
 
 
 def running_s(run: Run) -> float:
-    """Return how long all starts together ran."""
+    """Return the running time of all starts together."""
     if not run.segments:
         return 0.0
     last = run.segments[-1]
@@ -277,7 +279,7 @@ def goodput(run: Run) -> float:
 
 
 def list_start_facts(run: Run) -> Rows:
-    """Return what the newest start logged of itself."""
+    """Return what the newest start logged about itself."""
     start = run.start
     tags = run.settings.get("run.tags")
     rows = [
@@ -298,7 +300,7 @@ def list_start_facts(run: Run) -> Rows:
 
 
 def list_machine_facts(run: Run) -> Rows:
-    """Return software and hardware of the newest start."""
+    """Return the software and hardware of the newest start."""
     start, last = run.start, run.steps[-1] if run.steps else {}
     limits = ", ".join(
         f"{kind} memory {format_bytes(last[key])} per {owner}"
@@ -343,7 +345,7 @@ def list_data_facts(run: Run) -> Rows:
 
 
 def describe_straggler(run: Run) -> str:
-    """Return which rank the others wait for most often, and how much slower it is, or nothing."""
+    """Describe which rank the others wait for most often and how much slower it is; "" if none."""
     rows = [row for row in run.steps[1:] if "slowest_rank" in row]
     if not rows or (run.start.get("size") or 1) == 1:
         return ""
@@ -384,7 +386,7 @@ def time_by_kind(run: Run) -> Rows:
 
 
 def compare_predictions(run: Run) -> list[tuple[str, ...]]:
-    """Return (of what, predicted, measured, off by): step time, memory by phase, bytes sent."""
+    """Return rows (figure, predicted, measured, error): step time, memory by phase, sent bytes."""
     rows: list[tuple[str, ...]] = []
     for event in run.events_of_kind("layout")[-1:]:
         measured, foreseen = event.get("measured_step_s"), event.get("predicted_step_s")
@@ -407,7 +409,7 @@ def compare_predictions(run: Run) -> list[tuple[str, ...]]:
 
 
 def mean_sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
-    """Return what rank 0 sent per step by kind, as means of all steps: (predicted, measured)."""
+    """Return (predicted, measured) bytes that rank 0 sent per step, on average, by collective."""
     rows = [row for row in run.steps if "sent_bytes" in row and "expected_bytes" in row]
     if not rows:
         return {}
@@ -420,7 +422,7 @@ def mean_sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def changed_settings(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, its value, its default) of the settings that are not at their defaults."""
+    """Yield (setting, value, default) for each setting that is not at its default."""
     for name, _, default, _ in describe_fields():
         if name in run.settings and name not in _HIDDEN_SETTINGS and run.settings[name] != default:
             yield name, format_setting(run.settings[name]), format_setting(default)
@@ -444,7 +446,7 @@ def event_text(event: Record) -> str:
         case "mixture":
             return f"from here on: {event.get('changes')}"
         case "held_out":
-            return "held-out losses before this are over other data, or another number of rows"
+            return "earlier held-out losses are over other data, or another number of rows"
         case _:
             return str(event.get("message", ""))
 

@@ -1,6 +1,6 @@
-"""Runs -> figures. Each function takes the runs and returns a figure, or None where no run has it.
+"""Draw figures of runs. Each function takes runs and returns a figure, or None without data.
 
-What is long is averaged to a few hundred points: a report of a million steps stays small.
+Long curves are averaged to a few hundred points, so that a report of a million steps stays small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ from hpc_tune.units import count_of, format_count, format_seconds
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY, RED = "#777777", "#b00020"
-POINTS, DOTS = 300, 40  # more dots on a line are no help
-_MARKS = 120  # of an axis: closer ones could not be told apart
+POINTS, DOTS = 300, 40  # points per curve; a line with more points has no dots
+_MARKS = 120  # per axis: closer marks could not be distinguished
 STEP = "optimizer step"
 SIZE = (7.2, 3.6)  # inches
 _LEGEND_SIZE = 8.5  # points
@@ -30,7 +30,7 @@ Draw = Callable[[Sequence[Run]], Figure | None]
 
 
 def _loss_label(runs: Sequence[Run]) -> str:
-    # Losses of preferences are no nats.
+    # Losses of preference objectives are not in nats.
     has_pairs = any(run.settings.get("tune.objective", "sft") != "sft" for run in runs)
     return "loss" if has_pairs else "loss (nats per token)"
 
@@ -52,7 +52,7 @@ def _plot_held_out(axes: Axes, evals: Sequence[Record], x: str, y: str, **look: 
 
 
 def _plot_eval(runs: Sequence[Run]) -> Figure | None:
-    """Draw each held-out source's own loss: their mean may fall while one of them rises."""
+    """Draw the loss of each held-out source: the mean may fall while one of them rises."""
     figure, axes = _new_figure(STEP, _loss_label(runs))
     lines = [
         (run, name, [{"step": row["step"], "loss": own[name]} for row in run.evals
@@ -107,7 +107,7 @@ def _plot_speed(runs: Sequence[Run]) -> Figure | None:
 
 
 def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
-    """Stack what a step's time went into; of several runs the means side by side."""
+    """Draw the parts of the step time as a stack; for several runs, their means side by side."""
     names = ("compute", "messages", "data", "waiting for saves")
     if len(runs) == 1:
         figure, axes = _new_figure(STEP, "seconds per step")
@@ -137,7 +137,7 @@ def _plot_step_parts(runs: Sequence[Run]) -> Figure | None:
 
 
 def _plot_memory(runs: Sequence[Run]) -> Figure | None:
-    """Draw host and device memory over time, limits dashed, saves and the governor marked."""
+    """Draw host and device memory over time with limits; mark saves and the governor's actions."""
     kinds = [
         (f"{kind} memory ({whose})", f"{kind}_bytes", f"{kind}_limit_bytes")
         for kind, whose in (("host", "fullest node"), ("device", "fullest rank"))
@@ -175,14 +175,14 @@ def _plot_memory(runs: Sequence[Run]) -> Figure | None:
 
 def _mark_events(axes: Axes, run: Run, factor: float) -> None:
     """Mark saves, the governor's actions, and starts after the first on a time axis."""
-    # Saves can be many: a tick each at the bottom.
+    # There can be many saves, so each is a short tick at the bottom.
     for kind, color, height, label in (
         ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
         happened = run.governor_actions if kind == "governor" else run.events_of_kind(kind)
         places = _thin_ticks([at_s / factor for at_s in run.seconds_of(happened)])
-        if places:  # one line with gaps: as many lines would be half of the page
+        if places:  # one line with gaps: separate lines would take up half of the file
             at = [x for place in places for x in (place, place, place)]
             heights = [0.0, height, float("nan")] * len(places)
             axes.plot(at, heights, color=color, lw=1.2, alpha=0.7, label=label,
@@ -229,7 +229,7 @@ def _plot_predictions(runs: Sequence[Run]) -> Figure | None:
 
 
 def _step_time_shares(run: Run) -> list[dict[str, float]]:
-    """Return what each step's time went into, and how long training waited for its save."""
+    """Return the parts of each step's time, and how long training waited for its save."""
     saves = run.events_of_kind("checkpoint")
     blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
     shares = []
@@ -252,13 +252,13 @@ def _mean_row(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _bin_means(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
+    """Return a few hundred rows, each the mean of its neighbors, so that every save counts."""
     width = max(1, -(-len(rows) // POINTS))
     return [_mean_row(rows[i : i + width]) for i in range(0, len(rows), width)]
 
 
 def _keep_worst(rows: Sequence[Record], key: str) -> list[Record]:
-    """Return a few hundred rows, each the one of the largest value of those around it."""
+    """Return a few hundred rows, each the one with the largest value among its neighbors."""
     known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
     width = max(1, len(known) // POINTS)
     return [
@@ -273,7 +273,7 @@ def curve_points(
     scale: Callable[[float], float] = float,
     most: int = POINTS,
 ) -> Points:
-    """Return x and y of the rows that have y, as means over neighbours where there are many."""
+    """Return x and y of the rows that have y; if there are many, as means over neighbors."""
     known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
     width = max(1, -(-len(known) // most))
     groups = [known[i : i + width] for i in range(0, len(known), width)]
@@ -297,7 +297,7 @@ def _begin_at_zero(axes: Axes) -> None:
 
 
 def _axis_top(values: Sequence[float]) -> float:
-    """Return where an axis of seconds ends: a first step that compiles must not hide the rest."""
+    """Return the top of an axis of seconds: a first step that compiles must not hide the rest."""
     usual = sorted(values)[int(0.95 * (len(values) - 1))]
     return min(max(values), 2.5 * usual) * 1.05 or 1.0
 
@@ -338,7 +338,7 @@ def _two_axes(x_label: str, **layout: Any) -> tuple[Figure, tuple[Axes, Axes]]:
 
 
 def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
-    """Give the axes what all have; None where nothing was drawn."""
+    """Add grid, ticks and legend to the axes; return None if nothing was drawn."""
     if not any(_has_data(axes) for axes in all_axes):
         return None
     for axes in all_axes:
@@ -351,7 +351,7 @@ def _finish_figure(figure: Figure, *all_axes: Any) -> Figure | None:
                 line.set_marker("o" if line.get_linestyle() == "-" else "x")
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
-        # A letter is a little over half as wide as high; the line before it takes four.
+        # A letter is a little over half as wide as high; the legend's line takes four letters.
         column = _LEGEND_SIZE * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
             handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND_SIZE,
@@ -369,10 +369,10 @@ def _has_data(axes: Axes) -> bool:
     return drawn or bool(axes.patches or axes.collections)
 
 
-# -- All starts of one run on one axis of time: the loss, and below it what happened when.
+# -- All starts of one run on one time axis: the loss, and below it the events.
 
 
-_LETTER, _TEXT = 0.0125, 8  # of a label of a start: share of the axis, points
+_LETTER, _TEXT = 0.0125, 8  # a start's label: width of a letter as a share of the axis, font points
 
 
 def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
@@ -391,7 +391,7 @@ def _plot_timeline(runs: Sequence[Run]) -> Figure | None:
 
 
 def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
-    """Draw the losses: of training a line for each start, since the steps between are lost."""
+    """Draw the losses; the training loss has a line per start, since steps between are lost."""
     by_start: dict[int, list[Record]] = {}
     for row in run.steps:
         if "time" in row:
@@ -412,7 +412,7 @@ def _draw_losses(axes: Axes, run: Run, factor: float) -> None:
 
 
 def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
-    """Yield evaluations and when they were done; in runs of older versions, when their step was."""
+    """Yield evaluations and when they ended; for runs of older versions, when their step ended."""
     ends = {row["step"]: row["time"] for row in run.steps if "time" in row}
     for row in run.steps[:1]:  # step 0 is evaluated before the first step begins
         ends.setdefault(0, row.get("time", 0.0) - row["step_s"])
@@ -422,7 +422,7 @@ def _timed_evaluations(run: Run) -> Iterator[tuple[Record, float]]:
 
 
 def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
-    """Draw each start as a bar with its ranks and layout, where they have room."""
+    """Draw each start as a bar, labeled with its ranks and layout if there is room."""
     all_starts = list_starts(run)
     whole = (all_starts[-1].before_s + all_starts[-1].seconds) / factor or 1.0
     for start in all_starts:
@@ -444,7 +444,7 @@ def _draw_bands(above: Axes, below: Axes, run: Run, factor: float) -> None:
 
 
 def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
-    """Mark saves, actions of the governor, warnings and stops, each on its own line."""
+    """Mark saves, actions of the governor, warnings and stops, each kind on its own line."""
     names = ["starts"]
     for kind, name, marker, color in (
         ("checkpoint", "saves", "|", COLORS[2]),
@@ -462,15 +462,15 @@ def _draw_lanes(axes: Axes, run: Run, factor: float) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 
-# -- Rank x step: how long each rank worked beside the median rank of that step.
+# -- Rank x step: how long each rank worked, relative to the median rank of that step.
 
 
 _ROWS, _COLUMNS, _HEAT_COLORS = 128, 200, 12
-_MIN_TOP_RATIO, _TOP_RATIO = 1.2, 3.0  # of the scale: ranks that differ by less look alike
+_MIN_TOP_RATIO, _TOP_RATIO = 1.2, 3.0  # bounds of the scale's top, so that noise stays pale
 
 
 def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
-    """Draw one run's own work of each rank, by that of the median rank at the same step."""
+    """Draw the own work of each rank of one run, divided by the median rank's at the same step."""
     [run, *others] = runs
     if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
         return None
@@ -498,7 +498,7 @@ def _rank_heatmap(runs: Sequence[Run]) -> Figure | None:
 
 
 def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[list[float]]:
-    """Return columns of steps, each with the slowest of every ``group`` ranks; nan: none."""
+    """Return a column per bin of steps: the slowest of every ``group`` ranks; nan if no rank."""
     first, last = lines[0]["step"], lines[-1]["step"]
     num_columns = min(_COLUMNS, len(lines))
     nothing, num_rows = float("nan"), -(-num_ranks // group)
@@ -511,19 +511,19 @@ def _make_cells(lines: Sequence[Record], num_ranks: int, group: int) -> list[lis
         rows += [nothing] * (num_rows - len(rows))
         before = columns[place]
         columns[place] = [max(a, b) for a, b in zip(before, rows, strict=True)] if before else rows
-    for place, column in enumerate(columns):  # after a resume lines may lie further apart
+    for place, column in enumerate(columns):  # after a resume, lines may be further apart
         columns[place] = column or columns[place - 1]
     return columns
 
 
-# -- Layer x expert: how many tokens each expert of a mixture had beside the mean of its layer.
+# -- Layer x expert: tokens of each expert of a mixture, relative to the mean of its layer.
 
 
-_MIN_TOP, _TOP = 2.0, 8.0  # of the scale, in means
+_MIN_TOP, _TOP = 2.0, 8.0  # bounds of the scale's top, in means
 
 
 def _expert_heatmap(runs: Sequence[Run]) -> Figure | None:
-    """Draw the newest counts of one run; white is even, blue is starved."""
+    """Draw the newest token counts of one run; white is the mean, blue has few."""
     [run, *others] = runs
     if others or not run.experts:
         return None
@@ -551,11 +551,11 @@ def _divide_by_mean(row: Sequence[float]) -> list[float]:
     return [count / mean if mean else 0.0 for count in row]
 
 
-# -- Figures of training on preferences: what it does to chosen and rejected answers.
+# -- Figures of training on preferences: its effect on chosen and rejected answers.
 
 
 def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
-    """Draw two measures, each by its name in the metrics and with what its axis says."""
+    """Draw two measures; ``measures``: axis label by name in the metrics."""
     figure, both = _two_axes(STEP)
     for axes, (name, said) in zip(both, measures.items(), strict=True):
         axes.set_ylabel(said)
@@ -567,9 +567,9 @@ def _draw_two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
     return _finish_figure(figure, *both)
 
 
-# The share of pairs that are the right way round, and by how much.
+# The share of pairs whose chosen answer has the higher reward, and the difference of rewards.
 _reward = partial(_draw_two, measures={"accuracy": "accuracy (share)", "margin": "margin (reward)"})
-# How likely the answers themselves are: both may fall while the margin grows.
+# The log-probabilities of the answers: both may fall while the margin grows.
 _log_probs = partial(
     _draw_two,
     measures={"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"},
@@ -594,7 +594,7 @@ FIGURES: tuple[tuple[str, str, Draw], ...] = (
 
 
 def draw_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (file name, what it shows, figure) for what the runs have."""
+    """Yield (file name, caption, figure) for every figure that the runs have data for."""
     for name, caption, draw in FIGURES:
         if (figure := draw(runs)) is not None:
             yield name, caption, figure

@@ -1,4 +1,4 @@
-"""Runs and their figures -> one HTML page that needs no network and no script."""
+"""Write runs and their figures as one HTML page that needs no network and no script."""
 
 import hashlib
 import html
@@ -46,12 +46,12 @@ from hpc_tune.rundir import facts
 from hpc_tune.rundir.facts import sum_energy
 from hpc_tune.units import format_bytes
 
-# -- The checkpoints of a run as they lie on the disk, compared with their manifests.
+# -- The checkpoints of a run on disk, compared with their manifests.
 #
-# It reads JSON and bytes alone: ``checkpoint/store.py`` would import torch.
+# This reads only JSON and bytes, because ``checkpoint/store.py`` would import torch.
 
 
-MAX_HASHED_BYTES = 256 << 20  # hashed in a second
+MAX_HASHED_BYTES = 256 << 20  # takes about a second
 
 
 def verify_checkpoints(
@@ -59,7 +59,7 @@ def verify_checkpoints(
 ) -> list[tuple[str, str, str]]:
     """Return (name, size, what was verified) of each checkpoint, the oldest first.
 
-    Bytes are hashed while ``most_bytes`` in all are not reached; of the rest only sizes are read.
+    Checkpoints are hashed up to ``most_bytes`` in all; for the others only sizes are compared.
     """
     rows, left = [], most_bytes
     for folder in sorted((run_dir / "checkpoints").glob("step-*[0-9]")):
@@ -85,7 +85,7 @@ def verify_checkpoints(
 
 def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
     try:
-        # A manifest may be anyone's: no devices, nothing outside of its folder.
+        # A manifest is not trusted: no devices, nothing outside of its folder.
         if ".." in file.parts or not file.is_file() or file.stat().st_size != num_bytes:
             return False
         if sha256 is None:
@@ -99,7 +99,7 @@ def _is_intact(file: Path, num_bytes: int, sha256: str | None) -> bool:
         return False
 
 
-# -- What a run had of each source of its mixture, and how the held-out loss of each went.
+# -- How much of each source of the mixture a run has learned, and each one's held-out loss.
 
 
 SOURCE_HEADS = (
@@ -113,7 +113,7 @@ SOURCE_HEADS = (
 
 
 def source_rows(run: Run) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table: of each source of the mixture, then of other held-out ones."""
+    """Yield a table row for each source of the mixture, then for other held-out sources."""
     told = {source["name"]: source for source in run.start.get("mixture", [])}
     learned = dict.fromkeys(told, 0.0)
     for row in run.steps:
@@ -150,7 +150,7 @@ _HELD_OUT_PREFIX = "eval_preferences."
 
 
 def render_json(runs: Sequence[Run]) -> str:
-    """Return JSON that may stand in a page: it holds no ``<``."""
+    """Return JSON that can be embedded in a page: it contains no ``<``."""
     text = json.dumps({"runs": [_run_numbers(run) for run in runs]}, default=str)
     without_nan = json.loads(text, parse_constant=str)
     text = json.dumps(without_nan, separators=(",", ":"))
@@ -245,7 +245,7 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 
 
 def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
-    """Return the page; ``figures`` are (name, caption, SVG)."""
+    """Return the page as HTML; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
     shown = [_render_figure(caption, svg) for _, caption, svg in figures]
     if len(runs) > 1:
@@ -253,7 +253,7 @@ def render_page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) ->
         parts += [_render_folded(run) for run in runs]
     else:
         [run] = runs
-        has_gap = len(shown) % 2 == 1  # beside the last figure
+        has_gap = len(shown) % 2 == 1  # next to the last figure
         beside, below = (
             ([_render_time_card(run)], []) if has_gap else ([], [_render_time_card(run)])
         )
@@ -276,7 +276,7 @@ def _render_grid(cards: Iterable[str]) -> str:
 
 
 def _render_folded(run: Run) -> str:
-    """Return the details of one run of several, to be opened."""
+    """Return the details of one of several runs, folded."""
     cards = "".join([_render_time_card(run), *_detail_cards(run)])
     name = _escape(f"{run.name}: where the time went, starts, data, settings and what happened")
     return f'<details class="card"><summary>{name}</summary>{cards}</details>'
@@ -321,7 +321,7 @@ def _render_all_settings(run: Run) -> str:
 
 
 def _render_heading(run: Run) -> str:
-    """Return the first screen: what came out, how it ended, what to do; then the main figures."""
+    """Return the first screen: how the run ended, its result, what to do next, main figures."""
     told = ("status", "reason", "step", "exit_code", "rank", "host", "start")
     is_over = run.state != "running"
     rows = [
@@ -353,7 +353,7 @@ def _render_heading(run: Run) -> str:
 
 
 def _render_heading_many(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield what differs between the runs, and then what came out of each."""
+    """Yield a card of the settings that differ between the runs, and one of their results."""
     names = ["", *(run.name for run in runs)]
     yield _render_card(
         f"{len(runs)} runs: settings that differ",
@@ -433,14 +433,14 @@ def _escape(value: str) -> str:
     return html.escape(value)
 
 
-# -- Figures as elements of a page.
+# -- Figures as SVG elements of a page.
 
 
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, str, str]]:
-    """Return (name, caption, element of a page) of figures; each letter is drawn once for all."""
+    """Return (name, caption, SVG element) of figures; each glyph is defined once for all."""
     known: set[str] = set()
 
     def once(glyph: re.Match[str]) -> str:
@@ -456,17 +456,17 @@ def render_svgs(figures: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, s
 
 
 def _render_svg(name: str, figure: Figure) -> str:
-    """Return a figure as an element of a page; ``name`` keeps its ids apart from others'."""
+    """Return a figure as an SVG element; ``name`` is a prefix that makes its ids unique."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata=_NO_METADATA)
     text = drawn.getvalue()
     text = re.sub(r"<!--.*?-->\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)(?!DejaVu)', rf"\g<1>{name}-", text)
-    # A hundredth of a pixel is more than a screen shows.
+    # Keep hundredths of a pixel: a screen shows no more.
     return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
 
 
-# -- The report command: run directories -> report.html, and its figures as PNG where asked for.
+# -- The report command: run directories -> report.html, and its figures as PNG if requested.
 
 
 REPORT_FILE, REPORT_FOLDER = "report.html", "report"
@@ -478,12 +478,12 @@ def write_report(
 ) -> Path:
     """Write one report of one or several runs; return its path.
 
-    ``out`` is an .html file; by default report.html of the only run, or in the current folder.
-    ``png``: the figures too, into ``report/`` beside it. ``asks``: ask the scheduler for the energy
-    of the runs' jobs.
+    ``out`` is an .html file; by default report.html in the run directory of a single run, or in the
+    current folder. ``png``: also write the figures into ``report/`` next to it. ``asks``: ask the
+    scheduler for the energy of the runs' jobs.
 
     Raises:
-        ConfigError: if a path is no run directory, or the report cannot be written.
+        ConfigError: if a path is not a run directory, or the report cannot be written.
     """
     read = (read_run(path) for path in paths)
     runs = [replace(run, jobs_energy=find_jobs_energy(run.events, asks)) for run in read]

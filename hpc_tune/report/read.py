@@ -1,7 +1,7 @@
-"""A run directory -> its records as values; also while it runs, and after it died.
+"""Read a run directory into records; also while the run is alive, and after it died.
 
-Half-written last lines, missing files and fields of other versions are no errors: a report is most
-useful where something went wrong.
+Half-written last lines, missing files and fields of other versions are not errors: a report is most
+useful when something went wrong.
 """
 
 import json
@@ -36,13 +36,13 @@ from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.units import format_energy, list_some
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
-# -- What the scheduler has counted of the energy of a run's jobs, beside the run's own counters.
+# -- The energy of a run's jobs as counted by the scheduler, besides the run's own counters.
 #
-# Only the report command asks for it, since it is complete once a job is over: the report that a
-# job itself writes does not.
+# Only the report command asks for it, not the report that a job itself writes, since the count is
+# complete only once a job is over.
 
 
-_MOST_STARTS = 1000  # the newest ones; a command line has an end
+_MOST_STARTS = 1000  # the newest ones, as the length of a command line is limited
 _NOT_ASKED = (
     "{} was not asked, since a job's energy is known only after its end: write the report again"
 )
@@ -51,7 +51,7 @@ Ask = Callable[[str, Sequence[tuple[str, float]]], list[JobEnergy]]
 
 @dataclass(frozen=True)
 class JobsEnergy:
-    """What a scheduler said: ``joules`` of all jobs that it has counted, None if of none."""
+    """What a scheduler reported: ``joules`` of all jobs that it has counted, None if none."""
 
     joules: float | None
     words: str
@@ -60,9 +60,9 @@ class JobsEnergy:
 def find_jobs_energy(
     events: Iterable[Mapping[str, Any]], asks: bool, ask: Ask = ask_job_energy
 ) -> JobsEnergy | None:
-    """Return the energy of the jobs that a run had; None where their scheduler tells of none.
+    """Return the energy of a run's jobs; None if their scheduler does not count energy.
 
-    ``asks``: whether to ask for it, which may take many seconds.
+    ``asks``: whether to ask the scheduler, which may take many seconds.
     """
     starts: dict[str, list[tuple[str, float]]] = {}
     for event in events:
@@ -94,7 +94,7 @@ def _sum_energies(told: Sequence[JobEnergy], scheduler: str) -> JobsEnergy:
         f"{_job_names([one.job for one in known])}, from start to end, including other jobs there"
     )
     if any(one.of_steps for one in known):
-        text += "; it is the sum of steps, several of which can count the same node"
+        text += "; this is the sum of job steps, several of which can count the same node"
     return JobsEnergy(joules, "; ".join([text, *notes]))
 
 
@@ -109,8 +109,8 @@ def _job_names(jobs: Sequence[str]) -> str:
 Record = Mapping[str, Any]
 _MAX_NUMBER, _MAX_TIME_S = 1e300, 4e9  # the year 2096
 _PART_BYTES = 1 << 22
-# Number fields are float here; what is not declared is text, as are those of the governor's that
-# the report makes something of.
+# Number fields are float here. Fields that are not declared are text, as are the governor's fields
+# that the report uses.
 _EVENT_TYPES = {
     name: of_type
     for kind in EVENT_KINDS.keys() - {"governor"}
@@ -125,8 +125,8 @@ def _holds_dict(field: Field[Any]) -> bool:
     return any(get_origin(one) is dict for one in (declared, *get_args(declared)))
 
 
-# Rows share these names: a hundred thousand rows with their own take 140 MB more. Those that the
-# report makes nothing of are left out: a dict of more than 21 takes twice the memory.
+# Rows share these names: with names of their own, a hundred thousand rows would take 140 MB more.
+# Fields that the report does not use are left out: a dict of more than 21 takes twice the memory.
 _UNREAD = {"epoch", "device_util", "samples_seen", "experts", "eval_pairs"}
 _METRICS = {
     field.name: _holds_dict(field)
@@ -138,7 +138,7 @@ State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One start of the run: seconds since 1970, and what all starts before it took."""
+    """One start of the run: seconds since 1970, and the running time of all starts before it."""
 
     begin_s: float
     end_s: float
@@ -147,12 +147,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, read.
+    """The contents of one run directory.
 
-    ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
-    kind, ``ranks`` those of ranks.jsonl, ``experts`` those of experts.jsonl. ``outcome`` is
-    empty where the run has left none. ``silent_s``: since it wrote anything. ``has_died``: its
-    process is known to be gone. ``jobs_energy``: what the scheduler says of its jobs.
+    ``settings`` is flat (``"optim.lr"``); ``steps`` and ``evals`` are the lines of metrics.jsonl by
+    kind, ``ranks`` the lines of ranks.jsonl, ``experts`` the lines of experts.jsonl. ``outcome`` is
+    empty if the run has left none. ``silent_s``: seconds since it last wrote anything.
+    ``has_died``: its process is known to be gone. ``jobs_energy``: as counted by the scheduler.
     """
 
     path: Path
@@ -172,7 +172,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """How it ended, or that it has not."""
+        """How the run ended, "running", or "unknown"."""
         if self.outcome:
             status = str(self.outcome.get("status"))
             return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
@@ -184,7 +184,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it ended, in words."""
+        """Why the run ended, or what it is doing, in words."""
         match self.state:
             case "running":
                 doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
@@ -202,12 +202,12 @@ class Run:
 
     @property
     def governor_actions(self) -> list[Record]:
-        """What the governor did; its other events say only how full memory is."""
+        """The governor's actions; its other events tell only how full memory is."""
         return [event for event in self.events_of_kind("governor") if "action" in event]
 
     @property
     def start(self) -> Record:
-        """The newest start event."""
+        """The newest start event, or an empty record."""
         return next(reversed(self.events_of_kind("start")), {})
 
     @property
@@ -218,14 +218,14 @@ class Run:
 
     @property
     def comparable_evals(self) -> Sequence[Record]:
-        """The evaluations over the held-out data of the newest: those before are over others."""
+        """The evaluations over the same held-out data as the newest one."""
         if not (changes := self.events_of_kind("held_out")):
             return self.evals
         at_s, step = changes[-1]["time"], changes[-1].get("step", float("inf"))
         return [r for r in self.evals if r.get("time", 0.0) > at_s or r["step"] > step]
 
     def elapsed_s(self, at_s: float) -> float:
-        """Return the seconds that the run had been running at a time, without waits in a queue."""
+        """Return how many seconds the run had been running at a time, without waits in a queue."""
         place = self.place_of(at_s)
         if place < 0:
             return 0.0
@@ -233,12 +233,13 @@ class Run:
         return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
 
     def place_of(self, at_s: float) -> int:
-        """Return the number of the newest start at a time, the first is 0; -1 before it."""
+        """Return the index, from 0, of the newest start at a time; -1 before the first start."""
         return bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
 
     def seconds_of(self, events: Iterable[Record]) -> list[float]:
-        """Return how long the run had been running at events; not of those between its starts,
-        which are of a start that was refused.
+        """Return how long the run had been running at each event.
+
+        Events between its starts are skipped: they belong to a start that was refused.
         """
         at = [event["time"] for event in events]
         return [
@@ -249,15 +250,15 @@ class Run:
 
 
 class LineReader:
-    """A growing file of JSON objects. ``read`` reads new lines, and all of a replaced file."""
+    """A growing file of JSON lines. ``read`` reads only new lines, unless the file was replaced."""
 
     def __init__(self, path: Path, clean: Callable[[Record], Record] = dict) -> None:
-        """Read ``path``; ``clean`` returns the fields of an object that can be used."""
+        """Prepare to read ``path``; ``clean`` returns the usable fields of an object."""
         self._path, self._clean, self._rows = path, clean, list[Record]()
         self._offset, self._rest, self._file = 0, b"", 0
 
     def read(self) -> list[Record]:
-        """Return the objects of all whole lines; other lines are skipped."""
+        """Return the objects of all complete lines read so far; other lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -287,14 +288,14 @@ def read_run(path: Path) -> Run:
     """Read the run directory at ``path``.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if ``path`` is not a run directory.
     """
     path = find_run(path)
     return make_run(path, *(lines.read() for lines in open_logs(path)))
 
 
 def open_logs(path: Path) -> tuple[LineReader, ...]:
-    """Return metrics.jsonl, events.jsonl, ranks.jsonl, experts.jsonl of the run at ``path``."""
+    """Return readers of metrics, events, ranks and experts.jsonl of the run at ``path``."""
     return (
         LineReader(path / METRICS, _clean_metrics),
         LineReader(path / EVENTS, _clean_event),
@@ -304,7 +305,7 @@ def open_logs(path: Path) -> tuple[LineReader, ...]:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory ``path``, or that of the checkpoint at ``path``.
+    """Return the run directory ``path``, or the run directory of the checkpoint ``path``.
 
     Raises:
         ConfigError: if it is neither.
@@ -312,7 +313,7 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "no folder"
+        what = f"a folder without {RESOLVED_CONFIG}" if path.is_dir() else "not a folder"
         raise ConfigError(
             f"{path} is {what}; expected the run directory (run.dir) of a training run"
             f"{owner.similar_runs_hint(path)}"
@@ -327,7 +328,7 @@ def make_run(
     ranks: Sequence[Record],
     experts: Sequence[Record],
 ) -> Run:
-    """Return the run at ``path`` from what ``open_logs`` read."""
+    """Build the run at ``path`` from the rows that the readers of ``open_logs`` returned."""
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
@@ -373,7 +374,7 @@ def _keep_numbers(row: Record) -> Record:
 
 
 def _clean_metrics(row: Record) -> Record:
-    """Return the numbers of a row, numbers by kind, and those of preferences by dotted names."""
+    """Return a row's numbers, dicts of numbers, and numbers of preferences under dotted names."""
     kept: dict[str, Any] = {}
     for name, holds_dict in _METRICS.items():
         value = row.get(name)
@@ -394,14 +395,14 @@ def _clean_metrics(row: Record) -> Record:
 
 
 def _clean_ranks(row: Record) -> Record:
-    """Return the step of a row and the seconds of its ranks; none where one is no number."""
+    """Return the step of a row and the seconds of its ranks; no seconds if one is not a number."""
     work_s = row.get("work_s")
     is_good = isinstance(work_s, list) and all(map(_is_number, work_s))
     return {**_keep_numbers(row), "work_s": work_s if is_good else []}
 
 
 def _clean_experts(row: Record) -> Record:
-    """Return a table of tokens, each layer's of its experts; nothing where one is no number."""
+    """Return a row with its tokens by layer and expert; an empty row if one is not a number."""
     tokens, layers = row.get("tokens"), row.get("layers")
     if not isinstance(tokens, list) or not isinstance(layers, list):
         return {}
@@ -447,7 +448,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _silent_s(path: Path, beats: Sequence[Heartbeat]) -> float:
-    """Return how long ago the run gave its last sign of life."""
+    """Return the seconds since the run's last sign of life."""
     signs = [beat.time for beat in beats]
     for name in (METRICS, EVENTS):
         if (path / name).is_file():
@@ -458,8 +459,8 @@ def _silent_s(path: Path, beats: Sequence[Heartbeat]) -> float:
 def _find_segments(others: Sequence[Record], steps: Sequence[Record]) -> list[Segment]:
     """Return the segments of the run, one per start; each ends with its last sign of life.
 
-    ``others`` are events and evaluations. What a start wrote that was refused before its own first
-    event is no sign of another.
+    ``others`` are events and evaluations. What a refused start wrote is not a sign of life of the
+    start before it.
     """
     first = [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
     signs = sorted(
@@ -470,7 +471,7 @@ def _find_segments(others: Sequence[Record], steps: Sequence[Record]) -> list[Se
         return []
     starts = sorted(row["time"] for row in others if row.get("kind") == "start")
     starts = starts or [signs[0][0]]
-    starts[0] = min([starts[0], *first])  # whose own event may be lost
+    starts[0] = min([starts[0], *first])  # the first start's event may be lost
     segments, before_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
         end_s = max(

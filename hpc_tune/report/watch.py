@@ -1,4 +1,4 @@
-"""The watch command: a run in the terminal while it trains, from its files alone.
+"""The watch command: show a run in the terminal while it trains, from its files only.
 
 The run itself is not contacted, so it may be on other nodes; new lines of its files are read.
 """
@@ -22,12 +22,12 @@ from hpc_tune.units import count_of, format_bytes, format_count, format_seconds
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH, _MAX_EVENTS, _MAX_RECENT = 48, 6, 20
-_HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text of their own
+_HIDDEN_EVENTS = ("memory", "start", "layout")  # events without a text
 _COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
 def watch_runs(path: Path, every_s: float, once: bool) -> None:
-    """Show the run at ``path`` until it ends or Ctrl-C, or ``once``.
+    """Show the run at ``path`` until it ends or Ctrl-C is pressed, or only ``once``.
 
     Raises:
         ConfigError: if there is no run directory at ``path``.
@@ -65,7 +65,7 @@ def _render_run(run: Run) -> RenderableType:
 def _render_progress(run: Run) -> RenderableType:
     step = int(run.steps[-1]["step"])
     total = max(run.total_steps or step, step)
-    # A save or an evaluation now and then is part of what the rest will take.
+    # The median step time; the occasional save or evaluation is not included.
     usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_MAX_RECENT:])
     left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
     line = Table.grid(padding=(0, 2))
@@ -102,7 +102,7 @@ def _render_figures(run: Run) -> RenderableType:
 
 
 def _list_facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
-    """Yield what is no curve: layout, starts, newest save, governor, slowest rank."""
+    """Yield facts that are not curves: layout, starts, newest save, governor, slowest rank."""
     if "layout" in run.start:
         layout, _, why = str(run.start["layout"]).partition(": ")
         yield "layout", Text(layout), Text(why)
@@ -148,7 +148,7 @@ def _render_events(run: Run) -> list[RenderableType]:
 
 
 def sparkline(values: list[Any]) -> str:
-    """Return a line of blocks, each the mean of its part of ``values``."""
+    """Draw values as a line of blocks, each the mean of a part of ``values``."""
     width = -(-len(values) // _WIDTH)
     means = [statistics.fmean(values[i : i + width]) for i in range(0, len(values), width)]
     low, high = min(means), max(means)

@@ -1,8 +1,8 @@
-"""What several parts derive from the records of a run: its energy, its failures and starts, answers
-that become less likely, stragglers, nodes that are left out, and the files of failures.
+"""Facts that several parts derive from the records of a run: its energy, failures and starts,
+answers that become less likely, stragglers, nodes that are left out, and files of failure details.
 
-Each start that ends by itself writes one event of kind ``energy``: what the counters of its nodes
-have counted from the begin of training to its end (probe/gpu_state.py).
+Each start that ends by itself writes one event of kind ``energy``: what the energy counters of its
+nodes have counted from the start of training to its end (probe/gpu_state.py).
 """
 
 import json
@@ -27,12 +27,12 @@ _OTHER_JOBS_NOTE = "other jobs on these nodes, if any, included"
 
 @dataclass(frozen=True)
 class RunEnergy:
-    """What some starts of a run took, as far as counters told: ``joules`` in all and ``parts`` of
-    it, for ``tokens``.
+    """The energy of some starts of a run, as far as it was counted.
 
-    ``joules`` is None where no counter told anything, ``missing`` says what was not counted, and
-    why. ``has_others``: counters of CPUs or nodes count for other jobs, too, where they share them.
-    ``untold``: of the ``starts`` those that told nothing. ``step``: the newest.
+    ``joules``: the total for ``tokens``, None without any counter; ``parts``: by part of the nodes.
+    ``missing``: what was not counted, and why. ``has_others``: counters of CPUs or nodes include
+    other jobs that share them. ``untold``: how many of the ``starts`` have no energy event.
+    ``step``: the newest.
     """
 
     joules: float | None
@@ -46,7 +46,7 @@ class RunEnergy:
 
     @property
     def short_text(self) -> str:
-        """The energy, and that of a million tokens."""
+        """The energy, in all and per million tokens, as text."""
         if self.joules is None:
             return "not known"
         text = format_energy(self.joules)
@@ -59,7 +59,7 @@ class RunEnergy:
 
     @property
     def full_text(self) -> str:
-        """All of it: what was counted, what was not, and for how many starts."""
+        """The energy as text, with what was not counted, and for how many starts."""
         notes = [f"not known: {what}" for what in self.missing]
         notes += [_OTHER_JOBS_NOTE] if self.has_others and self.joules is not None else []
         notes += [_UNKNOWN_STARTS.format(self.untold, self.starts)] if self.untold else []
@@ -70,9 +70,9 @@ class RunEnergy:
 
 
 def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
-    """Return what the starts of a run took together; None where none has told of it.
+    """Return the energy of all starts of a run; None if there is no energy event.
 
-    What has another type than it should is as if it were not there.
+    Fields of a wrong type are ignored.
     """
     told: list[Mapping[str, Any]] = []
     starts = untold = 0
@@ -112,7 +112,7 @@ def sum_energy(events: Iterable[Mapping[str, Any]]) -> RunEnergy | None:
 
 
 def read_energy(run_dir: Path) -> RunEnergy | None:
-    """Return what the starts of the run in ``run_dir`` took; None where none has told of it."""
+    """Return the energy of all starts of the run in ``run_dir``; None without an energy event."""
     events: list[dict[str, Any]] = []
     try:
         lines = (run_dir / EVENTS).read_bytes().split(b"\n")
@@ -132,21 +132,23 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-# -- How often the starts of a run have failed by no fault of its own, and how long they ran.
+# -- How often the starts of a run have failed through no fault of the run, and how long they ran.
 #
-# Counted: starts whose nodes were lost, that were killed without a word, or that stood still. Not
-# counted: stops, time limits, and errors that would come again, such as a loss that is not finite.
+# Counted: starts that lost nodes, were killed without leaving an outcome, or hung. Not counted:
+# stops, time limits, and errors that would recur, such as a loss that is not finite.
 
 
-# The error of outcome.json; "": the start left none.
+# The ``error`` of outcome.json; "": the start left none.
 _NODE_ERRORS = ("", *(kind.__name__ for kind in (GoneError, LostHostError, StalledError)))
 JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StartHistory:
-    """What the starts of a run before its newest have left: ``failures`` in ``running_s`` seconds,
-    and for how many each save let training wait, the newest last.
+    """History of all starts of a run before its newest.
+
+    ``failures`` in ``running_s`` seconds of running; ``waits_s``: how long training waited for each
+    save, the newest last.
     """
 
     failures: int = 0
@@ -155,10 +157,10 @@ class StartHistory:
 
 
 def read_start_history(run_dir: Path) -> StartHistory:
-    """Return what the starts before the newest have left in ``run_dir``; nothing without any.
+    """Return the history of all starts before the newest in ``run_dir``; empty if there are none.
 
-    Failures are those of starts.jsonl, which supervise writes; without it the starts that were
-    killed, which have left no event of their end.
+    Failures are counted in starts.jsonl, which supervise writes. Without this file, starts that
+    left no stop event count as killed.
     """
     events = _drop_newest_start(list(_read_rows(run_dir / EVENTS)))
     if (run_dir / STARTS).exists():
@@ -171,14 +173,14 @@ def read_start_history(run_dir: Path) -> StartHistory:
 
 
 def is_failure(start: JsonRow) -> bool:
-    """Whether a line of starts.jsonl counts (pure)."""
+    """Whether a line of starts.jsonl counts as a failure (pure)."""
     if start.get("status") != "failed" or start.get("asked") or start.get("exit_code") == EXIT_USER:
         return False
     return start.get("lost_nodes") is True or start.get("error", "") in _NODE_ERRORS
 
 
 def _num_killed(events: Sequence[JsonRow]) -> int:
-    """Return how many starts have left no stop."""
+    """Return how many starts have left no stop event."""
     killed, is_open = 0, False
     for event in events:
         if event.get("kind") == "start":
@@ -194,9 +196,9 @@ def _drop_newest_start(events: Sequence[JsonRow]) -> Sequence[JsonRow]:
 
 
 def _running_s(events: Iterable[JsonRow]) -> float:
-    """Return the seconds of all starts: until its stop, or its last save where it was killed.
+    """Return the seconds of all starts, each until its stop, or its last save if it was killed.
 
-    A stop that began after the start is that of another, which was refused.
+    A stop whose ``began_s`` is after the start belongs to another start, which was refused.
     """
     total_s, begin_s, end_s = 0.0, float("inf"), 0.0
     for event in events:
@@ -227,7 +229,7 @@ def _read_rows(path: Path) -> Iterator[JsonRow]:
 
 # -- Whether training on preferences makes the chosen answers less likely, evaluation by evaluation.
 #
-# The margin grows as well where both answers become less likely and the rejected one more so
+# The margin also grows if both answers become less likely and the rejected one more so
 # (eric-mitchell/direct-preference-optimization#32): the model then writes something else.
 
 
@@ -236,14 +238,14 @@ Streak = tuple[float, ...]
 
 
 def extend_streak(streak: Streak, log_prob: float) -> Streak:
-    """Return the newest evaluations, each with a lower log-probability than the one before."""
+    """Extend the streak of evaluations, each with a lower log-probability than the one before."""
     if not math.isfinite(log_prob):
         return ()
     return (*streak, log_prob) if streak and log_prob < streak[-1] else (log_prob,)
 
 
 def displacement_warning(streak: Streak) -> str | None:
-    """Return what to say of evaluations that fall; nothing of fewer than ``MIN_FALLS``."""
+    """Return a warning for log-probabilities that keep falling; None below ``MIN_FALLS`` falls."""
     falls = len(streak) - 1
     if falls < MIN_FALLS:
         return None
@@ -256,7 +258,7 @@ def displacement_warning(streak: Streak) -> str | None:
 
 
 def longest_streak(log_probs: Sequence[float]) -> Streak:
-    """Return the longest streak of all evaluations of a run, the newest of equal ones."""
+    """Return the longest streak of a run's evaluations; of equally long ones, the newest."""
     best: Streak = ()
     streak: Streak = ()
     for log_prob in log_probs:
@@ -265,27 +267,27 @@ def longest_streak(log_probs: Sequence[float]) -> Streak:
     return best
 
 
-# -- Which rank the others wait for: what it works itself beside the median rank. One meaning for
-# all that tells of it: the profile, the report's figures and words, and watch.
+# -- Which rank the others wait for: its own work relative to the median rank's. One definition for
+# the profile, the report's figures and texts, and watch.
 
 
 STRAGGLER_FACTOR = 1.1  # x the median rank's work
 STRAGGLER_ADVICE = "look at its clocks, its memory and what else runs there"
-_LEAST_S = 1e-4  # as finely as work is recorded
+_LEAST_S = 1e-4  # the resolution in which work is recorded
 
 
 def relative_to_median(work_s: Sequence[float]) -> list[float]:
-    """Return how many times as long as the median rank each rank works."""
+    """Return the work of each rank, divided by the median rank's."""
     usual_s = max(statistics.median(work_s), _LEAST_S)
     return [own_s / usual_s for own_s in work_s]
 
 
-# -- Nodes that a run goes on without: told in its events, for the report, and in the log.
+# -- Nodes that a run continues without: written to its events, for the report, and to the log.
 
 
 def report_excluded_nodes(run_dir: Path, left_out: Mapping[str, str]) -> None:
-    """Tell which nodes are left out after a failed start, and why."""
-    has_events = (run_dir / EVENTS).is_file()  # not of a start that came to nothing
+    """Log and write as events which nodes are left out after a failed start, and why."""
+    has_events = (run_dir / EVENTS).is_file()  # a refused first start leaves none
     events = Events(run_dir / EVENTS if has_events else None)
     for node, why in left_out.items():
         message = f"node {node} is left out from now on: {why}"
@@ -294,14 +296,14 @@ def report_excluded_nodes(run_dir: Path, left_out: Mapping[str, str]) -> None:
     events.close()
 
 
-# -- failures/rank-N.txt: tracebacks and other libraries' words, which a failure's one line names.
+# -- failures/rank-N.txt: tracebacks and output of libraries; a failure's one-line message names it.
 
 
 FAILURES_FOLDER = "failures"
 
 
 def append_failure_details(text: str, run_dir: Path | None, rank: int) -> Path | None:
-    """Append ``text`` to the file of a rank; return it, None where it cannot be written."""
+    """Append ``text`` to the file of a rank; return its path, None if it cannot be written."""
     if run_dir is None or not run_dir.is_dir():
         return None
     path = run_dir / FAILURES_FOLDER / f"rank-{rank}.txt"

@@ -1,7 +1,7 @@
-"""metrics.jsonl, events.jsonl and their like: files that grow by whole lines, and what these hold.
+"""metrics.jsonl, events.jsonl and similar files: how whole lines are appended, and their fields.
 
 Each field is declared here once: the writers fill the rows, the report reads these fields, and
-``tools/reference.py`` writes them down in docs/files.md.
+``tools/reference.py`` lists them in docs/files.md.
 """
 
 import errno
@@ -25,22 +25,22 @@ STARTS = "starts.jsonl"  # written by supervise
 
 
 class AtomicAppender:
-    """A file to which each piece of bytes is appended whole or not at all.
+    """A file to which each write is appended whole or not at all.
 
-    One that the file system refuses is lost, with one warning: a log must not end a run.
+    Writes that the file system refuses are lost, with one warning: a log must not end a run.
     """
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` for appending.
 
         Raises:
-            OSError: if that cannot be done.
+            OSError: if it cannot be opened.
         """
         self._file: FileIO | None = FileIO(path, "a")
         self._warned = False
 
     def append(self, data: bytes) -> None:
-        """Append ``data``, or nothing."""
+        """Append ``data`` whole, or nothing if the file system refuses."""
         if self._file is None:
             return
         try:
@@ -66,7 +66,7 @@ class JsonLines:
     """Appends one JSON object per line; a reader never sees half a line of a finished write."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open ``path`` for appending; ``None`` makes a writer that drops what it is given.
+        """Open ``path`` for appending; None makes a writer that discards everything.
 
         Raises:
             OSError: if it cannot be opened.
@@ -81,7 +81,7 @@ class JsonLines:
         if self._file is not None:
             clean = {k: _replace_non_finite(v) for k, v in fields.items()}
             line = json.dumps(clean, ensure_ascii=False) + "\n"
-            # Of a path that is no UTF-8: as JSON writes such a character.
+            # Surrogates, from a path that is not UTF-8, are written as JSON escapes.
             self._file.append(line.encode(errors="backslashreplace"))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class JsonLines:
 
 
 class Events:
-    """What happens in a run, with the time: events.jsonl. ``path`` is None where no one writes."""
+    """Writer of events.jsonl: what happens in a run, and when. Without ``path``, discard all."""
 
     def __init__(self, path: Path | None) -> None:
         """Open the file.
@@ -102,7 +102,7 @@ class Events:
         self._lines = JsonLines(path)
 
     def write(self, kind: str, step: int | None = None, rank: int = 0, **fields: Any) -> None:
-        """Append an event of a ``kind``, in ``step`` if it belongs to one, of ``rank``."""
+        """Append an event of a ``kind`` about ``rank``, with its ``step`` if it belongs to one."""
         self._lines.write(time=time.time(), step=step, rank=rank, kind=kind, **fields)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Events:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Give a file whose last line was cut off by a kill its line end back."""
+    """Append a line end to a file whose last line was cut off by a kill."""
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, 2)
@@ -126,7 +126,7 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after ``step``, which a resumed run does again, and a torn line."""
+    """Remove lines of steps after ``step``, which a resumed run repeats, and lines cut off."""
     if not path.exists():
         return
     kept = []
@@ -139,8 +139,8 @@ def drop_lines_after(path: Path, step: int) -> None:
     write_file(path, b"".join(kept))
 
 
-# -- What a line holds. A field of a dataclass has its meaning as Markdown; one with a default is
-# left out of a line where it has no value.
+# -- The fields of a line. Each field of a dataclass is annotated with its meaning in Markdown; a
+# field with a default is left out of a line if it has no value.
 
 
 @dataclass(frozen=True)
@@ -154,30 +154,30 @@ class StepMetrics:
     lr: Annotated[float, "learning rate of the step"]
     grad_norm: Annotated[float, "L2 norm of all gradients, before clipping"]
     tokens: Annotated[int, "tokens of the step's documents, without padding"]
-    loss_tokens: Annotated[int, "those that carry loss"]
-    tokens_per_s: Annotated[float, "`tokens` by `step_s`"]
+    loss_tokens: Annotated[int, "tokens that carry loss"]
+    tokens_per_s: Annotated[float, "`tokens` / `step_s`"]
     mfu: Annotated[
         float | None,
-        "model FLOPs, of attention those within documents, by the peak of all devices; null where "
-        "the peak is unknown",
+        "model FLOPs (attention: only within documents) divided by the peak of all devices; null "
+        "if the peak is unknown",
     ]
     step_s: Annotated[float, "the step, `data_s` included"]
     data_s: Annotated[float, "waiting for data (rank 0)"]
     comm_s: Annotated[float, "waiting for messages (rank 0)"]
-    most_work_s: Annotated[float, "time spent on neither, of the slowest rank"]
-    least_work_s: Annotated[float, "the same of the fastest rank"]
+    most_work_s: Annotated[float, "the slowest rank's own work: neither data nor messages"]
+    least_work_s: Annotated[float, "the fastest rank's own work"]
     slowest_rank: Annotated[int, "which rank was the slowest"]
     sent_bytes: Annotated[dict[str, int], "what rank 0 sent, by kind of collective"]
-    expected_bytes: Annotated[dict[str, int], "what the layout's formulas predict of that"]
+    expected_bytes: Annotated[dict[str, int], "what the layout's formulas predict for `sent_bytes`"]
     device_util: Annotated[
         float | None,
         "share of the step in which the GPU computed; null without its counters (MIG, vGPU; the "
         "log says why)",
     ]
-    host_bytes: Annotated[int | None, "of the fullest node, what others use there included"]
-    host_ranks_bytes: Annotated[int | None, "the most that this run's own ranks take on a node"]
+    host_bytes: Annotated[int | None, "used on the fullest node, including by other processes"]
+    host_ranks_bytes: Annotated[int | None, "the most that this run's own ranks use on a node"]
     host_limit_bytes: Annotated[int | None, "the limit of rank 0's node"]
-    device_bytes: Annotated[int | None, "of the fullest rank"]
+    device_bytes: Annotated[int | None, "used by the fullest rank"]
     device_limit_bytes: Annotated[int | None, "the limit of rank 0's device"]
     samples_seen: Annotated[int, "rows since the beginning of the run"]
     preferences: Annotated[
@@ -191,10 +191,10 @@ class StepMetrics:
     ] = None
     experts: Annotated[
         dict[str, float] | None,
-        "of a mixture of experts: `largest`, the tokens of the fullest expert by the mean of its "
-        "layer; `unused`, the share of experts without a token in the step; with "
+        "with a mixture of experts: `largest`, the tokens of the fullest expert divided by the "
+        "mean of its layer; `unused`, the share of experts without a token in the step; with "
         "`tune.router_aux_loss` or `tune.router_z_loss` also `aux_loss` and `z_loss`, per token, "
-        "added up over layers, before their factor; `loss` is without them",
+        "summed over layers, before their factor; `loss` does not include them",
     ] = None
 
 
@@ -206,41 +206,41 @@ class EvalMetrics:
     step: Annotated[int, "optimizer steps done"]
     eval_loss: Annotated[float, "mean over its tokens that carry loss, or over its pairs"]
     eval_s: Annotated[float, "how long it took"]
-    eval_pairs: Annotated[int | None, "of preferences: how many pairs it is over"] = None
+    eval_pairs: Annotated[int | None, "with preferences: the number of pairs"] = None
     eval_preferences: Annotated[
-        dict[str, float] | None, "of preferences: as `preferences` of a step"
+        dict[str, float] | None, "with preferences: as `preferences` of a step"
     ] = None
-    eval_tokens: Annotated[int | None, "else: how many tokens that carry loss it is over"] = None
+    eval_tokens: Annotated[int | None, "else: the number of tokens that carry loss"] = None
     eval_losses: Annotated[
         dict[str, float] | None,
-        "of several held-out sources: the loss of each by name; `eval_loss` is their mean",
+        "with several held-out sources: the loss of each by name; `eval_loss` is their mean",
     ] = None
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """A line for every few steps, 400 at most; there is no such file in a world of one."""
+    """A line for every few steps, 400 at most; there is no such file with a single rank."""
 
     step: Annotated[int, "optimizer steps done"]
     work_s: Annotated[
         list[float],
-        "for each rank, in order, the mean seconds per step since the line before that it spent "
+        "for each rank, in order, the mean seconds per step since the previous line that it spent "
         "neither on messages nor on data",
     ]
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """A line for each evaluation, and at the end, of a mixture of experts. Tokens of evaluations,
-    and padding, are not counted.
+    """With a mixture of experts, a line for each evaluation and one at the end. Tokens of
+    evaluations, and padding, are not counted.
     """
 
     step: Annotated[int, "optimizer steps done"]
-    since: Annotated[int, "the step of the line before, or that of the start"]
+    since: Annotated[int, "the step of the previous line, or of the start"]
     layers: Annotated[list[int], "the numbers of the decoder blocks with experts"]
     tokens: Annotated[
         list[list[int]],
-        "for each of these, how many tokens each expert had in the steps after `since`",
+        "for each of these blocks, how many tokens each expert had in the steps after `since`",
     ]
 
 
@@ -253,8 +253,9 @@ def to_row(line: StepMetrics | EvalMetrics | RankTimes | ExpertTokens) -> dict[s
 
 @dataclass(frozen=True)
 class EventKind:
-    """When an event is written, and its fields: names, each of a type and with its meaning. Numbers
-    are ``float`` here.
+    """When an event is written, and its fields: type and meaning by names. Numbers are ``float``.
+
+    A key may hold several names, separated by spaces.
     """
 
     when: str
@@ -263,7 +264,7 @@ class EventKind:
 
 EVENT_FIELDS: Mapping[str, tuple[type, str]] = {
     "time": (float, "when it happened, in seconds since 1970"),
-    "step": (float, "optimizer steps done, null where it belongs to none"),
+    "step": (float, "optimizer steps done, null if it belongs to no step"),
     "rank": (float, "which rank it is about"),
     "kind": (str, "what happened"),
 }
@@ -273,30 +274,30 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         {
             "world model method experts data evals layout memory kernels batch rate": (
                 str,
-                "its lines of the log",
+                "the lines that it logs",
             ),
             "size num_nodes total_steps": (float, "ranks, nodes, optimizer steps of the run"),
-            "command": (list, "its words"),
+            "command": (list, "its arguments"),
             "folder launcher": (str, "where and by what it was started"),
-            "job scheduler": (str, "of a batch job"),
+            "job scheduler": (str, "in a batch job"),
             "hosts": (dict, "ranks by host name"),
             "hardware": (str, "of a node"),
             "links": (str, "as measured by `parallel: auto`"),
-            "counts": (dict, "what the data gave, in numbers"),
-            "remarks": (list, "what the data gave, in words"),
+            "counts": (dict, "numbers of documents, tokens and rows, share of padding"),
+            "remarks": (list, "what was cut, dropped or not learned, in words"),
             "mixture": (list, "each source, its rows, learned tokens and passes by the end"),
             "versions": (dict, "of packages"),
-            "commit": (str, "of git, in the working directory"),
+            "commit": (str, "the git commit of the working directory"),
         },
     ),
-    "resume": EventKind("it has read a checkpoint", {"path": (str, "which")}),
+    "resume": EventKind("the run has resumed from a checkpoint", {"path": (str, "which")}),
     "mixture": EventKind(
-        "it goes on with another mixture than the checkpoint's (`data.new_mixture`)",
+        "the run resumes with another mixture than the checkpoint's (`data.new_mixture`)",
         {"changes": (str, "in words")},
     ),
     "held_out": EventKind(
-        "it goes on, and its held-out losses are over other data, or another number of rows, than "
-        "before",
+        "the run resumes, and its held-out losses are over other data, or another number of rows, "
+        "than before",
         {},
     ),
     "checkpoint": EventKind(
@@ -320,7 +321,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "memory": EventKind(
         "the end of a run",
-        {"phases": (dict, "`rank_bytes`, the peak of each phase, beside the plan's, `planned`")},
+        {"phases": (dict, "for each phase, its peak `rank_bytes`, and the plan's, `planned`")},
     ),
     "layout": EventKind(
         "the end of a run with `parallel: auto`",
@@ -328,22 +329,22 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "layout": (str, "which was chosen"),
             "ranks": (list, "which took part"),
             "predicted_step_s measured_step_s off": (float, "step time, and its relative error"),
-            "predicted_comm_share": (float, "share of messages"),
+            "predicted_comm_share": (float, "share of messages in the step time"),
         },
     ),
     "energy": EventKind(
         "the end of a start that ends by itself",
         {
-            "total_j": (float, "from the begin of training on"),
-            "joules": (dict, "by part"),
-            "tokens seconds": (float, "for how many, in which time"),
+            "total_j": (float, "energy since training began"),
+            "joules": (dict, "energy by part of the nodes"),
+            "tokens seconds": (float, "trained tokens and time since then"),
             "nodes nodes_as_a_whole": (float, "how many, and how many were counted as a whole"),
-            "missing": (list, "what no counter told, and why"),
+            "missing": (list, "what was not counted, and why"),
             "has_others": (bool, "other jobs on the nodes, if any, are counted too"),
         },
     ),
     "stop": EventKind(
-        "it stops",
+        "a start ends",
         {"reason": (str, "why"), "began_s": (float, "when a refused start began")},
     ),
     "left_out": EventKind(
@@ -351,7 +352,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         {"node message": (str, "which, and why"), "began_s": (float, "as `time`")},
     ),
     "warning": EventKind(
-        "something the log warned of",
-        {"message": (str, "in words"), "began_s": (float, "when the start that says it began")},
+        "a warning in the log",
+        {"message": (str, "in words"), "began_s": (float, "when the start that warns began")},
     ),
 }

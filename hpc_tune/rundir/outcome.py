@@ -1,5 +1,5 @@
-"""How a run ended: by outcome.json, since launchers' exit codes do not tell it reliably, or else by
-the last heartbeats of its nodes.
+"""How a run ended: from outcome.json, as launchers' exit codes are not reliable, or else from the
+last heartbeats of its nodes.
 """
 
 import json
@@ -25,7 +25,7 @@ from hpc_tune.world.liveness import HEARTBEAT_LATE_S
 from hpc_tune.world.stop import STOP_FILE
 
 OUTCOME_FILE = "outcome.json"
-# Room for the outcome of a run that ends since its disk is full.
+# Reserves disk space for the outcome of a run that ends because its disk is full.
 RESERVE_FILE = ".outcome.reserve"
 _RESERVED_BYTES = 1 << 14
 
@@ -34,8 +34,8 @@ _RESERVED_BYTES = 1 << 14
 class Outcome:
     """How a run ended: done, stopped (it can be resumed; exit code 75), or failed.
 
-    ``facts`` are written beside the rest: of memory need, had, phase, rank, host, and what the
-    governor had done (``governor``).
+    ``facts`` are written next to the other fields, such as need, had, phase, rank, host and the
+    governor's actions (``governor``) after a stop for memory.
     """
 
     status: Literal["done", "stopped", "failed"]
@@ -46,12 +46,12 @@ class Outcome:
 
     @property
     def has_time_left(self) -> bool:
-        """Whether the run may do something more that takes seconds: nobody is about to kill it."""
+        """Whether the run may still do work that takes seconds, as nobody is about to kill it."""
         return self.status == "done" or self.reason == "STOP file"
 
 
 def done_outcome(step: int, early: str | None = None) -> Outcome:
-    """Return the outcome of a run that did all its steps, or was done ``early`` for a reason."""
+    """Return the outcome of a run that did all its steps, or finished for the reason ``early``."""
     return Outcome("done", early or "all steps done", step, EXIT_DONE)
 
 
@@ -63,9 +63,9 @@ def stopped_outcome(
 
 
 def write_outcome(outcome: Outcome, run_dir: Path, start: str | None = None) -> None:
-    """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed.
+    """Write outcome.json atomically, and remove the STOP file unless the run failed.
 
-    ``start`` is the nonce of the start that ended, where it came so far as to have one.
+    ``start`` is the nonce of the start that ended, if it got far enough to have one.
 
     Raises:
         OSError: if the file system refuses.
@@ -88,11 +88,11 @@ def _remove_stop_file(file: Path) -> None:
         file.unlink(missing_ok=True)
     except OSError as error:
         what = "is a folder, which asks to stop as a file does" if file.is_dir() else error.strerror
-        log.warning("%s %s: remove it before the next start, or that stops too", file, what)
+        log.warning("%s %s: remove it, or the next start will stop too", file, what)
 
 
 def begin_outcome(run_dir: Path) -> None:
-    """Remove the outcome of the last run, once there is room for this one's.
+    """Reserve disk space for this run's outcome, then remove that of the last run.
 
     Raises:
         OSError: if the file system refuses.
@@ -102,7 +102,7 @@ def begin_outcome(run_dir: Path) -> None:
 
 
 def read_outcome(run_dir: Path) -> dict[str, Any] | None:
-    """Return outcome.json, or None where there is none that can be read."""
+    """Return the fields of outcome.json; None if it is missing or cannot be read."""
     try:
         fields = json.loads((run_dir / OUTCOME_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -114,10 +114,10 @@ def read_outcome(run_dir: Path) -> dict[str, Any] | None:
 def read_outcome_of_start(
     run_dir: Path, start: str | None, since_s: float
 ) -> dict[str, Any] | None:
-    """Return the outcome that a rank has written already for this start, if one has.
+    """Return the outcome that some rank has already written for this start, if any.
 
-    A start whose ranks have not met has no nonce, ``start``: then one that is as new as ``since_s``
-    counts, by the clocks of this host and of the file system.
+    ``start`` is the nonce, which a start has only after its ranks have met. Without it, an outcome
+    not older than ``since_s`` counts, by the clocks of this host and of the file system.
     """
     told = read_outcome(run_dir)
     if told is None or not isinstance(told.get("exit_code"), int):
@@ -130,11 +130,11 @@ def read_outcome_of_start(
         return None
 
 
-# -- Each node's last sign of life, written every few seconds: how a killed run was last seen.
+# -- Heartbeats, which each node writes every few seconds: how a killed run was last seen.
 #
 #     run.dir/memory/node-0.json, one small file per node
 #
-# A run that ends by itself writes outcome.json and removes them.
+# A run that ends by itself writes outcome.json and removes these files.
 
 
 HEARTBEAT_FOLDER = "memory"
@@ -145,7 +145,7 @@ class Heartbeat:
     """Host memory of one node a few seconds before the end, or now if the run is alive.
 
     ``time`` is in seconds since the epoch, ``used`` and ``limit`` are bytes. ``oom_kills`` is the
-    kernel's counter, for ``cgroup`` or the machine, when the run began.
+    kernel's counter, for ``cgroup`` or the machine, at the start of the run.
     """
 
     time: float
@@ -162,15 +162,15 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 class HeartbeatFile:
-    """Keeps the file of this node up to date."""
+    """Keeps the heartbeat file of this node up to date."""
 
     def __init__(self, path: Path, host: str, limit: HostLimit) -> None:
-        """Write to ``path``, whose folder exists by then."""
+        """Write to ``path``, whose folder must exist before the first ``beat``."""
         self._path: Path | None = path
         self._host, self._limit, self._kills = host, limit, oom_kills(limit)
 
     def beat(self, phase: str, used: int) -> None:
-        """Write what the run does and how many bytes the node uses; stop if the disk is full."""
+        """Write what the run does and how many bytes the node uses; give up if that fails."""
         if self._path is None:
             return
         limit = self._limit
@@ -179,21 +179,21 @@ class HeartbeatFile:
         try:
             write_heartbeat(Heartbeat(time.time(), *fields), self._path)
         except OSError:
-            self._path = None  # whoever must write reports a full disk
+            self._path = None  # writers of required files report a full disk
 
     def close(self) -> None:
-        """Remove the file: the run ends by itself."""
+        """Remove the file, because the run ends by itself."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def heartbeat_path(run_dir: Path, node: int) -> Path:
-    """Return the file of a node."""
+    """Return the heartbeat file of a node."""
     return run_dir / HEARTBEAT_FOLDER / f"node-{node}.json"
 
 
 def write_heartbeat(heartbeat: Heartbeat, path: Path) -> None:
-    """Replace the file.
+    """Write a heartbeat, replacing the file.
 
     Raises:
         OSError: if the file system refuses.
@@ -215,20 +215,20 @@ def read_heartbeats(run_dir: Path) -> list[Heartbeat]:
 
 
 def clear_heartbeats(run_dir: Path) -> None:
-    """Remove all heartbeats, and what is left of one that was being written when its rank died."""
+    """Remove all heartbeats, and temporary files of ranks that died while writing one."""
     for pattern in ("node-*.json", ".node-*.tmp"):
         for file in (run_dir / HEARTBEAT_FOLDER).glob(pattern):
             file.unlink(missing_ok=True)
 
 
 def died_of_memory(last: Sequence[Heartbeat]) -> bool:
-    """Tell whether a run that left no outcome ended for memory, as far as one can know."""
+    """Return whether a run without an outcome probably died for lack of memory."""
     near = HOST_LIMITS.begins_at[Level.TIGHT]
     return any(_count_new_kills(beat) > 0 or beat.used >= near * beat.limit for beat in last)
 
 
 def describe_last_seen(last: Sequence[Heartbeat]) -> str:
-    """Return, for a person, how a run without an outcome was last seen."""
+    """Describe how a run without an outcome was last seen."""
     fullest = last[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
     text = (
@@ -245,25 +245,25 @@ def describe_last_seen(last: Sequence[Heartbeat]) -> str:
 
 
 def describe_silence(silent_s: float) -> str:
-    """Return a clause on a run that lives and has given no sign of that for a while, or nothing."""
+    """Return a clause about a run that lives but has been silent for a while, or ""."""
     return f", no sign of life for {silent_s:.0f} s" if silent_s > HEARTBEAT_LATE_S else ""
 
 
 def _count_new_kills(heartbeat: Heartbeat) -> int:
-    """Return how often the kernel killed since the run began; 0 where its group is gone."""
+    """Return how many processes the kernel OOM-killed since the run began; 0 without its cgroup."""
     if heartbeat.cgroup is None or not Path(heartbeat.cgroup).is_dir():
         return 0
     limit = HostLimit(heartbeat.limit, heartbeat.limit_source, Path(heartbeat.cgroup))
     return max(0, oom_kills(limit) - heartbeat.oom_kills)
 
 
-# -- How the last run in a run directory ended: by its outcome, or else by its last heartbeats.
+# -- How the last run in a run directory ended: from its outcome, or else its last heartbeats.
 
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What the last run left: its governor's actions, the memory whose want ended it, if any, and,
-    if it left no outcome, how it died.
+    """What is known of the last run: its governor's actions, the memory that it ran short of, if
+    any, and, if it left no outcome, how it died.
     """
 
     actions: tuple[str, ...] = ()
@@ -272,7 +272,7 @@ class PreviousRun:
 
 
 def read_previous_run(run_dir: Path) -> PreviousRun:
-    """Return what the last run in ``run_dir`` left; nothing where there was none."""
+    """Return what is known of the last run in ``run_dir``; empty if there was none."""
     ended, last = read_outcome(run_dir), read_heartbeats(run_dir)
     if ended is not None:
         actions = tuple(map(str, ended.get("governor", ())))
@@ -285,17 +285,17 @@ def read_previous_run(run_dir: Path) -> PreviousRun:
     return PreviousRun()
 
 
-# -- The report at the end of a run, drawn by the report command in a process of its own.
+# -- The report at the end of a run, written by the report command in a separate process.
 
 
-_MEMORY_PER_BYTE = 4  # of metrics.jsonl, on top of the process
+_MEMORY_PER_BYTE = 4  # bytes of memory per byte of metrics.jsonl, in addition to the process's own
 _LIMIT_S = 60.0
 
 
 def run_report_command(run_dir: Path) -> None:
-    """Write report.html; if that fails, log how to write it later: it must not end the run.
+    """Write report.html; if that fails, only log how to write it later.
 
-    Nothing is written, and nothing said, where no run has begun.
+    Does nothing, silently, if no run has begun.
     """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         return

@@ -1,13 +1,13 @@
-"""A run directory belongs to one job at a time: ``live.json`` in it names the job.
+"""A run directory belongs to one job at a time: its lock file ``live.json`` names the job.
 
-    another's file -> it is touched, or its process is there?             -> refused
-                   -> its process is gone, or silent for LOCK_STALE_S?        -> taken over
-    one's own      -> touched by a thread of rank 0 while the run lives   -> removed at its end
+    another job's file -> it is still touched, or its process lives              -> refused
+                       -> its process is gone, or it is silent for LOCK_STALE_S  -> taken over
+    this job's file    -> touched by a thread of rank 0 while the run lives      -> removed at end
 
-Hosts' clocks may differ: ages are between two times that the same file system has given.
+Hosts' clocks may differ, so ages are differences of two times from the same file system.
 
-Beside that: start.json, what a refused start removes again, what another user may go on with, and
-which run a mistyped path may mean.
+Also here: start.json, the files that a refused start removes again, permissions to resume another
+user's run, and which run a mistyped path may mean.
 """
 
 import contextlib
@@ -36,31 +36,32 @@ from hpc_tune.world.processes import seconds_from_boot
 from hpc_tune.world.stop import process_start_s
 
 LIVE_FILE = "live.json"
-_UNKNOWN_INODE = -1  # a file system that does not answer says nothing of a folder
+_UNKNOWN_INODE = -1  # the file system did not answer
 EndRun = Callable[[HpcTuneError], None]
 
 
 class InUseError(ConfigError):
-    """The run directory is another job's, and this job must write nothing into it."""
+    """The run directory belongs to another job, and this job must write nothing into it."""
 
 
 class MovedError(InUseError):
-    """The run directory is not where it was; what has its name now is not this job's."""
+    """The run directory was moved; what has its name now does not belong to this job."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(
             f"run.dir={run_dir} was renamed, removed or replaced while the run was writing into "
-            "it, so the run ends here. Its checkpoints are in the original folder: give that "
-            "its name back, or name it as run.dir, and rerun the same command to resume"
+            "it, so the run ends here. Its checkpoints are in the original folder: rename that "
+            "back, or set run.dir to its new name, and rerun the same command to resume"
         )
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Rank 0 of a job. ``nonce`` is the start's own; ``place`` is where its pid means something,
-    and where ``folder``, the run directory's whole path, does.
+    """The process of rank 0 of a job.
 
-    ``job`` and ``restart`` are the scheduler's number and how often it has started that again.
+    ``nonce``: unique to the start. ``place``: the scope in which its pid and ``folder``, the
+    absolute path of the run directory, are valid. ``job`` and ``restart``: the scheduler's id of
+    the job, and how often it has restarted it.
     """
 
     nonce: str
@@ -74,7 +75,7 @@ class Owner:
     since_s: float
 
     def __str__(self) -> str:
-        """Return such as ``"job 17 on host n1, pid 4711, since 2026-11-25 21:05:00"``."""
+        """Describe the owner: ``"job 17 on host n1, pid 4711, since 2026-11-25 21:05:00"``."""
         job = f"job {self.job}" if self.job else "a run"
         since = datetime.fromtimestamp(self.since_s).isoformat(" ", "seconds")
         return f"{job} on host {self.host}, pid {self.pid}, since {since}"
@@ -97,18 +98,18 @@ def make_owner(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.enviro
 
 
 def is_owner_alive(owner: Owner, me: Owner) -> bool | None:
-    """Tell whether the job of ``owner`` lives, None where this process cannot know."""
+    """Return whether the job of ``owner`` lives; None if this process cannot know."""
     if owner.place == me.place:
         if _process_start(owner.pid) != owner.start:
             return False
-        return True if owner.folder == me.folder else None  # or the mark came with a copy
+        return True if owner.folder == me.folder else None  # the lock may have come with a copy
     if owner.job and owner.job == me.job and owner.restart != me.restart:
-        return False  # the scheduler starts a job again when it has ended
+        return False  # the scheduler restarts a job only after it has ended
     return None
 
 
 class RunLock:
-    """The mark of this job in a run directory, from ``acquire`` to ``close``; rank 0's alone."""
+    """This job's lock on a run directory, from ``acquire`` to ``close``; rank 0 acquires it."""
 
     def __init__(
         self,
@@ -128,7 +129,8 @@ class RunLock:
         """Acquire the run directory for this job, and renew the lock while it runs.
 
         Raises:
-            InUseError: if it is another job's, naming that. OSError: if the file system refuses.
+            InUseError: if it belongs to another job, which is named. OSError: if the file system
+                refuses.
         """
         first_s: float | None = None
         while not self._create_lock_file():
@@ -149,7 +151,7 @@ class RunLock:
                 first_s = touched_s
                 log.info(
                     "run.dir=%s was in use by %s %.0f s ago: "
-                    "checking for %.0f s whether it still is",
+                    "waiting up to %.0f s to see whether it still is",
                     self._path.parent,
                     owner or "another job",
                     age_s,
@@ -159,15 +161,15 @@ class RunLock:
         self._watcher.start()
 
     def is_taken_over(self) -> bool:
-        """Tell whether another job has taken the folder over."""
+        """Return whether another job has taken over the folder."""
         return read_nonce(self._path) not in (None, self._own.nonce)
 
     def remember_folder(self) -> None:
-        """Remember, on any rank, which folder it is that has the name of the run directory."""
+        """Remember the inode of the run directory, to detect that it was moved; for any rank."""
         self._folder = _folder_inode(self._path.parent)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return why something failed: that the run directory was moved, or ``error`` itself."""
+        """Return the cause of a failure: ``MovedError`` if the folder was moved, else ``error``."""
         moved = not isinstance(error, InUseError) and self._has_moved()
         return MovedError(self._path.parent) if moved else error
 
@@ -178,13 +180,13 @@ class RunLock:
         )
 
     def close(self) -> None:
-        """Give the folder back, if this rank has taken it."""
+        """Release the folder, if this rank has acquired it."""
         self._watcher.close()
         if self._watcher.has_started:
             release_run(self._path.parent, self._own.nonce)
 
     def _create_lock_file(self) -> bool:
-        """Write the file if there is none; tell whether it is this job's."""
+        """Create the lock file if there is none; return whether it is this job's."""
         try:
             file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
@@ -222,15 +224,15 @@ class RunLock:
 
 
 def find_owner(run_dir: Path) -> Owner | None:
-    """Return the job whose mark is in ``run_dir`` and was touched in the last minutes."""
+    """Return the job whose lock in ``run_dir`` was touched within LOCK_STALE_S, if any."""
     with contextlib.suppress(OSError):
         return _recent_owner(run_dir)
     return None
 
 
 def is_free(run_dir: Path) -> bool:
-    """Whether no job has touched a mark in ``run_dir`` lately; False where nobody can tell."""
-    with contextlib.suppress(OSError):  # such as a disk that is full, with a run at work
+    """Whether no job has touched a lock in ``run_dir`` recently; False if that is unknown."""
+    with contextlib.suppress(OSError):  # such as a full disk, on which a run may be alive
         return _recent_owner(run_dir) is None
     return False
 
@@ -241,7 +243,7 @@ def _recent_owner(run_dir: Path) -> Owner | None:
 
 
 def has_owner_died(run_dir: Path) -> bool:
-    """Whether the job that has marked ``run_dir`` is known to be gone: it ran on this host."""
+    """Whether the job that has locked ``run_dir`` is known to be gone."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         owner = Owner(**json.loads((run_dir / LIVE_FILE).read_text(encoding="utf-8")))
         return is_owner_alive(owner, make_owner("", run_dir)) is False
@@ -251,12 +253,12 @@ def has_owner_died(run_dir: Path) -> bool:
 def require_shared_dir(
     run_dir: Path, nonce: str, host: str, limit_s: float = liveness.LOCK_VISIBLE_WITHIN_S
 ) -> None:
-    """Refuse a run directory in which this host does not see the mark that ``host`` has made.
+    """Refuse a run directory in which this host does not see the lock that ``host`` has written.
 
-    Each node would save into a folder of its own, and no start would find all of it.
+    Each node would save into a folder of its own, and no start would find all files.
 
     Raises:
-        ConfigError: if it does not show in time.
+        ConfigError: if the lock does not appear in time.
     """
     until_s = time.monotonic() + limit_s
     while read_nonce(run_dir / LIVE_FILE) != nonce:
@@ -269,14 +271,14 @@ def require_shared_dir(
 
 
 def release_run(run_dir: Path, nonce: str) -> None:
-    """Remove the mark of the start with this nonce; any rank may, when all end."""
+    """Remove the lock of the start with this nonce; any rank may do so when all end."""
     if read_nonce(run_dir / LIVE_FILE) == nonce:
         with contextlib.suppress(OSError):
             (run_dir / LIVE_FILE).unlink()
 
 
 def read_nonce(path: Path) -> str | None:
-    """Return whose file it is, None where nobody can tell."""
+    """Return the nonce in a lock file; None if it cannot be read."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["nonce"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -284,9 +286,9 @@ def read_nonce(path: Path) -> str | None:
 
 
 def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
-    """Return who the file names, when it was touched last, and how long ago that is.
+    """Return the owner named in the lock file, when it was last touched, and how long ago.
 
-    None where there is none any more.
+    None if the file is gone.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -303,7 +305,7 @@ def _read_owner(path: Path) -> tuple[Owner | None, float, float] | None:
 
 
 def _folder_inode(folder: Path) -> int | None:
-    """Return what stays when a folder is renamed; None without a folder, or ``_UNKNOWN_INODE``."""
+    """Return a folder's inode, which survives renaming; None without a folder."""
     try:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -313,13 +315,13 @@ def _folder_inode(folder: Path) -> int | None:
 
 
 def _process_start(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None if it is gone."""
+    """Return when a process started, in clock ticks since boot; None if it is gone."""
     after_boot_s = seconds_from_boot(pid)
     return None if after_boot_s is None else f"{after_boot_s * os.sysconf('SC_CLK_TCK'):.0f}"
 
 
 def _pid_scope() -> str:
-    """Name what a pid belongs to: this boot of this machine, and the namespace of a container."""
+    """Name the scope of pids: this boot of this machine, and the PID namespace of a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -329,8 +331,8 @@ def _pid_scope() -> str:
 
 # -- start.json: a start that supervise has begun and whose end it has not seen yet.
 #
-# If the job's first node is lost, or the whole job is killed, supervise goes with it: the next one
-# finds this file, and says and keeps how that start ended.
+# If the job's first node is lost, or the whole job is killed, supervise dies too. The next
+# supervise finds this file, and reports and records how that start ended.
 
 
 START_FILE = "start.json"
@@ -346,20 +348,20 @@ class UnfinishedStart:
 
 
 def note_start(run_dir: Path, **fields: Any) -> None:
-    """Note a start. What cannot be written is not there for the next one."""
+    """Note a start, so that the next supervise can find it. Errors are ignored."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / START_FILE, json.dumps(fields))
 
 
 def forget_start(run_dir: Path) -> None:
-    """Remove the note."""
+    """Remove the note of a start."""
     with contextlib.suppress(OSError):
         (run_dir / START_FILE).unlink()
 
 
 def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
-    """Return the start that supervise has not seen end, if there is one."""
+    """Return the noted start whose end supervise has not seen, if any."""
     try:
         fields = json.loads((run_dir / START_FILE).read_text(encoding="utf-8"))
         began_s = (run_dir / START_FILE).stat().st_mtime
@@ -369,26 +371,26 @@ def read_unfinished_start(run_dir: Path) -> UnfinishedStart | None:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether no run can be at work in the folder any more."""
+    """Whether no run can still be alive in the folder."""
     return is_free(run_dir) or has_owner_died(run_dir)
 
 
 def find_start_ending(run_dir: Path, start: UnfinishedStart) -> tuple[str, str, int]:
-    """Return the status, the reason and the exit code of a start, as far as it has left them."""
+    """Return the status, the reason and the exit code of a start, as far as they are known."""
     told = outcome.read_outcome(run_dir)
     if told is not None and (run_dir / outcome.OUTCOME_FILE).stat().st_mtime >= start.began_s:
         return str(told["status"]), str(told["reason"]), int(told["exit_code"])
     return "failed", outcome.read_previous_run(run_dir).death or _UNKNOWN_ENDING, EXIT_FAILED
 
 
-# -- Which run directories may be meant by a path that is none.
+# -- Which run directory the user may have meant by a path that is not one.
 
 
 _MAX_HINTS = 3
 
 
 def similar_runs_hint(path: Path) -> str:
-    """Return what to say after a path that is no run: the runs in it, or of similar names."""
+    """Return a hint for a path that is not a run: runs inside it, or with similar names."""
     if path.is_dir():
         newest = sorted(_runs_in(path), key=lambda run: run.stat().st_mtime, reverse=True)
         named = ", ".join(map(str, newest[:_MAX_HINTS]))
@@ -405,20 +407,20 @@ def _runs_in(folder: Path) -> list[Path]:
         return []
 
 
-# -- A start that is refused leaves its run directory as it was, but for what tells of it.
+# -- A refused start leaves its run directory as it was, except for files that record the refusal.
 #
 # before   what is in the directory when the start begins
-# fail     removes what has come since: logs, settings, a small model; prepared data stays, for
-#          the next start, as hours of work may be in it
+# fail     removes what was added since: logs, settings, a small model; prepared data stays for the
+#          next start, as it may have taken hours
 
 
 PREPARED_FOLDER = "data"
-# What tells of the start, and what the start that ends removes itself.
+# Files that record the refusal, and files that the ending start removes itself.
 _KEPT_NAMES = {outcome.OUTCOME_FILE, outcome.RESERVE_FILE, EVENTS, LIVE_FILE}
 
 
 def list_run_files(run_dir: Path) -> frozenset[str] | None:
-    """Return what is in a run directory: nothing where there is none; None if it cannot be read."""
+    """Return the names in a run directory: empty if it does not exist; None if it is unreadable."""
     try:
         return frozenset(entry.name for entry in run_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -428,13 +430,13 @@ def list_run_files(run_dir: Path) -> frozenset[str] | None:
 
 
 def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
-    """Remove what is in ``run_dir`` and was not ``before``; return the names of what stays of it.
+    """Remove what was added to ``run_dir`` since ``before``; return the names of what stays.
 
-    Those are prepared data, and what the file system does not let go.
+    These are prepared data, and what the file system refuses to remove.
     """
     prepared = list_run_files(run_dir / PREPARED_FOLDER)
     is_prepared = prepared is None or any(not name.startswith(".") for name in prepared)
-    kept = {PREPARED_FOLDER} if is_prepared else set()  # else there are parts of files alone
+    kept = {PREPARED_FOLDER} if is_prepared else set()  # otherwise it has only partial files
     for name in {
         *((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES - kept),
         STARTING_CONFIG,
@@ -448,7 +450,7 @@ def remove_new_files(run_dir: Path, before: frozenset[str]) -> list[str]:
     return sorted((list_run_files(run_dir) or frozenset()) - before - _KEPT_NAMES)
 
 
-# -- Whether this user may go on with a run that another user has begun.
+# -- Whether this user may resume a run that another user has started.
 
 
 _APPENDED = ("logs", facts.FAILURES_FOLDER)
@@ -463,16 +465,16 @@ _CHANGED = (
 
 
 class AnothersError(InUseError):
-    """The run directory is of another user, and nothing of this start's belongs into it."""
+    """The run directory belongs to another user, and this start must write nothing into it."""
 
 
 def require_permissions(run_dir: Path) -> None:
-    """Check that this user may read and write what any start does in ``run_dir``.
+    """Check that this user may read and write all files in ``run_dir`` that a start does.
 
-    So it is found before anything is changed there, and for the files of all ranks.
+    A missing permission is thus found before anything is changed, and for the files of all ranks.
 
     Raises:
-        AnothersError: if not, with whose files these are, and how others get the right.
+        AnothersError: if not, with the owner of the files and how to grant permission.
     """
     kept = [path for path in _written_paths(run_dir) if path.exists() and not may_write(path)]
     kept += [path for path in _read_paths(run_dir) if path.exists() and not may_read(path)]

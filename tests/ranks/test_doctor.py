@@ -290,5 +290,5 @@ def test_a_rank_that_multiplies_slowly_and_wrongly_is_named(tmp_path):
         assert "rank 1 on CPUs " in lines[0]
         assert "below the median of all 2 of its model" in lines[0]
     assert "rank 1 on CPUs " in lines[-1]
-    assert "products of small integers had a wrong value" in lines[-1]
+    assert "matmuls of small integers had a wrong value" in lines[-1]
     assert len(lines) <= 2, "rank 0 does what it should"

@@ -23,7 +23,7 @@ def test_a_command_for_one_process_is_run_by_rank_0_alone(as_rank, capsys):
     as_rank(0)
     assert cli.main(["inspect", "nowhere"]) == 2
     said = capsys.readouterr().err
-    assert "inspect needs one process: rank 0 alone does it" in said
+    assert "inspect needs one process: only rank 0 runs it" in said
     assert "nowhere: neither a run directory" in said
 
 

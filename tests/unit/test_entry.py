@@ -67,7 +67,7 @@ def ended(process):
 def test_a_run_obeys_signals_while_it_still_imports(site, name, code):
     process = importing(site, "train.max_steps=3")
     process.send_signal(getattr(signal, name))
-    again = "Rerun the same command to go on"
+    again = "Rerun the same command to resume"
     assert ended(process) == (code, f"{name}: stopped immediately. {again}\n")
 
 
@@ -164,7 +164,7 @@ def test_a_library_that_cannot_be_mapped_is_told_with_the_limit_and_no_version(m
     with pytest.raises(ImportError) as raised:
         raise ImportError("lib.so: failed to map segment from shared object", name="torch")
     said = why_unusable(raised.value)
-    assert "ulimit -v, or the batch system, gives this process 3072 MiB of addresses" in said
+    assert "ulimit -v, or the batch system, limits this process to 3072 MiB of address" in said
     assert "Install the versions" not in said
 
 
@@ -188,7 +188,7 @@ def test_a_torch_behind_the_one_that_is_imported_is_told(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0+rocm7.0\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert (
-        f" hides torch 2.10.0+rocm7.0 in {tmp_path}: if that is your centre's"
+        f" hides torch 2.10.0+rocm7.0 in {tmp_path}: if that is your center's"
         in hidden_torch_warning()
     )
 

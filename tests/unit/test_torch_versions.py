@@ -133,6 +133,6 @@ def test_a_torch_that_no_run_was_compared_on_is_told_of(monkeypatch, release, wo
     assert torch_versions.untested_warning() is None, "the one of constraints.txt is tested"
     monkeypatch.setattr(torch_versions, "_RELEASE", release)
     assert (
-        f"is {word} than those that hpc_tune was tested with (2.9 to "
+        f"is {word} than the versions that hpc_tune was tested with (2.9 to "
         in torch_versions.untested_warning()
     )

@@ -216,9 +216,9 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
         metrics.record_step(dataclasses.replace(STEP, step=step, comm_s=0.0))
     metrics.close()
     assert [line for line in said if line.startswith("tracker ")] == [
-        "tracker mlflow cannot be opened, and the run goes on without it: OSError: "
+        "tracker mlflow cannot be opened, and the run continues without it: OSError: "
         "no network to https://there/x",
-        "tracker wandb fails, and the run goes on without it: RuntimeError: no more of this",
+        "tracker wandb fails, and the run continues without it: RuntimeError: no more of this",
     ]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
     [file] = (tmp_path / "run" / "tensorboard").iterdir()
@@ -237,7 +237,7 @@ def test_one_that_fails_at_the_end_is_reported_too(said):
     )
     told.close()
     [line] = said
-    assert line.startswith("tracker wandb may lack the last figures")
+    assert line.startswith("tracker wandb may lack the last metrics")
 
 
 def test_what_a_full_disk_refuses_costs_figures_and_not_the_run(tmp_path, installed, said, capfd):
@@ -276,7 +276,7 @@ def test_the_default_one_is_left_out_with_a_word_where_it_is_not_installed(monke
     require_trackers(run)
     assert list_trackers(run) == []
     (line,) = said
-    assert line.startswith("tensorboard is not installed, so no figures are written for it; python")
+    assert line.startswith("tensorboard is not installed, so no metrics are written for it; python")
 
 
 def test_a_folder_of_its_name_is_not_taken_for_the_package(tmp_path, monkeypatch):

@@ -657,7 +657,7 @@ def test_a_word_in_the_place_of_a_part_is_refused_with_what_belongs_there(word, 
     ("text", "said"),
     [
         (r'run.name="\ud83d"', r"run\.name=\\ud83d': expected text that can be written as UTF-8"),
-        ("data.path=caf\udce9.jsonl", "which this is not; export LC_ALL=C.UTF-8"),
+        ("data.path=caf\udce9.jsonl", "in this shell; export LC_ALL=C.UTF-8"),
     ],
 )
 def test_text_that_no_file_could_hold_is_refused(text, said):

@@ -512,11 +512,11 @@ def test_another_model_or_dtype_is_not_compared():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_wrong": 2}, "2 of 40 products of small integers had a wrong value"),
-        ({"num_differing": 1}, "the same product had other bits 1 of 40 times"),
+        ({"num_wrong": 2}, "2 of 40 matmuls of small integers had a wrong value"),
+        ({"num_differing": 1}, "the same matmul gave other bits 1 of 40 times"),
         (
             {"num_wrong": 40, "num_differing": 40},
-            "40 of 40 products of small integers had a wrong value, the same product had other "
+            "40 of 40 matmuls of small integers had a wrong value, the same matmul gave other "
             "bits 40 of 40 times",
         ),
     ],
@@ -564,14 +564,14 @@ def test_ranks_that_share_cores_are_not_compared():
     [
         (
             dataclasses.replace(PRODUCTS, loaded=HOT, idle=GpuState()),
-            "700 TFLOP/s in bf16, the slowest product 1.08 x the median time; SM clock 1005 MHz, "
+            "700 TFLOP/s in bf16, the slowest matmul 1.08 x the median time; SM clock 1005 MHz, "
             "91 C, 420 of 700 W, held back by its temperature and its power limit",
         ),
         (
             dataclasses.replace(
                 PRODUCTS, flops_per_s=38.24e9, dtype="fp32", num_wrong=1, loaded=GpuState(watts=9.0)
             ),
-            "38.2 GFLOP/s in fp32, the slowest product 1.08 x the median time, WRONG results; 9 W",
+            "38.2 GFLOP/s in fp32, the slowest matmul 1.08 x the median time, WRONG results; 9 W",
         ),
         (MatmulResult(error="no kernel image"), "cannot multiply matrices: no kernel image"),
     ],

@@ -26,8 +26,8 @@ def events(*jobs):
             [JobEnergy("7", 3.6e6, of_steps=True), JobEnergy("8", why="it is not over")],
             3.6e6,
             "Slurm counted 1.00 kWh for the nodes of job 7, from start to end, including other "
-            "jobs there; it is the sum of steps, several of which can count the same node; not "
-            "known: job 8 (it is not over)",
+            "jobs there; this is the sum of job steps, several of which can count the same node; "
+            "not known: job 8 (it is not over)",
         ),
         (
             [JobEnergy(str(n), why="there is no sacct here") for n in range(6)],

@@ -613,11 +613,11 @@ def test_the_newest_tokens_of_experts_are_drawn_by_their_layers_mean(make):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["report", "nowhere"], "nowhere is no folder; expected the run directory"),
+        (["report", "nowhere"], "nowhere is not a folder; expected the run directory"),
         (["report", "."], "is a folder without config.resolved.yaml"),
         (["report", "run", "--out", "x.pdf"], "expected the name of an .html file"),
         (["report", "run", "--out", "/proc/x/y.html"], "cannot be written"),
-        (["watch", "nowhere"], "nowhere is no folder"),
+        (["watch", "nowhere"], "nowhere is not a folder"),
         (["watch", "run", "--every", "0"], "--every: found 0, expected at least 0.01"),
     ],
 )

@@ -63,7 +63,7 @@ try:
 except OSError as error:
     print(DiskError.from_os_error(error, "reading the memory limits"))
 """)
-    assert "Too many open files. It has reached its limit of open files" in said
+    assert "Too many open files. This process has reached its limit of open files" in said
     assert "ulimit -Hn" in said
 
 
