@@ -116,7 +116,7 @@ def test_a_walltime_is_read_as_pbs_reads_it(tmp_path, walltime, clock):
         ("pbs.queue='a b'", "pbs.queue='a b': a line of #PBS takes letters"),
         ("pbs.image=t.sqsh", "pbs.image=t.sqsh is an image for Pyxis, for srun; found pbs.launch="),
         ("pbs.modules=[-x]", "pbs.modules=['-x']: expected names"),
-        ("pbs.project=x", "another option of qsub is pbs.options=['-X VALUE']"),
+        ("pbs.project=x", "pass other qsub options by pbs.options=['-X VALUE']"),
         ("parallel.shard=8", "and the pbs section asks for 1 (pbs.nodes=1 of 1); for example pbs."),
     ],
 )

@@ -345,7 +345,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_repeated(monkeypatch, capsys, 
     for setting in (f"run.name={text}", f"run.tags=[a, '{text}']", f"slurm.launch={text}"):
         assert cli.main(["submit", "--dry-run", setting]) == 2
         said = capsys.readouterr().err
-        assert "there is a secret in it" in said
+        assert "it contains a secret" in said
         assert not [part for part in ("pass0word", "0123", TOKEN) if part in said]
 
 
