@@ -323,9 +323,7 @@ def test_an_override_without_an_equals_sign_is_shown_how(write, override):
 
 def test_a_file_of_settings_without_its_option_is_shown_how(write):
     message = problem(write(SOME), "configs/my.yaml")
-    assert message.endswith(
-        "is not key=value; pass a settings file by --config configs/my.yaml"
-    )
+    assert message.endswith("is not key=value; pass a settings file by --config configs/my.yaml")
 
 
 def test_an_override_that_is_no_yaml_is_refused_by_name(write):
@@ -715,7 +713,8 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     assert (config.model.path, config.slurm.container) == ("/scratch/me/m", "$NOBODY")
     monkeypatch.delenv("SCRATCH")
     words = (
-        r"data\.cache=\$SCRATCH/data: SCRATCH is not set in the environment; set it, or write out the path$"
+        r"data\.cache=\$SCRATCH/data: SCRATCH is not set in the environment; "
+        r"set it, or write out the path$"
     )
     with pytest.raises(ConfigError, match=words):
         load_config(str(file))
