@@ -134,9 +134,9 @@ def test_bad_input_ends_with_exit_code_2_and_says_what_was_expected(capsys, sett
         ("-l singularity=True,filesystems=home", "use pbs.filesystems"),
         ("-J 0-3", "a job array is not supported"),
         ("-W depend=afterok:7", "each job waits for the one before it"),
-        ("-V", "is no option of qsub with its value"),
-        ("--export=ALL", "is no option of qsub with its value"),
-        ("-k doe\n#PBS -u root", "is no option of qsub with its value"),
+        ("-V", "is not a qsub option with its value"),
+        ("--export=ALL", "is not a qsub option with its value"),
+        ("-k doe\n#PBS -u root", "is not a qsub option with its value"),
     ],
 )
 def test_an_option_that_contradicts_the_script_is_refused(option, said):

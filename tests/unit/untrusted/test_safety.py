@@ -270,7 +270,7 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
             SlurmConfig(**{name: value})
         return
     if name == "options":
-        with pytest.raises(ValidationError, match="options\n.*is no option of sbatch"):
+        with pytest.raises(ValidationError, match="options\n.*is not an sbatch option"):
             SlurmConfig(options=[f"--constraint={text}"])
         return
     others = {"image": "i.sif"} if name == "binds" else {}
