@@ -360,7 +360,7 @@ def test_no_key_is_in_two_tables():
 @pytest.mark.parametrize(
     ("text", "changes", "key", "words"),
     [
-        (FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "embeddings too"),
+        (FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "also for embeddings"),
         (FACTORY_LORA, {"optim": "paged_adamw_8bit"}, "optim", "not paged"),
         (FACTORY_LORA, {"optim": "paged_adamw_32bit"}, "optim", "optim.name=adamw_8bit"),
         (
