@@ -135,7 +135,7 @@ class PerExpertAdapter:
     of_experts: set[str]
 
     def write(self, peft: Path, out: Path) -> None:
-        """Write the adapter into ``out``, with the settings of its export in peft's form, ``peft``."""
+        """Write the adapter into ``out``, with the settings of ``peft``, its peft export."""
         write_regions(out / ADAPTER_FILE, self.regions)
         _write_config(peft, out, self.layers, self.of_experts)
 

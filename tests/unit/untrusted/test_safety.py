@@ -232,7 +232,7 @@ def test_a_run_of_somebody_else_does_not_export_a_file_of_mine_as_its_template(t
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000007"
     checkpoint.mkdir(parents=True)
     give_manifest(checkpoint, f"data.chat_template={tmp_path / 'id_rsa'}")
-    with pytest.raises(ConfigError, match=r"its copy of it, .*/run/chat_template\.jinja"):
+    with pytest.raises(ConfigError, match=r"the run's copy of it, .*/run/chat_template\.jinja"):
         locate(tmp_path / "run")
 
 
