@@ -266,7 +266,7 @@ class DataConfig(Section):
         return bool(self.eval_path or self.eval_fraction or self.eval_sources)
 
     def for_source(self, source: HeldOutSource) -> "DataConfig":
-        """Return this section for one source alone, without data.sources and data.eval_sources."""
+        """Return this section as it applies to one source, without the lists of sources."""
         own = {"columns": source.columns, "chat_template": source.chat_template}
         own["loss_on"] = source.loss_on
         said = {name: value for name, value in own.items() if value is not None}

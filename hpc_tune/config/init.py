@@ -39,7 +39,7 @@ _ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """Number of nodes and of GPUs per node (0: CPU ranks); ``section``: its scheduler's."""
+    """Number of nodes and of GPUs per node (0: CPU ranks); ``section``: the scheduler's."""
 
     nodes: int
     gpus: int

@@ -60,7 +60,7 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
-    """Expand ~, $VARIABLES and hub names in ``fields[key]``; ``name`` is the whole name."""
+    """Expand ~, $VARIABLES and hub names in ``fields[key]``; ``name``: the setting's."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
     for at, path in enumerate(paths):
@@ -352,7 +352,7 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
 
 
 def _as_option(name: str) -> str:
-    """Return a hint how to pass an unknown option of a section on to its scheduler."""
+    """Return a hint on how to pass an unknown option of a section on to its scheduler."""
     if name.startswith("pbs."):
         return "; pass other qsub options by pbs.options=['-X VALUE'], with the letter"
     option = name.removeprefix("slurm.").replace("_", "-")

@@ -99,7 +99,7 @@ RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check)]
 
 
 def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:
-    """Return YaRN's settings for rows of ``seq_len`` tokens of a model ``trained`` with fewer."""
+    """Return YaRN settings for rows of ``seq_len`` tokens and a model ``trained`` with fewer."""
     return {"rope_type": "yarn", "factor": -(-seq_len // trained), ORIGINAL: trained}
 
 

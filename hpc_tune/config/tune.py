@@ -67,7 +67,7 @@ class TuneConfig(Section):
     beta: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "same",
-        "How far an objective on preferences lets the model drift: a smaller beta, "
+        "How far an objective on preferences lets the model drift: the smaller, the "
         "further. Unset: 0.1, or 2 with simpo, which takes means over tokens.",
         aliases="pref_beta rl_beta dpo_beta kto_beta",
     )
