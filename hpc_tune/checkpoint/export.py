@@ -80,8 +80,7 @@ def export_adapter(
 ) -> Path:
     """Write the adapter of a checkpoint as a directory that stock peft loads.
 
-    If it adapts routed experts, a second folder beside it (``PER_EXPERT_SUFFIX``) gets the same
-    adapter split into single experts.
+    For routed experts, a folder beside it (``PER_EXPERT_SUFFIX``) gets the adapter per expert too.
     ``template``: the chat template used in training, if it is not the base's.
 
     Raises:

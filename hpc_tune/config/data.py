@@ -177,8 +177,7 @@ class DataConfig(Section):
         None,
         "free",
         "Held-out data in the same forms, on which the loss is measured. Unset: none, "
-        "unless eval_fraction is set. builtin:pydocs:heldout is the held-out part of "
-        "builtin:pydocs.",
+        "unless eval_fraction is set. builtin:pydocs:heldout is the held-out part of pydocs.",
         path="dataset",
         aliases="eval_dataset test_datasets eval_file validation_file dataset_val",
     )
@@ -253,9 +252,8 @@ class DataConfig(Section):
     cache: str | None = setting(
         None,
         "free",
-        "The folder for files prepared from raw data, on a file system that all nodes share; "
-        "runs with the same folder prepare the same data only once. Unset: data/ in the run "
-        "directory.",
+        "The folder for files prepared from raw data, shared by all nodes; runs with the same "
+        "folder prepare the same data only once. Unset: data/ in the run directory.",
         path="file",
         aliases="dataset_prepared_path tokenized_path cache_dir",
     )
