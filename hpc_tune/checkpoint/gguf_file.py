@@ -316,7 +316,7 @@ def _split_rule(tokenizer: dict[str, Any]) -> str:
         rule = steps[0].get("pattern", {}).get("Regex")
         if rule in _SPLIT_RULES:
             return _SPLIT_RULES[rule]
-    kind = "byte-level BPE with another rule of splitting" if is_bytes else model.get("type")
+    kind = "byte-level BPE with another splitting rule" if is_bytes else model.get("type")
     raise ConfigError(
         f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that splits "
         f"text like those of GPT-2, Llama 3, Qwen or SmolLM; {_ALTERNATIVE}"

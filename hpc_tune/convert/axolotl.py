@@ -426,7 +426,7 @@ _TO_DO = {
     "name the directory of that revision in model.path": "revision_of_model model_revision",
     rules.SYSTEM_MESSAGE: "default_system_message",
     "cut the data beforehand": "dataset_shard_num dataset_shard_idx",
-    "filter the data so beforehand": "dataset_exact_deduplication min_sample_len",
+    "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
     rules.SHUFFLED: "curriculum_sampling sample_packing_sequentially",
     "there is one learning rate for all weights": "embedding_lr embedding_lr_scale lr_groups",
     rules.ONLY_ADAMW: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "

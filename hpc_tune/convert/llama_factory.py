@@ -257,7 +257,7 @@ _IGNORED = {
     "tokenized_path dataloader_persistent_workers buffer_size data_shared_file_system "
     "dataloader_in_order dataloader_multiprocessing_context train_sampling_strategy "
     "length_column_name sortish_sampler",
-    "checkpoints in run.dir have the optimizer; a new run has a new one": "save_only_model "
+    "checkpoints in run.dir have the optimizer; a new run has a new run.dir": "save_only_model "
     "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
     "ignore_data_skip restore_callback_states_from_checkpoint",
     "metrics.jsonl and tensorboard/ in run.dir have each step": "logging_dir",
