@@ -1,9 +1,9 @@
-"""Adapters on a mixture of experts: what adapter_config.json says of them, so that stock peft loads
-them, and the same adapter with the experts one by one.
+"""Adapters on a mixture of experts: the entries in adapter_config.json with which stock peft loads
+them, and the same adapter split into single experts.
 
-Stacks of experts are no linear layers: peft adapts their tensors (target_parameters). For families
-whose experts were linear layers in transformers 4 it takes the names of those for the stacks, and
-so passes over a shared expert's gate_proj: such layers are named by their tensor, too.
+Stacks of experts are not linear layers: peft adapts their tensors (target_parameters). For families
+whose experts were linear layers in transformers 4, peft takes these layers' names for the stacks,
+and so skips, for example, a shared expert's gate_proj. We name such layers by their tensor too.
 """
 
 import functools
@@ -44,7 +44,7 @@ _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
 def find_adapted_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
-    """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
+    """Return the stacks of experts in a model directory, by the name of the adapter layer on each.
 
     Empty for a dense model. The layers are named as in the whole model.
     """
@@ -59,7 +59,7 @@ def _find_expert_stacks(base: Path) -> Mapping[str, AdaptedTensor]:
 
 
 def layers_ignored_by_peft(index: TensorIndex, base: Path) -> list[str]:
-    """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
+    """Return the layers whose adapters in ``index`` peft does not load onto the base model."""
     adapters = (n for n in index.shapes if n.startswith(ADAPTER_PREFIX) and adapted_layer(n))
     named = (n.removeprefix(ADAPTER_PREFIX) for n in adapters)
     lost = find_names_renamed_again(make_whole_model(read_config(base)), named)
@@ -72,9 +72,9 @@ def mixture_targets(
     stacks: Mapping[str, AdaptedTensor],
     taken: Collection[str],
 ) -> "Targets":
-    """Return what has adapters, by names that mean just these ``layers`` to peft.
+    """Return the targets, by names that peft matches with exactly these ``layers``.
 
-    ``taken``: the names that it may take for stacks.
+    ``taken``: the names that peft may take for stacks.
     """
     from hpc_tune.model.adapters import Targets
 
@@ -97,17 +97,17 @@ def mixture_targets(
     )
 
 
-# -- An adapter on a mixture with the experts one by one, as vLLM reads it for most families.
+# -- An adapter on a mixture split into single experts, as vLLM reads it for most families.
 #
 #     peft's file: A [E R, inputs], expert-major; B [outputs, R E], an expert has every E-th column
-#     here: of each expert A_e [R, inputs] and B_e [outputs, R] for each of its matrices; gate and
-#     up, one stack in memory, have the same A_e and each its own rows of B_e
+#     here: A_e [R, inputs] and B_e [outputs, R] for each matrix of each expert; gate and up, one
+#     stack in memory, share A_e and have different rows of B_e
 #
-# Layers are named as the base's files name their tensors. Where those hold stacks, experts have the
-# names that vLLM gives them.
+# Layers are named like the tensors in the base's files. If these files contain stacks, the experts
+# get vLLM's names.
 
 
-# What vLLM calls the matrices of an expert in a stack of this name.
+# vLLM's names for the matrices of an expert, by the name of the stack.
 _STACK_MATRICES = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),
@@ -119,7 +119,7 @@ _STACK_MATRICES = {
 
 @dataclass(frozen=True)
 class _ExpertMatrix:
-    """One matrix of one expert: its layer's name, and which outputs of its stack it has."""
+    """One matrix of one expert: its layer's name, and the outputs of the stack that it covers."""
 
     layer: str
     expert: int
@@ -128,22 +128,22 @@ class _ExpertMatrix:
 
 @dataclass(frozen=True)
 class PerExpertAdapter:
-    """An adapter to write: its tensors, and the last names of layers and of experts' matrices."""
+    """An adapter to write: its tensors, and the last name parts of layers and expert matrices."""
 
     regions: list[Region]
     layers: set[str]
     of_experts: set[str]
 
     def write(self, peft: Path, out: Path) -> None:
-        """Write it into ``out``; ``peft`` has the same in peft's form, whose settings it shares."""
+        """Write the adapter into ``out``, with the settings of ``peft``, its peft export."""
         write_regions(out / ADAPTER_FILE, self.regions)
         _write_config(peft, out, self.layers, self.of_experts)
 
 
 def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
-    """Return the adapter of a checkpoint's ``index`` with its experts one by one.
+    """Return the adapter of a checkpoint's ``index``, split into single experts.
 
-    None if it has none on experts, or no names are known for them.
+    None if it has no adapters on experts, or no names are known for single experts.
     """
     storage = find_storage(base, index_model_directory(base))
     read = functools.lru_cache(maxsize=1)(index.read)
@@ -166,7 +166,7 @@ def split_experts(index: TensorIndex, base: Path) -> PerExpertAdapter | None:
 
 
 def _iterate_expert_matrices(stack: AdaptedTensor, stored: TensorIndex) -> Iterator[_ExpertMatrix]:
-    """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
+    """Yield the matrices of the experts of a stack; none if their names are unknown."""
     joined = stored.joined.get(stack.tensor)
     if joined is not None and all(part.axes[0] is None for part in joined.parts):
         for part in joined.parts:
@@ -213,10 +213,10 @@ def _expert_region(
 
 
 def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str]) -> None:
-    """Write adapter_config.json: that of ``peft``, with layers in the place of stacks.
+    """Write adapter_config.json: a copy of the one in ``peft``, with layers instead of stacks.
 
-    The rank of experts is in patterns for who reads them; their scale is that of the others. It is
-    alpha / rank in rsLoRA too, whose root of the rank some versions of vLLM forget for experts.
+    Patterns give the rank of experts; their scale is that of the other layers. use_rslora becomes a
+    larger alpha with the same scale, since some versions of vLLM ignore use_rslora for experts.
     """
     config = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
@@ -231,6 +231,6 @@ def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str])
         if own:
             (value,) = own
             names = "|".join(sorted(of_experts))
-            # First: peft takes the first that matches, and gate_proj may be a pattern of others.
+            # First: peft uses the first match, and gate_proj may be a pattern for other layers.
             config[key] = {rf"experts\.\d+\.({names})": value} | patterns
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A checkpoint -> files that other tools load: a peft adapter, or a merged model.
+"""Export a checkpoint to files that other tools load: a peft adapter, or a merged model.
 
 Everything is streamed tensor by tensor: merging holds one base tensor and its change at a time.
 """
@@ -60,7 +60,7 @@ PER_EXPERT_SUFFIX = "-per-expert"  # after the name of an adapter's folder
 GGUF_FILE = "model.gguf"
 _COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
 _EXPORT_SUFFIXES = (*_COMPANION_SUFFIXES, ".safetensors", ".gguf")
-# How the files of a tokenizer begin: those of a vocabulary that is not in tokenizer.json, and all.
+# Prefixes of a tokenizer's files: those of a vocabulary outside tokenizer.json, and all of them.
 _VOCABULARY_FILES = (
     *("vocab", "merges", "spiece", "sentencepiece", "spm", "bpe.codes", "dict.txt", "byte_maps"),
     *("tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"),
@@ -72,7 +72,7 @@ _TOKENIZER_FILES = (
     "added_tokens",
     "chat_template",
 )
-_LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # as a part of a model
+_LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # within a larger model
 
 
 def export_adapter(
@@ -80,8 +80,8 @@ def export_adapter(
 ) -> Path:
     """Write the adapter of a checkpoint as a directory that stock peft loads.
 
-    One on routed experts is written beside it once more, expert by expert (``PER_EXPERT_SUFFIX``).
-    ``template``: the chat template that was trained with, where it is not the base's.
+    For routed experts, a folder beside it (``PER_EXPERT_SUFFIX``) gets the adapter per expert too.
+    ``template``: the chat template used in training, if it is not the base's.
 
     Raises:
         ConfigError: if the run had no adapter, or ``out`` or the folder beside it holds something
@@ -101,8 +101,8 @@ def export_adapter(
     _warn_scales(index, tune, out)
     if lost := layers_ignored_by_peft(index, base) if stacks else []:
         log.warning(
-            "peft does not load %d of the adapters in %s, such as of %s: for this kind of model it "
-            "takes their names for others. Use export --to merged",
+            "peft does not load %d of the adapters in %s, such as that of %s: for this kind of "
+            "model it takes their names for those of other layers. Use export --to merged",
             *(len(lost), out, lost[0]),
         )
     if any(adapted_layer(name) in stacks for name in index.shapes):
@@ -111,14 +111,14 @@ def export_adapter(
 
 
 def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
-    """Warn of scales that are not alpha / rank: most programs but peft know no others."""
+    """Warn of scales other than alpha / rank, which most programs except peft do not support."""
     scales = {tune.adapter_scale(layer) for layer in map(adapted_layer, index.shapes) if layer}
     if scales - {tune.alpha / tune.rank}:
         settings = ("rslora", "rank_pattern", "alpha_pattern")
         log.warning(
-            "%s: with %s layers are scaled by other numbers than alpha / rank = %g. peft does so; "
-            "servers and converters (vLLM, SGLang, llama.cpp) may use that one for all layers "
-            "without a warning. Use export --to merged there",
+            "%s: with %s, some layers are not scaled by alpha / rank = %g. peft supports that, but "
+            "servers and converters (vLLM, SGLang, llama.cpp) may use this one scale for all "
+            "layers without a warning. Use export --to merged for them",
             out,
             " and ".join(f"tune.{name}" for name in settings if getattr(tune, name)),
             tune.alpha / tune.rank,
@@ -126,7 +126,7 @@ def _warn_scales(index: TensorIndex, tune: TuneConfig, out: Path) -> None:
 
 
 def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str | None) -> None:
-    """Write the adapter in ``peft`` once more, expert by expert, into a folder beside it."""
+    """Write the adapter in ``peft`` again, split into single experts, to a folder beside it."""
     out = peft.with_name(peft.name + PER_EXPERT_SUFFIX)
     if (adapter := split_experts(index_checkpoint(checkpoint), base)) is None:
         log.warning("%s is not written: no names are known for single experts of this model", out)
@@ -136,13 +136,13 @@ def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str |
         copy_tokenizer(base, temporary)
         write_template(template, base, temporary)
         write_card(checkpoint, base, temporary, "per-expert")
-    log.info("the same with one matrix for each expert, as vLLM reads most families: %s", out)
+    log.info("the same adapter split into single experts, as vLLM reads most families: %s", out)
 
 
 def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -> WrittenFile:
-    """Write the adapter's weights and configuration, as peft names them, into the folder ``out``.
+    """Write the adapter's weights and configuration, in peft's form, into the folder ``out``.
 
-    One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
+    Only one tensor is held at a time. Return the file of the weights, which is synced.
     """
     from hpc_tune.model.adapters import (
         EXPERT_NAMES,
@@ -169,10 +169,10 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     config = make_lora_config(tune, targets)
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if targets.parameters:
-        config.lora_dropout = 0.0  # else peft refuses them; an adapter that is loaded drops nothing
+        config.lora_dropout = 0.0  # else peft refuses parameters; a loaded adapter has no dropout
     elif tune.targets == "all-linear" or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
-    if within:  # by whole names: other parts of such a model may have layers of the same
+    if within:  # use full paths: other parts of such a model may have layers of the same name
         kinds = config.target_modules
         config.target_modules = {name for name in layers if name.rpartition(".")[2] in kinds}
         if config.modules_to_save:
@@ -195,10 +195,10 @@ def export_merged(
 ) -> Path:
     """Write base plus adapter (or the fully tuned weights) as a Hugging Face model directory.
 
-    ``template``: the chat template that was trained with, where it is not the base's. A head that
-    the base stores although it is the embedding is left out: it would be the one before tuning.
-    Each tensor gets ``dtype``, or keeps the one it has in the base, where float8 ones with scales
-    and MXFP4 become bf16. One tensor is held at a time.
+    ``template``: the chat template used in training, if it is not the base's. If the base stores a
+    copy of a tied output head, it is left out, since its values are those from before tuning.
+    Each tensor gets ``dtype``, or keeps its dtype from the base, except that float8 with scales and
+    MXFP4 become bf16. Only one tensor is held at a time.
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model, or a value is
@@ -238,8 +238,8 @@ def pack_adapter(
 ) -> list[WrittenFile]:
     """Turn the files ``names`` of an unfinished checkpoint into its ``adapter`` folder.
 
-    They hold the ranks' regions of the adapter's weights and are removed, so that a checkpoint
-    holds them once, in peft's form.
+    These files hold the ranks' regions of the adapter's weights. They are removed, so that a
+    checkpoint stores the weights only once, in peft's form.
 
     Raises:
         CheckpointError: if the file system refuses.
@@ -259,16 +259,16 @@ def pack_adapter(
 
 
 def merge_bytes(largest_tensor_bytes: int) -> int:
-    """Return what merging holds at once: a tensor, a piece for the file, and transformers.
+    """Return the bytes that merging needs at once: a tensor, a piece of a file, and transformers.
 
-    That is asked for the names of most models' tensors. Where an adapter changes a tensor that is
-    as large, it is up to two pieces more.
+    transformers provides the tensor names of most models. If an adapter changes the largest tensor,
+    merging needs up to two more pieces.
     """
     return largest_tensor_bytes + PIECE_BYTES + STOCK_MODEL_BYTES
 
 
 def require_merge_memory(merged: MergedModel) -> None:
-    """Refuse to merge where memory is short, before the kernel kills the process."""
+    """Refuse to merge if memory is too small, before the kernel kills the process."""
     needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
     limit = find_limit()
     room = spare_bytes(limit)
@@ -276,7 +276,7 @@ def require_merge_memory(merged: MergedModel) -> None:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed)}; "
             f"{limit.source} leaves {format_bytes(room)} of {format_bytes(limit.num_bytes)}: run "
-            "it where there is more memory"
+            "it on a machine with more memory"
         )
 
 
@@ -297,7 +297,7 @@ def _is_companion(file: Path) -> bool:
     """Whether a file of the base directory belongs to the model but is not its weights.
 
     An adapter's configuration would make transformers look for an adapter of the merged model, and
-    ModelOpt's of a quantisation a server for scales, which merged weights have none of.
+    ModelOpt's quantization config would make a server look for scales that merged weights lack.
     """
     others = (".index.json", "adapter_config.json", "quant_config.json", "quantize_config.json")
     return file.suffix in _COMPANION_SUFFIXES and not file.name.endswith(others)
@@ -311,7 +311,7 @@ def _scale_positions(file: Path, base: Path, scaling: Mapping[str, Any]) -> None
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
-    """Write the dtype into a config.json, and no quantization: merged weights have none."""
+    """Set the dtype in a config.json and remove quantization, which merged weights do not have."""
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in config_parts(config):
         for key in part.keys() & QUANTIZATION_KEYS:
@@ -324,8 +324,8 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
 def copy_tokenizer(base: Path, out: Path) -> None:
     """Copy the files of a tokenizer.
 
-    One of a vocabulary and merges alone gets a tokenizer.json as well: transformers would find out
-    from config.json of what class it is, which is not beside an adapter.
+    A tokenizer with only vocabulary and merges also gets a tokenizer.json: transformers would need
+    config.json, which an adapter's folder lacks, to find its class.
     """
     files = [f for f in base.iterdir() if f.name.startswith(_TOKENIZER_FILES) and _is_companion(f)]
     has_vocabulary = any(file.name.startswith(_VOCABULARY_FILES) for file in files)
@@ -337,9 +337,9 @@ def copy_tokenizer(base: Path, out: Path) -> None:
 
 
 def _is_duplicate(file: Path) -> bool:
-    """Whether added_tokens.json has what tokenizer.json has: SGLang takes it for an adapter's own.
+    """Whether added_tokens.json only repeats tokenizer.json.
 
-    Such adapters, with tokens of their own, are refused by some of its versions.
+    SGLang takes that file for tokens of the adapter's own; some versions refuse such adapters.
     """
     whole = file.with_name("tokenizer.json")
     if file.name != "added_tokens.json" or not whole.is_file():
@@ -350,9 +350,9 @@ def _is_duplicate(file: Path) -> bool:
 
 
 def _copy_file(file: Path, out: Path) -> None:
-    """Copy a small file of the base, without the names of code that is not copied with it.
+    """Copy a small file of the base, without references (auto_map) to code that is not copied.
 
-    What is trained here is of a class of transformers, which is found where no code is named.
+    Models trained here have a class in transformers, which is used if no code is referenced.
     """
     if file.name in ("config.json", "tokenizer_config.json"):
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -364,7 +364,7 @@ def _copy_file(file: Path, out: Path) -> None:
 
 
 def _is_export(out: Path) -> bool:
-    """Whether a folder is empty, or holds weights beside a model's small files and nothing else."""
+    """Whether a folder is empty, or holds only weights and a model's small files."""
     if not out.is_dir():
         return False
     entries = list(out.iterdir())
@@ -380,16 +380,17 @@ def _is_export(out: Path) -> bool:
 
 @contextmanager
 def replacing_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes ``out`` when the block ends well, else is removed.
+    """Yield a temporary folder that becomes ``out`` if the block succeeds, and else is removed.
 
     Raises:
-        ConfigError: if there is something at ``out`` that no export has written.
+        ConfigError: if ``out`` exists and is not an export.
+        CheckpointError: if the file system refuses.
     """
     out = out.resolve()
     temporary = out.with_name(out.name + ".tmp")
     if out.exists() and (out == base.resolve() or not _is_export(out)):
         raise ConfigError(
-            f"{out} holds something that is not an export, which would be lost; choose a folder "
+            f"{out} holds something that is not an export and would be lost; choose a folder "
             "that does not exist yet"
         )
     try:

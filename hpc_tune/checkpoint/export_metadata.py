@@ -1,5 +1,5 @@
-"""What an export holds beside its tensors: the model card (README.md), the configuration of its
-training, adapter_config.json, the base's name, and the chat template.
+"""What an export contains besides tensors: the model card (README.md), the training configuration,
+adapter_config.json, the base's name, and the chat template.
 """
 
 import json
@@ -33,7 +33,7 @@ from hpc_tune.model.tokenizer import (
 from hpc_tune.rundir.facts import read_energy
 from hpc_tune.safe_yaml import load_yaml
 
-# -- What a base model is called, for those who read an export elsewhere.
+# -- The name of a base model, for users of an export on other machines.
 #
 # a folder of the hub's cache (models--OWNER--NAME/snapshots/REVISION) -> OWNER/NAME, REVISION
 # any other folder                                                     -> its own name
@@ -41,9 +41,9 @@ from hpc_tune.safe_yaml import load_yaml
 
 @dataclass(frozen=True)
 class BaseName:
-    """``name``: as people name the model; ``place``: what loads it, a path or the hub's name.
+    """``name``: for people; ``place``: what loads the model, a path or a hub name.
 
-    ``revision``: the hub's, where ``place`` is a name of the hub.
+    ``revision``: the revision on the hub, if ``place`` is a hub name.
     """
 
     name: str
@@ -52,7 +52,7 @@ class BaseName:
 
 
 def find_base_name(base: Path) -> BaseName:
-    """Return the name of the base model in the folder ``base``, through links as people know it."""
+    """Return the name of the base model in the folder ``base``, resolving links into the cache."""
     path = Path(os.path.abspath(base))
     for place in (path, path.resolve()):
         if (cached := model_name(place)) is not None:
@@ -92,18 +92,18 @@ _UNKNOWN_LICENSE = {"license": "unknown"}
 
 
 def read_rope_scaling(checkpoint: Path, base: Path) -> Mapping[str, Any] | None:
-    """Return with which scaling others compute the positions of a checkpoint's training.
+    """Return the rope scaling with which other tools reproduce the positions used in training.
 
-    That of model.rope_scaling, whose frequencies here are the same for texts of all lengths.
+    It is model.rope_scaling, made independent of the text's length as in training; None if unset.
 
     Raises:
-        CheckpointError: if its state cannot be used.
+        CheckpointError: if the checkpoint's state cannot be used.
     """
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     config = state.run_config(str(checkpoint))
     if (scaling := config.model.rope_scaling) is None:
         return None
-    # Earlier versions did not say it, which was another length for pairs alone.
+    # Earlier versions did not save scaled_for; it only differs from data.seq_len for pairs.
     return without_lengths(read_config(base), scaling, state.scaled_for or config.data.seq_len)
 
 
@@ -111,8 +111,8 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
     ``kind`` is ``"adapter"``, ``"per-expert"``, ``"merged"`` or ``"gguf"``; ``base`` is the
-    directory of the base model. ``whole``: it is loaded with all parts of the base, not with its
-    language model alone.
+    directory of the base model. ``whole``: the export is loaded with all parts of the base, not
+    only with its language model.
 
     Raises:
         CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
@@ -146,7 +146,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
         if evals.best is not None and evals.best[0] != last_step:
             rows["lowest held-out loss"] = f"{evals.best[1]:.4f} (step {evals.best[0]})"
-    # Of a checkpoint that lies in its run directory.
+    # Only known if the checkpoint is still in its run directory.
     energy = read_energy(checkpoint.absolute().parent.parent)
     if energy is not None and energy.joules is not None:
         rows["energy of training"] = f"{energy.full_text}; up to step {energy.step}"
@@ -180,32 +180,32 @@ def _format_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
-        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
-        f"licence and card say holds here too.\n\n"
+        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. The base model's "
+        f"license and card apply here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{usage}\n```\n"
     )
 
 
 def _describe_positions(trained: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
-    """Return model.rope_scaling, and what others compute the same positions with."""
+    """Return model.rope_scaling in words, and the scaling with which others get the same."""
     text, same = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (trained, scaling))
     return text if scaling == trained else f"{text}; the same for texts of all lengths: {same}"
 
 
 def _warn_of_positions(scaling: Mapping[str, Any]) -> None:
     log.warning(
-        "an adapter holds no rotary positions: this one needs its base loaded with %s; %s in it "
-        "says how. export --to merged writes them into the model",
+        "an adapter contains no rotary positions: this one needs its base loaded with %s; see %s "
+        "in its folder. export --to merged writes them into the model",
         *(format_rope_scaling(scaling, "rope_parameters"), CARD),
     )
 
 
 def _usage(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | None) -> str:
-    """Return how to load an export; where positions are scaled and no file of it says so, with it.
+    """Return code that loads an export; it sets scaled positions that no file contains.
 
-    An adapter holds none of its base's configuration; a merged model has a config.json, and of a
-    GGUF file only llama.cpp reads such figures.
+    An adapter contains none of its base's configuration; a merged model has a config.json, and only
+    llama.cpp reads the scaling from a GGUF file.
     """
     imports, setup, given = auto, "", ""
     if scaling is not None:
@@ -227,7 +227,7 @@ def _usage(kind: str, auto: str, base: Path, scaling: Mapping[str, Any] | None) 
 
 
 def _describe_data(data: DataConfig) -> Iterator[str]:
-    """Yield the names of the files, and in a mixture how much of each is learned."""
+    """Yield the names of the files, or the sources of a mixture with their weight or epochs."""
     for source in data.sources or []:
         share = f"epochs {source.epochs}" if source.epochs else f"weight {source.weight:g}"
         yield f"{source.label} ({share})"
@@ -249,7 +249,7 @@ def _read_license(base: Path) -> dict[str, str]:
 
 
 def _auto_class(base: Path) -> str:
-    """Return transformers' class for a whole model: its own, where it has parts for images."""
+    """Return the transformers class that loads a whole model: its own class if it is multimodal."""
     if not (base / "config.json").is_file():
         return _CAUSAL_CLASS
     named = read_config_json(base).get("architectures")
@@ -257,10 +257,10 @@ def _auto_class(base: Path) -> str:
     return first if first.endswith("ForConditionalGeneration") else _CAUSAL_CLASS
 
 
-# -- adapter_config.json, for peft of today and of years ago, and for servers that read it.
+# -- adapter_config.json, for current and old versions of peft, and for servers that read it.
 
 
-# What peft has written since its first versions. A field of later ones is an error in those before.
+# Fields that peft has had since its first versions. Old versions refuse fields added later.
 _BASE_FIELDS = (
     *("peft_type", "task_type", "base_model_name_or_path", "inference_mode", "r", "lora_alpha"),
     *("lora_dropout", "target_modules", "modules_to_save", "bias", "fan_in_fan_out"),
@@ -271,8 +271,8 @@ _BASE_FIELDS = (
 def write_adapter_config(config: Any, base: Path, out: Path) -> None:
     """Write peft's ``config`` of an adapter of ``base`` into the folder ``out``.
 
-    Newer fields are left out where they have their default, which older versions do as well. Whole
-    numbers are written as such: Ollama cannot read a lora_alpha of 32.0.
+    Newer fields are left out if they have their default, which is how older versions behave. Whole
+    numbers are written without a fraction: Ollama cannot read a lora_alpha of 32.0.
     """
     found = find_base_name(base)
     config.base_model_name_or_path, config.revision = found.place, found.revision
@@ -287,7 +287,7 @@ def write_adapter_config(config: Any, base: Path, out: Path) -> None:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Return sets as lists, and numbers without a fraction as whole ones."""
+    """Turn sets into lists, and floats without a fraction into integers."""
     if isinstance(value, dict):
         return {key: _to_json_types(item) for key, item in value.items()}
     if isinstance(value, float) and value.is_integer():
@@ -295,10 +295,10 @@ def _to_json_types(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else value
 
 
-# -- Chat templates and the tokenizer's class in an export: what its users get is what was trained.
+# -- Chat templates and the tokenizer's class in an export: its users get what training used.
 #
-# tokenizer_config.json            one template, or several by name, of older transformers
-# chat_template.jinja              the one called default
+# tokenizer_config.json            one template, or several by name, in older transformers
+# chat_template.jinja              the one named default
 # additional_chat_templates/*.jinja    the others
 
 
@@ -307,10 +307,10 @@ _CONFIG = "tokenizer_config.json"
 
 
 def write_template(template: str | None, base: Path, out: Path) -> None:
-    """Put the chat templates into an export that has the tokenizer's files of ``base`` otherwise.
+    """Put the chat templates into an export that already has the tokenizer files of ``base``.
 
-    ``template`` is the one that was trained with, where it is not the base's: it replaces all. An
-    export whose tokenizer.json transformers would read in another way names a class that does not.
+    ``template`` is the one used in training, if it is not the base's: it replaces all others. If
+    transformers would load a tokenizer.json differently, another tokenizer_class is named.
     """
     if template is not None:
         _write(template, out)
@@ -320,11 +320,11 @@ def write_template(template: str | None, base: Path, out: Path) -> None:
         try:
             name_whole_file_class(load_tokenizer(base), out)
         except DataError:
-            return  # a tokenizer that cannot be loaded has made no tokens
+            return  # a tokenizer that cannot be loaded was not used in training
 
 
 def _write(template: str, out: Path) -> None:
-    """Write one template, also where older transformers look for it."""
+    """Write one template, also to the place where older transformers look for it."""
     (out / TEMPLATE).write_text(template, encoding="utf-8")
     file = out / _CONFIG
     if file.is_file():
@@ -333,7 +333,7 @@ def _write(template: str, out: Path) -> None:
 
 
 def _copy_missing(base: Path, out: Path) -> None:
-    """Write those of the base's templates that are not in the files that were copied."""
+    """Write the base's templates that are missing in the copied files."""
     for file in sorted((base / OTHER_TEMPLATES).glob("*.jinja")):
         (out / OTHER_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, out / OTHER_TEMPLATES / file.name)

@@ -1,7 +1,7 @@
-"""A checkpoint -> one GGUF file, which llama.cpp and what builds on it read.
+"""Export a checkpoint to one GGUF file, for llama.cpp and tools built on it.
 
-    config.json     -> the model's figures; what llama.cpp would compute otherwise is refused
-    tokenizer.json  -> tokens, their kinds, merges, and the rule by which text is cut
+    config.json     -> hyperparameters; refused if llama.cpp would compute a different model
+    tokenizer.json  -> tokens, their types, merges, and the pre-tokenizer (how text is split)
     merged tensors  -> by GGUF's names, one at a time
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written by the gguf package.
@@ -40,17 +40,17 @@ from hpc_tune.packages import is_importable
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _LLAMA3 = "llama3"
-_SCALED = ("linear", "yarn")  # what llama.cpp computes from the file's figures
-# Those that llama.cpp adds.
+_SCALED = ("linear", "yarn")  # scalings that llama.cpp computes from the file's metadata
+# The biases that llama.cpp applies.
 _BIASES = {"llama": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 _ALTERNATIVE = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-# The rules by which byte-level tokenizers cut text, by the name that llama.cpp has for each.
+# How byte-level tokenizers split text: the pattern, and llama.cpp's name for it.
 _WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_RULES = {_WORD_PATTERN % "{1,3}": "llama-bpe", _WORD_PATTERN % "": "qwen2"}
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's kinds of token
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's token types
 
 
 def export_gguf(
@@ -63,14 +63,14 @@ def export_gguf(
 ) -> Path:
     """Write base plus adapter (or the fully tuned weights) as a folder with one GGUF file.
 
-    Each matrix gets ``dtype``, or keeps the one it has in the base; vectors are fp32, as llama.cpp
-    has them. One tensor is held at a time. ``template``: the chat template that was trained with,
-    where it is not the base's.
+    Each matrix gets ``dtype``, or keeps its dtype from the base; vectors are fp32, as in llama.cpp.
+    Only one tensor is held at a time. ``template``: the chat template used in training, if it is
+    not the base's.
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model, or a value is
-        too large for its dtype. ConfigError: if gguf is not installed, the model is of a shape or
-        has a tokenizer that is not written, or ``out`` holds something that is not an export.
+        too large for its dtype. ConfigError: if gguf is not installed, the model's shape or
+        tokenizer is not supported, or ``out`` holds something that is not an export.
         MemoryBudgetError: if there is no room for one tensor.
     """
     if not is_importable("gguf"):
@@ -110,7 +110,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
     """Return llama.cpp's name of the architecture.
 
     Raises:
-        ConfigError: if llama.cpp would compute another model than transformers.
+        ConfigError: if llama.cpp would not compute the same model as transformers.
     """
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or {}
@@ -128,14 +128,14 @@ def _architecture_of(config: dict[str, Any]) -> str:
     elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
         why = f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        why = f"only a part of each head is rotated ({rope['partial_rotary_factor']:g})"
+        why = f"only part of each head has rotary positions ({rope['partial_rotary_factor']:g})"
     elif llama_cpp == "qwen2" and head_dim * heads != width:
         why = (
-            f"its {heads} heads of {head_dim} values are not hidden_size={width} together, as "
-            "llama.cpp's qwen2 needs it"
+            f"its {heads} heads of {head_dim} values do not add up to hidden_size={width}, as "
+            "llama.cpp's qwen2 requires"
         )
     elif sliding and sliding < config.get("max_position_embeddings", 0):
-        why = f"its attention sees {sliding} tokens only (sliding_window)"
+        why = f"its attention only sees {sliding} tokens (sliding_window)"
     elif config.get("hidden_act", "silu") != "silu":
         why = f"hidden_act={config['hidden_act']}, expected silu"
     if why is not None:
@@ -144,7 +144,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
 
 
 def _other_than_llama_cpp(rope: dict[str, Any]) -> list[str]:
-    """Return what a model's YaRN has and llama.cpp's has not, which computes with these values."""
+    """Return the YaRN settings of a model that differ from llama.cpp's fixed values (``known``)."""
     if rope.get("rope_type") != "yarn":
         return []
     factor = 0.1 * math.log(rope["factor"]) + 1.0
@@ -160,7 +160,7 @@ def _other_than_llama_cpp(rope: dict[str, Any]) -> list[str]:
 
 
 def _add_rope_scaling(writer: Any, rope: dict[str, Any]) -> None:
-    """Write linear scaling or YaRN; Llama 3's is a tensor."""
+    """Write linear scaling or YaRN; Llama 3's scaling is a tensor of its own."""
     from gguf import RopeScalingType
 
     if (kind := rope["rope_type"]) not in _SCALED:
@@ -195,7 +195,7 @@ def _tensor_regions(
     """Return the tensors to write, by GGUF's names.
 
     Raises:
-        ConfigError: if GGUF has none for one.
+        ConfigError: if GGUF has no name for a tensor.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -251,7 +251,7 @@ def _write_tensors(
 def _integer_bits(
     region: Region, dtype: torch.dtype, num_heads: int | None
 ) -> np.ndarray[Any, Any]:
-    """Return a tensor's bits as integers; ``num_heads``: of one whose rows are rotated."""
+    """Return a tensor's bits as integers; ``num_heads`` is set if its rows must be interleaved."""
     tensor = region.values().to(dtype)
     if num_heads is not None:
         tensor = _interleave_halves(tensor, num_heads)
@@ -260,19 +260,19 @@ def _integer_bits(
 
 
 def _interleave_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Put the rows that a rotation turns together side by side, as llama.cpp's llama has them.
+    """Put the two rows of each rotary pair next to each other, as llama.cpp's llama stores them.
 
-    transformers has the halves of a head one after the other: 0 1 2 3 -> 0 2 1 3.
+    transformers stores the halves of a head one after the other: 0 1 2 3 -> 0 2 1 3.
     """
     by_half = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
     return by_half.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str, Any]) -> None:
-    """Add the tokenizer of ``folder``; embeddings without a token get an unused one.
+    """Add the tokenizer of ``folder``; embeddings without a token get an unused token.
 
     Raises:
-        ConfigError: if it is not a byte-level BPE, or cuts text by a rule without a name.
+        ConfigError: if it is not a byte-level BPE, or llama.cpp has no name for how it splits text.
     """
     from gguf import SpecialVocab
 
@@ -301,13 +301,13 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
 
 
 def _split_rule(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the rule by which a byte-level BPE tokenizer cuts text."""
+    """Return llama.cpp's name for how a byte-level BPE tokenizer splits text."""
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     types = [step.get("type") for step in steps]
     is_bytes = model.get("type") == "BPE" and types[-1:] == ["ByteLevel"]
     if is_bytes and not model.get("merges"):
-        return "gpt-2"  # each byte is a token, however the text is cut
+        return "gpt-2"  # each byte is a token, however the text is split
     if is_bytes and types == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if is_bytes and types == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
@@ -316,8 +316,8 @@ def _split_rule(tokenizer: dict[str, Any]) -> str:
         rule = steps[0].get("pattern", {}).get("Regex")
         if rule in _SPLIT_RULES:
             return _SPLIT_RULES[rule]
-    kind = "byte-level BPE that cuts text by another rule" if is_bytes else model.get("type")
+    kind = "byte-level BPE with another splitting rule" if is_bytes else model.get("type")
     raise ConfigError(
-        f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that cuts "
-        f"text as those of GPT-2, Llama 3, Qwen or SmolLM do; {_ALTERNATIVE}"
+        f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that splits "
+        f"text like those of GPT-2, Llama 3, Qwen or SmolLM; {_ALTERNATIVE}"
     )

@@ -22,14 +22,14 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.liveness import HEARTBEAT_DEAD_S
 
 TEMPLATE_FILE = "chat_template.jinja"
-_MAX_ATTEMPTS = 10  # at a run that goes on, and removes what is being looked at
+_MAX_ATTEMPTS = 10  # a running run may remove checkpoints while they are being read
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LocatedCheckpoint:
     """A verified checkpoint, its run directory, the configuration it was saved with, its base
-    model's directory, the chat template it was trained with if that is not the base's, its state.
+    model's directory, the chat template used in training (None: the base's), and its state.
     """
 
     checkpoint: Path
@@ -46,8 +46,8 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
     ``moved_base`` is where its base model is now.
 
     Raises:
-        ConfigError: if ``path`` is neither, or ``moved_base`` another model. CheckpointError: if
-        nothing there verifies.
+        ConfigError: if ``path`` is neither, or ``moved_base`` is another model. CheckpointError: if
+        no checkpoint there is valid.
     """
     if (path / MANIFEST).is_file():
         checkpoint, run_dir = path, path.absolute().parent.parent
@@ -68,13 +68,13 @@ def locate(path: Path, moved_base: Path | None = None) -> LocatedCheckpoint:
 
 
 def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path], T]) -> T:
-    """Return what ``work`` gives for the checkpoint of ``run``, which was located at ``path``.
+    """Return the result of ``work`` on the checkpoint of ``run``, which was located at ``path``.
 
-    If that is gone in the middle, as a run that goes on removes old ones, it is done again with the
+    If the checkpoint vanishes meanwhile, since an active run removes old ones, retry with the
     newest.
 
     Raises:
-        HpcTuneError, OSError: what ``work`` raises while its checkpoint is there.
+        HpcTuneError, OSError: what ``work`` raises although its checkpoint still exists.
     """
     checkpoint = run.checkpoint
     for _ in range(_MAX_ATTEMPTS):
@@ -84,15 +84,15 @@ def retry_with_newest(run: LocatedCheckpoint, path: Path, work: Callable[[Path],
             if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
                 raise
         gone, (checkpoint, _) = checkpoint, _find_newest(path)
-        log.info("%s was removed by its run, which still goes on: using %s", gone, checkpoint.name)
+        log.info("%s was removed by its run, which still runs: using %s", gone, checkpoint.name)
     return work(checkpoint)
 
 
 def require_base(located: LocatedCheckpoint, option: str) -> Path:
-    """Return the folder of the base model; ``option`` is the user's way to name another.
+    """Return the folder of the base model; ``option`` is the flag with which users name another.
 
     Raises:
-        ConfigError: if it does not exist, or has other weights than the one trained with.
+        ConfigError: if it does not exist, or has other weights than the model used in training.
     """
     if not located.base.is_dir():
         raise ConfigError(
@@ -114,7 +114,7 @@ def require_base(located: LocatedCheckpoint, option: str) -> Path:
 
 
 def read_template(run_dir: Path, chat_template: str | None) -> str | None:
-    """Return the chat template of a run whose data.chat_template named one: the copy it kept."""
+    """Return the run's own copy of its chat template; None if data.chat_template was unset."""
     if chat_template is None:
         return None
     kept = run_dir / TEMPLATE_FILE
@@ -122,7 +122,7 @@ def read_template(run_dir: Path, chat_template: str | None) -> str | None:
         return kept.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the run was made with the chat template {chat_template}, and its copy of it, {kept}, "
+            f"the run used the chat template {chat_template}, but the run's copy of it, {kept}, "
             f"cannot be read ({error}{find_remedy(error)}); put the template there"
         ) from None
 
@@ -144,7 +144,7 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
             try:
                 lines.append(_describe_checkpoint(checkpoint, check_bytes))
             except (CheckpointError, UnreadableError, OSError) as error:
-                if is_one or checkpoint.is_dir():  # else its run goes on, and has removed it
+                if is_one or checkpoint.is_dir():  # else its active run has removed it
                     all_valid = False
                     lines.append(f"{checkpoint.name}  {_damage_label(error)}: {error}")
         if not new:
@@ -152,20 +152,20 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     lines += _mixture_lines(seen)
     for aside in [] if is_one else _open_store(path).list_superseded():
         lines.append(
-            f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
-            f"needed, or resume from it with checkpoint.resume={aside}"
+            f"{aside.name}  put aside: the run resumed from an earlier one; remove it if you do "
+            f"not need it, or resume from it with checkpoint.resume={aside}"
         )
     return lines, all_valid
 
 
 def _mixture_lines(checkpoints: Sequence[Path]) -> Iterator[str]:
-    """Yield what the newest checkpoint's run has had of each source of a mixture."""
+    """Yield a line per source of a mixture: how much of it was used up to the newest checkpoint."""
     if not checkpoints:
         return
     newest = checkpoints[-1]
     try:
         loader = RunState.from_json(read_state(newest), str(newest)).loader
-    except (CheckpointError, UnreadableError, OSError):  # told of already
+    except (CheckpointError, UnreadableError, OSError):  # reported already
         return
     if "phases" in loader:
         try:
@@ -180,7 +180,7 @@ def _damage_label(error: Exception) -> str:
 
 
 def diff_settings(one: Path, other: Path) -> list[str]:
-    """Return a line for each setting that two checkpoints, or runs, were saved with differently.
+    """Return a line for each setting that differs between two checkpoints or runs.
 
     Raises:
         ConfigError, CheckpointError: as ``locate``.
@@ -236,7 +236,7 @@ def _open_store(path: Path) -> Store:
 
 
 def _find_newest(run_dir: Path) -> tuple[Path, RunState]:
-    """Return the newest valid checkpoint, also if the run goes on and removes some meanwhile."""
+    """Return the newest valid checkpoint, even if the active run removes some meanwhile."""
     store = _open_store(run_dir)
     for _ in range(_MAX_ATTEMPTS):
         seen = store.steps()

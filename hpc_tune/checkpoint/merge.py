@@ -1,4 +1,4 @@
-"""The tensors of a merged model: those of the base, changed by what was trained."""
+"""The tensors of a merged model: the base's tensors, changed by training."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ from hpc_tune.model.weights import (
     index_model_directory,
 )
 
-# Where values are too large for the dtype that they would be written in.
+# What to do if values are too large for the dtype to be written.
 _ALTERNATIVES = {
     torch.float16: ", whose largest is 65504; write the model in another dtype (--dtype bf16), or "
     "use the adapter (--to adapter)"
@@ -42,7 +42,7 @@ class MergedModel:
         base: Path,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Index a checkpoint and its base; ``dtype`` None: each tensor has its own."""
+        """Index a checkpoint and its base; ``dtype`` None: each tensor keeps its own."""
         self._stored, self._trained = index_model_directory(base), index_checkpoint(checkpoint)
         self._tune, self._base, self._dtype = tune, base, dtype
         trained = self._trained
@@ -51,7 +51,7 @@ class MergedModel:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(LORA_A):
                 layer = name.removesuffix(LORA_A)
                 self._adapted[self._adapted_tensor(layer)] = layer
-        # Modules that were trained in full beside an adapter, and rows of the embedding.
+        # Modules trained in full beside an adapter, and trained rows of the embedding.
         of_adapter = (name for name in trained.shapes if name.startswith(ADAPTER_PREFIX))
         beside = [name for name in of_adapter if not adapted_layer(name)]
         rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
@@ -64,7 +64,7 @@ class MergedModel:
 
     @functools.cached_property
     def _expert_stacks(self) -> Mapping[str, AdaptedTensor]:
-        """Stacks of experts by an adapter's layer."""
+        """Stacks of experts, by the name of the adapter's layer."""
         stored = self._stored.shapes.items()
         may_be = any(len(shape) == 3 or ".experts." in name for name, shape in stored)
         return (
@@ -73,7 +73,7 @@ class MergedModel:
 
     @functools.cached_property
     def _parts_of_joined(self) -> Mapping[str, tuple[str, StoredPart]]:
-        """What each stored tensor that is a part of a joined one is a part of."""
+        """For each stored tensor that is part of a joined one: that tensor's name, and the part."""
         joined = self._storage.index.joined if self._expert_stacks else {}
         return {
             part.stored.name: (name, part) for name, one in joined.items() for part in one.parts
@@ -87,17 +87,17 @@ class MergedModel:
         names, known = self._storage.names, self._storage.index.shapes
         if renamed := names.renamed.get(path):
             return renamed
-        # The last: of a run before its model was known as a part of a whole one.
+        # name_in_whole: for old runs, which did not know their model as part of a whole one.
         if joined := [one for one in (*candidates, names.name_in_whole(path)) if one in known]:
             return joined[0]
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property
     def _transposed_names(self) -> frozenset[str]:
-        """Which tensors are stored transposed: if one that is not square is, square ones may be."""
+        """The tensors stored transposed; only looked up if a shape shows that any may be."""
         shapes = self._trained.shapes
         straight = all(
-            self._stored.shapes.get(name)  # None: it is joined of several
+            self._stored.shapes.get(name)  # None: joined from several tensors
             == (shapes[layer + LORA_B][0], shapes[layer + LORA_A][1])
             for name, layer in self._adapted.items()
         )
@@ -109,12 +109,12 @@ class MergedModel:
 
     @property
     def copied_head(self) -> str | None:
-        """An output head that is stored beside the embedding it equals, from before tuning."""
+        """A tied output head that the base stores in addition to the embedding; it is outdated."""
         return self._storage.copied_head if "head" in " ".join(self._stored.shapes) else None
 
     @property
     def has_other_dtypes(self) -> bool:
-        """Whether tensors get other dtypes than the files of the base have."""
+        """Whether tensors get other dtypes than in the base's files."""
         return self._stored.is_quantised or self._dtype is not None
 
     @property
@@ -132,7 +132,7 @@ class MergedModel:
         return math.prod(self._stored.shapes[name]) * self.dtype_of(name).itemsize
 
     def region(self, name: str) -> Region:
-        """Return a tensor, computed when it is asked for its values."""
+        """Return a tensor whose values are computed when they are requested."""
         shape, dtype = self._stored.shapes[name], self.dtype_of(name)
         return Region.whole(name, dtype, shape, lambda: self._merge_tensor(name))
 
@@ -171,10 +171,10 @@ class MergedModel:
     def _add_to_experts(
         self, out: torch.Tensor, name: str, layer: str, stack: AdaptedTensor
     ) -> None:
-        """W_e + scale B_e A_e for each expert e of a stack, or of the part of it that ``out`` is.
+        """W_e + scale B_e A_e for each expert e of a stack, or of the part of it in ``out``.
 
-        As peft has them: A is expert-major, E R x inputs; of B's columns, outputs x R E, each
-        expert has every E-th. One expert is held in fp32 at a time.
+        As in peft, A is E R x inputs, expert-major, and B is outputs x R E, where each expert has
+        every E-th column. Only one expert is held in fp32 at a time.
         """
         a, b = (self._trained.read(layer + end).float() for end in (LORA_A, LORA_B))
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
@@ -195,8 +195,8 @@ class MergedModel:
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.
 
-        A transposed W gets the transposed product, and a part of W, such as the gate where the
-        model has gate and up in one, that of its rows.
+        A transposed W gets the transposed product. A part of W, such as the gate if the model has
+        gate and up in one tensor, gets the product's rows for that part.
         """
         scale = self._tune.adapter_scale(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (self._trained.read(layer + end) for end in (LORA_A, LORA_B))

@@ -1,7 +1,6 @@
-"""What a checkpoint's manifest holds besides tensors, and which of it must match on resume.
+"""What a checkpoint's manifest holds besides tensors, and which parts must match on resume.
 
-The configuration says of each setting what another value does to a run that resumes
-(``SettingFacts.resume``).
+``SettingFacts.resume`` says for each setting whether a resumed run may change it.
 """
 
 import math
@@ -25,8 +24,8 @@ OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same n
 class Evals:
     """The first, the newest and the best evaluation of a run, each as (step, mean loss).
 
-    ``since_best``: how many there were after the best. ``chosen``: of preferences, the newest
-    log-probabilities of chosen answers that fall from one evaluation to the next.
+    ``since_best``: the number of evaluations after the best one. ``chosen``: for preferences, the
+    longest falling series of log-probabilities of chosen answers up to the newest evaluation.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -38,9 +37,9 @@ class Evals:
     chosen: facts.Streak = ()
 
     def with_eval(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
-        """Return the record with one more evaluation; one that is not finite is never the best.
+        """Return the record with one more evaluation; a non-finite loss is never the best.
 
-        ``chosen``: the log-probability of chosen answers, of preferences.
+        ``chosen``: for preferences, the log-probability of chosen answers.
         """
         now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
@@ -53,7 +52,7 @@ class Evals:
         """Return the record from JSON types.
 
         Raises:
-            ValueError: if they are of another kind.
+            ValueError: if fields are unknown or have another type.
         """
         return _EVALS.validate_python(values)
 
@@ -64,18 +63,18 @@ class Evals:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that the next step depends on, but the tensors. All JSON types.
+    """Everything that the next step depends on, except tensors. All JSON types.
 
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
-    ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
-    ``governor`` are the governor's actions in effect, in order.
-    ``eval_loss`` is the held-out loss of this very step, where it was measured. ``model_sample`` is
-    a hash over values of the base, where a run that goes on needs them. ``experts`` says of a
-    mixture which parts are trained. ``held_out`` is a hash of what held-out losses are over, empty
-    where it is not known. ``start`` is one of the adapter with which the model began that
-    preferences are compared with, empty for the base alone, None where nothing is compared or it is
-    not known. ``scaled_for``: the tokens of a text for which rotary positions are scaled in all,
-    where they would depend on each text's length.
+    ``micro_size`` is kept so that a resume in the same layout is bitwise the same.
+    ``governor``: the governor's actions in effect, in order.
+    ``eval_loss``: the held-out loss at this step, if it was measured. ``model_sample``: a hash over
+    values of the base, if a resumed run needs the base. ``experts``: for a mixture, a description
+    of the trained parts. ``held_out``: a hash of the held-out data, empty if unknown. ``start``: a
+    hash of the adapter that the reference model for preferences started from; empty if it was the
+    base alone, None if there is no reference or it is unknown. ``scaled_for``: the text length in
+    tokens for which the rotary positions of all texts are scaled, if scaling would otherwise depend
+    on each text's length.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -116,14 +115,14 @@ class RunState:
             raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
 
     def has_other_weights(self, sample: str) -> bool:
-        """Tell whether a base with this sample has other values than the base of this state.
+        """Return whether a base with this sample has other values than the base of this state.
 
-        Not where either is unknown: earlier versions kept none.
+        False if either sample is unknown, since earlier versions saved none.
         """
         return "" not in (sample, self.model_sample) and sample != self.model_sample
 
     def run_config(self, where: str) -> RunConfig:
-        """Return the configuration that it was saved with, without removed settings.
+        """Return the configuration that the state was saved with, without removed settings.
 
         Raises:
             CheckpointError: if this version cannot read it.
@@ -142,7 +141,7 @@ class RunState:
             raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
 
 
-# Making one takes ten times as long as what it then does.
+# Made once: constructing an adapter takes ten times as long as one validation.
 _EVALS, _RUN_STATE = TypeAdapter(Evals), TypeAdapter(RunState)
 
 
@@ -154,7 +153,7 @@ def check_resume(
     ``identity`` and ``sample``: see model/weights.py.
 
     Raises:
-        ConfigError: lists every difference that must not be.
+        ConfigError: lists every difference that is not allowed.
     """
     other = "" if saved.model_identity == identity else "it is not the checkpoint's model"
     if not other and saved.has_other_weights(sample):
@@ -172,10 +171,10 @@ def check_resume(
 def require_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
     """Check the settings that must match, before the data and the model are loaded.
 
-    ``other_model`` says in which way the model is another.
+    ``other_model`` says how the model differs, if it does.
 
     Raises:
-        ConfigError: lists every difference that must not be.
+        ConfigError: lists every difference that is not allowed.
     """
     refused = [f"model.path: {other_model}"] if other_model else []
     refused += _list_changes(saved, settings, "same")
@@ -183,12 +182,12 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
         raise ConfigError(
             "the checkpoint belongs to a different run and cannot be resumed:\n"
             + "\n".join(f"  - {line}" for line in refused)
-            + "\nGive the old values, or another run.dir."
+            + "\nUse the old values, or another run.dir."
         )
 
 
 def _list_changes(saved: RunState, settings: Settings, kind: Resume) -> list[str]:
-    # What an earlier version did not have was as the default is.
+    # A setting that an earlier version lacked counts as having its default.
     before, now = flatten(RunConfig().model_dump()) | flatten(saved.config), flatten(settings)
     return [
         f"{name}: {before[name]} in the checkpoint, {now[name]} now"
@@ -199,5 +198,5 @@ def _list_changes(saved: RunState, settings: Settings, kind: Resume) -> list[str
 
 
 def _normalize(value: Any, unordered: bool) -> Any:
-    """Return what two values have in common that mean the same: sets have no order."""
+    """Return a form that is equal for equivalent values: lists without order become sets."""
     return set(value) if unordered and isinstance(value, list | tuple) else value

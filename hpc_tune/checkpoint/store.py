@@ -1,24 +1,24 @@
-"""The commit protocol of checkpoints. It knows files and hashes, no tensors.
+"""The commit protocol of checkpoints. It handles files and hashes, not tensors.
 
 Writing step 100, in this order:
 
-    1  checkpoints/step-00000100.tmp/            made by rank 0, after any leftover of it is removed
+    1  checkpoints/step-00000100.tmp/            made by rank 0, after it removed any leftover
     2  rank-*.safetensors, weights-*.safetensors written and synced by the ranks
     3  adapter/                                  by rank 0 from weights-*, which are removed; synced
     4  manifest.json                             step, state, size and SHA-256 of each file; synced
     5  fsync of the .tmp folder
     6  rename to step-00000100, fsync of checkpoints/
-    7  later checkpoints, of an abandoned branch of the run: renamed to step-N.superseded
-    8  older checkpoints that are not to stay: renamed to .tmp, then removed
+    7  later checkpoints, from an abandoned branch of the run: renamed to step-N.superseded
+    8  older checkpoints that are not kept: renamed to .tmp, then removed
 
 A full fine-tune has no weights-* and no adapter/: its ranks write all they hold into rank-*.
 
 A checkpoint is valid if its name is step-N, its manifest's own hash is right, and every file in
 it has the size and hash of the manifest. So a reader ignores a .tmp folder (an interrupted save or
 removal), and names the damaged file of a checkpoint that was damaged later. A file that the file
-system refuses to read is not damaged: nothing older is taken in its place. The only operation
-that makes a checkpoint appear is the rename of step 6, which is atomic within one folder on local
-disks, NFS and Lustre; no locks are used.
+system refuses to read does not count as damaged: no older checkpoint is used instead. The only
+operation that makes a checkpoint appear is the rename of step 6, which is atomic within one folder
+on local disks, NFS and Lustre; no locks are used.
 """
 
 import errno
@@ -49,7 +49,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = ".superseded"
 _READ_BYTES = 1 << 20
-_RETRY_WAITS_S = (0.5, 2.0, 5.0)  # a server that is replaced answers again
+_RETRY_WAITS_S = (0.5, 2.0, 5.0)  # a file server that fails over answers again
 _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Store:
     def __init__(
         self, folder: Path, keep: int, keep_every: int | None = None, keep_best: bool = False
     ) -> None:
-        """Keep the newest ``keep``, steps that ``keep_every`` divides, the best by eval loss."""
+        """Keep the newest ``keep``, multiples of ``keep_every``, and the best by held-out loss."""
         self.folder, self._keep = folder, keep
         self._keep_every, self._keep_best = keep_every, keep_best
 
@@ -72,11 +72,11 @@ class Store:
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
     def list_superseded(self) -> list[Path]:
-        """Return the checkpoints of abandoned branches of the run, which are kept for the user."""
+        """Return the checkpoints from abandoned branches of the run, kept for the user."""
         return sorted(self.folder.glob(f"step-*{_SUPERSEDED}"))
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies.
+        """Return the newest valid checkpoint.
 
         Raises:
             UnreadableError: if the file system refuses to read one that may be the newest.
@@ -92,7 +92,7 @@ class Store:
         temporary = self.folder / f"step-{step:08d}.tmp"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)  # the run directory is there, or was moved
+            self.folder.mkdir(exist_ok=True)  # fails if the run directory was moved
             temporary.mkdir()
         except OSError as error:
             raise CheckpointError(
@@ -109,7 +109,7 @@ class Store:
     ) -> Path:
         """Make a written folder a checkpoint, remove older ones, and return its path.
 
-        ``require_wanted`` is called before anything is changed for good; it may raise.
+        ``require_wanted`` is called before each irreversible change; it may raise.
 
         Raises:
             CheckpointError: if the file system refuses; older checkpoints are then untouched.
@@ -123,7 +123,7 @@ class Store:
         try:
             _write_manifest(temporary, body)
             require_wanted()
-            if final.exists():  # it was damaged, or the run has gone back to before it
+            if final.exists():  # it was damaged, or the run resumed from an earlier step
                 _supersede(final)
             temporary.rename(final)
             sync_folder(self.folder)
@@ -139,10 +139,10 @@ class Store:
         shutil.rmtree(temporary, ignore_errors=True)
 
     def prune(self, newest: Path, require_wanted: Callable[[], None] = lambda: None) -> None:
-        """Keep ``newest``, and those before it by the keep settings; put later ones aside.
+        """Keep ``newest`` and, by the keep settings, earlier checkpoints; put later ones aside.
 
-        Later ones are of steps that the run repeats, because they were damaged or an older one was
-        resumed. Folders that end in .tmp were interrupted.
+        Later checkpoints are from steps that the run repeats, because they were damaged or the run
+        resumed from an older one. Folders that end in .tmp were interrupted.
         """
         steps = self.steps()
         end = steps.index(newest) + 1
@@ -162,7 +162,7 @@ class Store:
                 _remove_checkpoint(path)
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
-        except UnreadableError as error:  # it may be the best
+        except UnreadableError as error:  # the unreadable one may be the best
             log.warning("no old checkpoint is removed: %s", error)
 
     def change_state(self, step: int, changes: dict[str, Any]) -> None:
@@ -182,13 +182,13 @@ class Store:
         return self._keep_every is not None and step % self._keep_every == 0
 
     def _best_checkpoints(self, steps: list[Path]) -> set[Path]:
-        """Return the checkpoint with the lowest held-out loss, the newest of equal ones.
+        """Return the checkpoint with the lowest held-out loss, the newest if several are equal.
 
-        Of each held-out data one, where a run has had several: their losses say nothing of each
-        other.
+        If the held-out data changed during the run, return one checkpoint for each data, since
+        their losses cannot be compared.
 
         Raises:
-            UnreadableError: if the file system refuses to tell a loss.
+            UnreadableError: if the file system refuses to read a manifest.
         """
         best: dict[str, tuple[float, Path]] = {}
         for path in steps if self._keep_best else ():
@@ -208,7 +208,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return the state in a checkpoint's manifest.
 
     Raises:
-        CheckpointError: if it is missing or damaged, or of another format.
+        CheckpointError: if the manifest is missing or damaged, or has another format.
         UnreadableError: if the file system refuses to read it.
     """
     return _read_manifest(path)["state"]
@@ -219,7 +219,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> None:
 
     Raises:
         CheckpointError: names the first file that is missing, cut off or damaged.
-        UnreadableError: if the file system refuses to read one, again and again.
+        UnreadableError: if the file system refuses to read one, after several attempts.
     """
     for name, entry in islice(_read_manifest(path)["files"].items(), part, None, parts):
         _verify_file(path / name, entry)
@@ -234,11 +234,11 @@ def _verify_file(file: Path, entry: dict[str, Any]) -> None:
 
 
 def _retry_read(file: Path, reading: Callable[[], T]) -> T:
-    """Return what ``reading`` a file of a checkpoint gives, which may succeed at a later attempt.
+    """Return the result of ``reading`` a file of a checkpoint, with retries.
 
     Raises:
-        CheckpointError: if it is not there. NoRightError: if this user may not read it.
-        UnreadableError: if the file system refuses.
+        CheckpointError: if the file does not exist. NoRightError: if this user may not read it.
+        UnreadableError: if the file system refuses every attempt.
     """
     for wait_s in (*_RETRY_WAITS_S, None):
         try:
@@ -252,8 +252,8 @@ def _retry_read(file: Path, reading: Callable[[], T]) -> T:
             if wait_s is None:
                 raise UnreadableError(
                     f"{file} cannot be read: {error.strerror}, {len(_RETRY_WAITS_S) + 1} "
-                    f"times in {sum(_RETRY_WAITS_S):.0f} s. Its checkpoint may be whole, so "
-                    "no older one is used: look at the file system and start again, or move the "
+                    f"times in {sum(_RETRY_WAITS_S):.0f} s. Its checkpoint may be intact, so "
+                    "no older one is used: check the file system and start again, or move the "
                     "folder of that checkpoint away"
                 ) from None
         time.sleep(wait_s)
@@ -276,9 +276,9 @@ def find_damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 def newest_valid(
     paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
 ) -> Path | None:
-    """Return the last of ``paths`` that has no damage; warn of the damaged ones after it.
+    """Return the last of ``paths`` that has no damage; warn of damaged ones after it.
 
-    Not of those that are gone: a run that goes on removes old ones.
+    There is no warning of paths that no longer exist: an active run removes old checkpoints.
     """
     for path in reversed(paths):
         if (reason := damage(path)) is None:
@@ -307,12 +307,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     files, state = body["files"], body["state"]
     if not isinstance(state, dict) or not isinstance(files, dict):
-        raise CheckpointError(f"{file}: expected mappings as files and state")
+        raise CheckpointError(f"{file}: files and state must be mappings")
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise CheckpointError(f"{file} names {name!r}, which is not in the checkpoint")
         if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
-            raise CheckpointError(f"{file} has no size and hash of {name}")
+            raise CheckpointError(f"{file} has no size and hash for {name}")
     return body
 
 
@@ -355,7 +355,7 @@ def _remove_checkpoint(path: Path) -> None:
 
 
 def _supersede(path: Path) -> None:
-    """Put aside a checkpoint of an abandoned branch: nothing resumes from it by itself.
+    """Put aside a checkpoint from an abandoned branch: no run resumes from it automatically.
 
     Raises:
         OSError: if the file system refuses.
@@ -367,7 +367,7 @@ def _supersede(path: Path) -> None:
             break
     path.rename(aside)
     log.warning(
-        "the run has gone on from a checkpoint before %s, which is kept as %s: remove it when you "
+        "the run has resumed from a checkpoint before %s, which is kept as %s: remove it if you "
         "do not need it, or resume from it with checkpoint.resume",
         path.name,
         aside,

@@ -1,11 +1,11 @@
-"""Writes a rank's tensors while training continues, in bounded memory.
+"""Write a rank's tensors while training continues, in bounded memory.
 
 The values are read in place. The forward and backward passes of the next step do not change them,
 so only the optimizer's update must wait: ``release`` copies what is not written yet, up to
 ``budget_bytes``, and waits for the rest.
 
-From a device all is copied first if ``budget_bytes`` allow it, by the device itself, and the update
-waits for nothing but that.
+On a GPU, if ``budget_bytes`` is enough for everything, the device first copies all values to the
+host by itself, and the update only waits for these copies.
 """
 
 import threading
@@ -29,14 +29,14 @@ from hpc_tune.world.comm import Comm, StoreKeys
 from hpc_tune.world.device import set_thread_device
 from hpc_tune.world.pinned import empty_pinned_cache
 
-# -- What a save copies to host memory, in which pieces, and how a device copies by itself.
+# -- What a save copies to host memory, in which pieces, and how a device makes these copies.
 #
-# The bytes of a rank are cut into stretches of ``PIECE_BYTES``; a piece is what one region has in
-# one of them. So pinned blocks of that size, which is a power of two, hold every piece and nothing
-# else.
+# The bytes of a rank are divided into blocks of ``PIECE_BYTES``; a piece is the part of one region
+# in one block. So every piece fits into a pinned block of that size, a power of two, and no pinned
+# memory is wasted.
 
 
-_ALIGNMENT = 16  # so that values of any dtype may begin there
+_ALIGNMENT = 16  # so that values of any dtype may start there
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,29 @@ class StagedPiece:
 
 
 class StagingDevice(Protocol):
-    """Copies its values to host memory while it computes."""
+    """A device that copies its values to host memory while it computes."""
 
     def stream(self) -> AbstractContextManager[object]:
-        """Do the copies within a block beside what the device computes."""
+        """Run copies within the ``with`` block in parallel to the device's computations."""
 
     def block(self) -> torch.Tensor:
-        """Return ``PIECE_BYTES`` of host memory that the device can copy to by itself."""
+        """Return ``PIECE_BYTES`` of host memory that the device can copy to asynchronously."""
 
     def copy(self, values: torch.Tensor, to: torch.Tensor) -> None:
-        """Begin to copy into a part of a block."""
+        """Start a copy into a part of a block."""
 
     def wait(self) -> None:
-        """Return when all copies have been made."""
+        """Wait until all copies are finished."""
 
     def close(self) -> None:
-        """Let another save have the blocks: none is held any longer."""
+        """Give the blocks back for the next save."""
 
 
 class PinnedBlockPool:
-    """Pinned blocks that one save after another uses.
+    """Pinned blocks that are reused from one save to the next.
 
-    A system pins about 2 GB a second, and the update waits for as long; to free pinned memory
-    makes a GPU wait too. Threads of saves and the one that trains use this.
+    Pinning memory runs at about 2 GB/s, and the update waits for it; freeing pinned memory makes a
+    GPU wait too. Both the threads of saves and the training thread use this pool.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PinnedBlockPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks that no save uses."""
+        """Bytes of the blocks that no save is using."""
         return len(self._free) * PIECE_BYTES
 
     def take(self) -> torch.Tensor:
@@ -99,7 +99,8 @@ class PinnedBlockPool:
     def put_back(self, blocks: list[torch.Tensor]) -> None:
         """Take blocks back from a save that is over; ``blocks`` is emptied.
 
-        No more are kept than one save had: one that hung may come back after the next.
+        At most as many blocks are kept as one save had: a save that hung may return its blocks
+        after the next one.
         """
         with self._lock:
             most = max(len(self._free), len(blocks)) if self._keeps else 0
@@ -111,13 +112,13 @@ class PinnedBlockPool:
             empty_pinned_cache()
 
     def release(self) -> None:
-        """Give all that no save uses back to the system."""
+        """Return all unused blocks to the system."""
         with self._lock:
             self._free.clear()
         empty_pinned_cache()
 
     def keep_between_saves(self, keeps: bool) -> None:
-        """From now on keep blocks between saves, or give them back, those of now too."""
+        """Set whether blocks are kept between saves; if not, also free the ones kept now."""
         with self._lock:
             self._keeps = keeps
         if not keeps:
@@ -125,10 +126,10 @@ class PinnedBlockPool:
 
 
 class CudaStagingDevice:
-    """A GPU; what it has computed so far is what is copied."""
+    """A GPU; the copies contain what the current stream has computed up to construction."""
 
     def __init__(self, kept: PinnedBlockPool) -> None:
-        """Copy into blocks of ``kept``, for one save."""
+        """Copy into blocks of the pool ``kept``, for one save."""
         self._kept, self._blocks, self._is_done = kept, list[torch.Tensor](), False
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -156,7 +157,7 @@ class CudaStagingDevice:
 
     def close(self) -> None:
         """See ``StagingDevice``."""
-        if not self._is_done:  # the GPU may still write to them; torch frees them when it has
+        if not self._is_done:  # the GPU may still write to them; torch frees them afterwards
             self._blocks.clear()
         self._kept.put_back(self._blocks)
 
@@ -168,10 +169,10 @@ def choose_staging_bytes(
     admit: Callable[[int, str], bool],
     kept: int = 0,
 ) -> int:
-    """Return how many bytes a rank may copy of the ``total`` that it saves.
+    """Return how many of the ``total`` bytes that a rank saves it may copy.
 
-    ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for so many
-    beside the ``kept`` ones of the last save.
+    ``wanted`` is checkpoint.staging_bytes; ``admit`` tells whether there is memory for that many
+    bytes in addition to the ``kept`` ones of the last save.
     """
     if wanted != "auto":
         sizes = [wanted]
@@ -205,7 +206,7 @@ def cut_pieces(regions: Sequence[Region]) -> Iterator[StagedPiece]:
 
 
 class Writer:
-    """One rank's part of one checkpoint, written by a thread of its own."""
+    """One rank's part of one checkpoint, written by a separate thread."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class Writer:
         faults: Faults = NO_FAULTS,
         device: StagingDevice | None = None,
     ) -> None:
-        """Start to write ``files``; their regions must stay as they are until ``release``."""
+        """Start to write ``files``; their values must not change until ``release`` returns."""
         self._files, self._budget_bytes, self._faults = dict(files), budget_bytes, faults
         self._folder = next((file.parent for file in self._files), Path("a checkpoint"))
         self._regions = [region for regions in self._files.values() for region in regions]
@@ -226,7 +227,7 @@ class Writer:
         self._copies_all = device is not None and block_bytes(self._regions) <= budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the piece that is being written
-        self._num_read = 0  # regions, the one that is being read included
+        self._num_read = 0  # regions, including the one that is being read
         self._num_progressed = 0
         self._over = self._copied_all = self._released = False
         self._error: CheckpointError | None = None
@@ -237,7 +238,7 @@ class Writer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has ended, well or with an error."""
+        """Whether the thread has ended, with or without an error."""
         return self._over
 
     @property
@@ -246,14 +247,14 @@ class Writer:
         return self._num_progressed
 
     def cancel(self, why: str) -> None:
-        """Count as failed from now on, unless all is written; the thread ends when it can."""
+        """Mark the save as failed unless everything is written; the thread ends when it can."""
         with self._changed:
             if not self._over:
                 self._error, self._over = CheckpointError(why), True
                 self._changed.notify_all()
 
     def result(self) -> list[WrittenFile]:
-        """Return what was written, when it is.
+        """Wait until everything is written, and return the files.
 
         Raises:
             CheckpointError: if a file could not be written.
@@ -265,9 +266,9 @@ class Writer:
         return self._written
 
     def release(self, limit_s: float) -> None:
-        """Return when the values may be changed.
+        """Wait until the values may be changed.
 
-        If nothing reaches the disk for ``limit_s`` seconds the checkpoint is given up.
+        If nothing is written for ``limit_s`` seconds, the checkpoint is given up.
         """
         with self._changed:
             if self._released:
@@ -284,11 +285,11 @@ class Writer:
             self._released = True
 
     def _may_change_values(self, first: int) -> bool:
-        """Whether the values may be changed, of which those from piece ``first`` on are copied."""
+        """Whether the values may be changed, if the pieces from ``first`` on are copied."""
         return self._over or self._copied_all or self._next >= first
 
     def _copy_last(self) -> int:
-        """Copy the last pieces within the budget; return the number of the first copied one."""
+        """Copy as many of the last pieces as the budget allows; return the first one's number."""
         left, first = self._budget_bytes, len(self._pieces)
         while first > self._next + 1:
             piece = self._pieces[first - 1]
@@ -300,7 +301,7 @@ class Writer:
         return first
 
     def _copy_all(self, device: StagingDevice) -> None:
-        """Let the device copy all pieces into blocks of pinned memory, and wait for that."""
+        """Let the device copy all pieces into blocks of pinned memory, and wait for the copies."""
         number, block = -1, torch.empty(0)
         for piece in self._pieces:
             if piece.block != number:
@@ -337,7 +338,7 @@ class Writer:
             self._report_end(device)
 
     def _report_end(self, device: StagingDevice | None) -> None:
-        """Tell that the thread is over, once the next save may have the blocks of this one."""
+        """Give the blocks back for the next save, then signal that the thread is over."""
         try:
             with self._changed:
                 self._copies.clear()
@@ -352,7 +353,7 @@ class Writer:
         self._num_progressed += 1
 
     def _read(self, region: Region) -> Iterator[torch.Tensor]:
-        """Yield the values of the next region: the copies of its pieces, or else what is there."""
+        """Yield the values of the next region by piece: from its copy if there is one."""
         self._num_read += 1
         for number in self._numbers[self._num_read - 1]:
             if self._error is not None:  # given up: another save may write the same file
@@ -361,19 +362,19 @@ class Writer:
             with self._changed:
                 copy = self._copies.pop(number, None)
             yield self._piece_values(self._pieces[number]) if copy is None else copy
-            copy = None  # else it would stay in memory while the next one is written
+            copy = None  # else it would stay in memory while the next piece is written
             with self._changed:
                 self._next = number + 1
                 self._changed.notify_all()
 
 
-# -- What the ranks tell rank 0 of one save, through the rendezvous store.
+# -- What the ranks report to rank 0 about one save, through the rendezvous store.
 #
 #     each other rank   its part is written, or has failed -> what it has written, or why not
-#     rank 0            hears of all                       -> commits, or gives up
+#     rank 0            has all reports                    -> commits, or gives up
 #
-# These are messages of the threads that write: the main threads may be within a step that takes an
-# hour, and a part that is on the disk waits for none of them.
+# The threads that write send these messages: the main threads may be within a step that takes an
+# hour, and a part that is on disk must not wait for them.
 
 
 _POLL_S = 0.05
@@ -389,17 +390,17 @@ class SaveReport:
 
 
 class SaveReports:
-    """The reports of one save; ``name`` is that save's own, in the whole life of the store."""
+    """The reports of one save; ``name`` must be unique over the whole life of the store."""
 
     def __init__(self, comm: Comm, name: str) -> None:
-        """Know the ranks; nothing is sent yet."""
+        """Prepare the keys in the store; nothing is sent yet."""
         self._world, self._keys = comm.world, StoreKeys(comm.store, f"save/{name}")
 
     def send(self, report: SaveReport) -> None:
-        """Tell rank 0 what another rank has done, once.
+        """Send the report of a rank other than 0 to rank 0; call it once.
 
         Raises:
-            CheckpointError: if rank 0 cannot be told.
+            CheckpointError: if the store is gone.
         """
         rank = self._world.rank
         content = [[asdict(file) for file in report.files], report.error]
@@ -411,9 +412,9 @@ class SaveReports:
         _with_store(tell, f"rank {rank} could not tell rank 0 that its part of a save is written")
 
     def collect(self, own: SaveReport, between: Callable[[], None]) -> list[SaveReport]:
-        """Return the reports of all ranks, by rank, when all are there; for rank 0.
+        """Wait for the reports of all ranks and return them by rank; only for rank 0.
 
-        ``between`` is called again and again while it waits, and may raise.
+        ``between`` is called repeatedly while waiting, and may raise.
 
         Raises:
             CheckpointError: if the store is gone.

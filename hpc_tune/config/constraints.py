@@ -1,4 +1,4 @@
-"""Settings that are each valid and cannot be together, or would do nothing."""
+"""Checks across settings: combinations that conflict, and settings that would have no effect."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _MIN_COMPILED_STEPS = 50  # steps
 
 
 def check_config(config: RunConfig) -> list[str]:
-    """Return what is wrong with a configuration whose fields are each valid."""
+    """Return the problems of a configuration whose fields are valid individually."""
     parallel, tune, train = config.parallel, config.tune, config.train
     of_zero = _check_zero_unused(parallel)
     if parallel.zero_stage is not None:
@@ -49,7 +49,7 @@ def check_config(config: RunConfig) -> list[str]:
 def why_not_compiled(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig, is_mixture: bool
 ) -> str:
-    """Return why train.compile=auto does not compile on a GPU, by the settings; "" if it may."""
+    """Return why the settings keep train.compile=auto from compiling on a GPU, or ""."""
     if train.compile != "auto":
         return f"train.compile={str(train.compile).lower()}"
     if is_mixture:
@@ -73,15 +73,15 @@ def why_not_compiled(
 
 
 def check_job(job: JobConfig, parallel: ParallelConfig, device: str) -> list[str]:
-    """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
+    """Return why a layout does not fit the ranks of the job that is to be submitted, if so."""
     ranks = job.nodes * job.ranks_per_node
     if parallel.fits_ranks(ranks):
         of_weights = ranks // ((parallel.tensor or 1) * (parallel.pipeline or 1))
         if of_weights % parallel.context == 0:
             return []
         return [
-            f"parallel.context={parallel.context} groups the ranks of replicate x shard, which it "
-            f"must divide, and the {job.section} section asks for {of_weights} of them "
+            f"parallel.context={parallel.context} must divide the number of ranks of replicate x "
+            f"shard, and the {job.section} section asks for {of_weights} of these "
             f"({job.section}.nodes={job.nodes} of {job.ranks_per_node} ranks)"
         ]
     needed = parallel.ranks_needed
@@ -109,7 +109,7 @@ def _check_zero_unused(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what these settings say against experts that are spread over ranks."""
+    """Yield a problem for each setting that conflicts with parallel.expert > 1."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
@@ -121,18 +121,18 @@ def _conflicts_with_experts(parallel: ParallelConfig, train: TrainConfig) -> Ite
 
 
 def _conflicts_with_context(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what these settings say against rows that ranks share."""
+    """Yield a problem for each setting that conflicts with rows shared by several ranks."""
     said = f"parallel.context={parallel.context}"
     if train.compiles:
         yield (
-            f"{said} with train.compile=true is not available: blocks would be compiled with "
-            "messages in them; leave one of them out"
+            f"{said} with train.compile=true is not available: the compiled blocks would contain "
+            "communication between ranks; leave one of them out"
         )
     replicate, shard = parallel.replicate, parallel.shard
     if replicate and shard and replicate * shard % parallel.context:
         yield (
-            f"{said} groups the ranks of parallel.replicate x parallel.shard, which are "
-            f"{replicate} x {shard}; make one of them a multiple of it"
+            f"{said} must divide the number of ranks of parallel.replicate x parallel.shard, "
+            f"which is {replicate} x {shard}; make one of the two a multiple of it"
         )
 
 
@@ -146,8 +146,8 @@ def _check_zero(
         )
     if parallel.layout == "auto":
         yield (
-            f"parallel.layout=auto with parallel.zero_stage={stage}: DeepSpeed lays out by itself; "
-            "leave one of them out"
+            f"parallel.layout=auto with parallel.zero_stage={stage}: DeepSpeed chooses its own "
+            "layout; leave one of them out"
         )
     for axis, least in {"replicate": 1, "shard": 1, "tensor": 2, "pipeline": 2}.items():
         if (ranks := getattr(parallel, axis) or 0) >= least:
@@ -245,13 +245,13 @@ def _long_rows(
         return
     if parallel.recompute != "full":
         yield (
-            "parallel.offload_activations=true needs parallel.recompute=full, whose inputs of "
-            f"blocks it moves; it is {parallel.recompute}"
+            "parallel.offload_activations=true moves the inputs of recomputed blocks, so it needs "
+            f"parallel.recompute=full, found {parallel.recompute}"
         )
     if train.compiles:
         yield (
-            "train.compile=true with parallel.offload_activations=true is not available: a graph "
-            "keeps its inputs by itself; use one of them"
+            "train.compile=true with parallel.offload_activations=true is not available: a "
+            "compiled graph keeps its own inputs; use one of them"
         )
     if device == "cpu":
         yield (
@@ -263,26 +263,26 @@ def _long_rows(
 def conflicts_with_pieces(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
 ) -> Iterator[str]:
-    """Yield what these settings say against parallel.row_pieces > 1."""
+    """Yield a problem for each setting that conflicts with parallel.row_pieces > 1."""
     if train.compiles:
         yield (
-            "train.compile=true with parallel.row_pieces > 1 is not available: a graph computes "
-            "rows as a whole; use one of them"
+            "train.compile=true with parallel.row_pieces > 1 is not available: a compiled graph "
+            "computes whole rows; use one of them"
         )
     if parallel.zero_stage == 3:
         yield (
-            "parallel.row_pieces > 1 with parallel.zero_stage=3: DeepSpeed gathers weights for "
-            "each layer, in each piece anew; use zero_stage 1 or 2, or parallel.shard"
+            "parallel.row_pieces > 1 with parallel.zero_stage=3: DeepSpeed would gather each "
+            "layer's weights again for each piece; use zero_stage 1 or 2, or parallel.shard"
         )
     if tune.dropout:
         yield (
-            f"tune.dropout={tune.dropout:g} with parallel.row_pieces > 1: its masks are drawn for "
-            "whole rows; leave one of them out"
+            f"tune.dropout={tune.dropout:g} with parallel.row_pieces > 1: dropout masks are drawn "
+            "for whole rows; leave one of them out"
         )
 
 
 def conflicts_with_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what these settings say against parallel.tensor > 1."""
+    """Yield a problem for each setting that conflicts with parallel.tensor > 1."""
     if tune.method == "dora":
         yield (
             "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
@@ -308,17 +308,17 @@ def conflicts_with_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]
 
 
 def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
-    """Return whether these settings go together with parallel.tensor > 1."""
+    """Return whether these settings are compatible with parallel.tensor > 1."""
     return not any(conflicts_with_tensor(tune, train))
 
 
 def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
-    """Return whether these settings go together with parallel.expert > 1."""
+    """Return whether these settings are compatible with parallel.expert > 1."""
     return not any(_conflicts_with_experts(parallel, train))
 
 
 def allows_context(parallel: ParallelConfig, train: TrainConfig) -> bool:
-    """Return whether these settings go together with rows that ranks share, as many as divide."""
+    """Return whether these settings allow parallel.context > 1 where it divides the ranks."""
     alone = parallel.model_copy(update={"replicate": None, "shard": None})
     return not any(_conflicts_with_context(alone, train))
 
@@ -333,11 +333,11 @@ def _check_float8(train: TrainConfig, method: str, dtype: str, device: str) -> I
         )
     if method in ("dora", "qlora"):
         yield (
-            f"train.float8=true with tune.method={method}: it multiplies by more than plain "
-            "weights; use lora or full"
+            f"train.float8=true with tune.method={method}: this method multiplies by more than "
+            "plain weights; use lora or full"
         )
     if device == "cpu":
-        yield "train.float8=true needs a GPU, and run.device=cpu; use train.float8=false"
+        yield "train.float8=true needs a GPU, but run.device=cpu; use train.float8=false"
     if dtype == "fp32":
         yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
 
@@ -381,7 +381,7 @@ def _check_objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
         if value:
             yield (
                 f"tune.{name}={value:g} with tune.objective={tune.objective}: the model is "
-                "compared with itself as it was, without noise; leave it out"
+                "compared with its own start, computed without noise; leave it out"
             )
 
 
@@ -410,8 +410,8 @@ def _check_tune(tune: TuneConfig) -> Iterator[str]:
         yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:
         yield (
-            "tune.init_from names an adapter and tune.method=full has none; name the weights to "
-            "begin with in model.path"
+            "tune.init_from names an adapter, but tune.method=full has none; name the weights to "
+            "start from in model.path"
         )
 
 
@@ -441,7 +441,7 @@ def _check_optim(optim: OptimConfig, method: str) -> Iterator[str]:
 
 
 def conflicts_with_8bit(parallel: ParallelConfig) -> Iterator[str]:
-    """Yield what these settings say against optim.name=adamw_8bit."""
+    """Yield a problem for each setting that conflicts with optim.name=adamw_8bit."""
     if parallel.zero_stage is not None:
         yield (
             f"optim.name=adamw_8bit with parallel.zero_stage={parallel.zero_stage}: ZeRO keeps its "
@@ -450,7 +450,7 @@ def conflicts_with_8bit(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.zero_stage is None and parallel.offload_params == "cpu":
         yield (
             "optim.name=adamw_8bit with parallel.offload_params=cpu: a CPU takes about 100 times "
-            "as long to quantise as to update; leave one of them out"
+            "as long to quantize as to update; leave one of them out"
         )
 
 
@@ -477,10 +477,10 @@ def _check_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
 def _check_sources(data: DataConfig) -> Iterator[str]:
     if data.sources is None:
         if data.path is None:
-            yield "data.path=null, and there are no data.sources: name what is to be learned"
+            yield "data.path=null, and there are no data.sources: name the data to train on"
     elif data.path is not None:
         yield (
-            f"data.path={data.path} and data.sources both say what is learned; leave one of "
+            f"data.path={data.path} and data.sources both name the training data; leave one of "
             "them out (data.path=null)"
         )
     if data.sources is not None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Section, setting
 
-# -- The sources of a mixture: what each is, how it is read, and how much of it is learned.
+# -- The sources of a mixture: what each one is, how it is read, and how much of it is trained on.
 
 
 LossOn = Literal["answers", "all"]
@@ -24,7 +24,7 @@ _SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
 
 
 def _require_values(columns: Any) -> Any:
-    """Refuse ``{NAME:prompt}``, which YAML reads as one name without a value."""
+    """Refuse ``{NAME:prompt}``, which YAML reads as a single key without a value."""
     if isinstance(columns, dict) and (bare := [k for k, v in columns.items() if v is None]):
         raise ValueError(f"{bare[0]} has no value; put a space after the colon: {{NAME: prompt}}")
     return columns
@@ -35,7 +35,7 @@ def _check_fields(columns: dict[str, str]) -> dict[str, str]:
         if field not in _FIELDS:
             raise ValueError(f"{name}: {field} is not one of {', '.join(_FIELDS)}")
     if len(set(columns.values())) < len(columns):
-        raise ValueError("two columns are to be read as the same field")
+        raise ValueError("two columns are read as the same field")
     return columns
 
 
@@ -48,13 +48,13 @@ class HeldOutSource(Section):
     path: str | list[str] = Field(description="As data.path, a prepared .h5 file included.")
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = Field(
         None,
-        description="What metrics and reports call it: letters, digits, _, - and dots. Unset: the "
+        description="Its name in metrics and reports: letters, digits, _, - and dots. Unset: the "
         "name of the file or folder.",
     )
     limit: PositiveInt | None = Field(
         None,
-        description="Documents of it that are used, drawn by a hash of their numbers: the same "
-        "ones in each pass, each run and on any number of ranks. Unset: all.",
+        description="How many of its documents are used, drawn by a hash of their numbers: the "
+        "same ones in each pass, in each run and on any number of ranks. Unset: all.",
     )
     columns: Columns | None = Field(None, description="Unset: data.columns.")
     chat_template: str | None = Field(None, description="Unset: data.chat_template.")
@@ -62,38 +62,38 @@ class HeldOutSource(Section):
 
     @property
     def label(self) -> str:
-        """Its name, given or by its file."""
+        """The given name, or one derived from the file's."""
         first = self.path if isinstance(self.path, str) else [*self.path, "data"][0]
         stem = Path(first).name.split(".")[0]
         return self.name or re.sub(r"[^\w.-]+", "-", stem).strip("-") or "data"
 
 
 class TrainedSource(HeldOutSource):
-    """A source of a mixture: exactly one of ``weight`` and ``epochs``, the same one in all."""
+    """A source of a mixture. All sources set ``weight``, or all set ``epochs``; never both."""
 
     weight: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Its share of the learned tokens, not of documents or rows; those of all "
-        "sources add up to 1.",
+        description="Its share of the learned tokens, not of documents or rows; the weights of "
+        "all sources add up to 1.",
     )
     epochs: PositiveInt | None = Field(
         None,
-        description="How often each of its documents comes in one epoch of the mixture.",
+        description="How often each of its documents occurs in one epoch of the mixture.",
     )
     max_epochs: Annotated[float, Field(gt=0)] = Field(
         4.0,
-        description="A run that would come to more passes over this source is refused: a small "
+        description="A run that would make more passes over this source is refused: a small "
         "source with a large weight is learned by heart. More than one pass is a warning.",
     )
 
 
 def list_names(sources: Sequence[HeldOutSource]) -> list[str]:
-    """Return what the sources are called."""
+    """Return the names of the sources."""
     return [source.label for source in sources]
 
 
 def check_sources(sources: Sequence[TrainedSource]) -> Iterator[str]:
-    """Yield what is wrong with the sources of a mixture together."""
+    """Yield a problem for each conflict between the sources of a mixture."""
     if not sources:
         yield "data.sources is an empty list; name at least one source, or data.path"
         return
@@ -129,7 +129,7 @@ def _describe_amount(source: TrainedSource) -> str:
 
 
 def check_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]:
-    """Yield what is wrong with the names of sources: metrics are told apart by them."""
+    """Yield a problem for each duplicate name (metrics use names) and each empty path."""
     names = list_names(sources)
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting}: {names.count(name)} sources are called {name}; give each another name"
@@ -141,8 +141,8 @@ def check_names(setting: str, sources: Sequence[HeldOutSource]) -> Iterator[str]
 # -- The section.
 
 
-# What is read from rows: answers to learn, pairs of a chosen and a rejected answer, or answers with
-# a label that says whether they are desirable.
+# What rows contain: answers to learn, pairs of a chosen and a rejected answer, or answers with a
+# label that says whether they are desirable.
 Form = Literal["answers", "pairs", "labels"]
 
 
@@ -156,7 +156,7 @@ class DataConfig(Section):
         "or .md, Megatron's .bin with its .idx, a folder of one of these kinds, a pattern such as "
         "data/*.jsonl, or a list of these. Raw data is prepared first, into data.cache. "
         "builtin:pydocs: questions about this Python's modules and functions, with their "
-        "docstrings as answers; it needs no download. null: data.sources says it.",
+        "docstrings as answers; it needs no download. null: data.sources names the data.",
         path="dataset",
         aliases="train_file dataset datasets dataset_name dataset_dir train_data data_files",
     )
@@ -164,14 +164,14 @@ class DataConfig(Section):
         None,
         "free",
         "Several sources in place of data.path, each with path and weight (its share "
-        "of the learned tokens; they add up to 1) or, for all of them, epochs; and if need be "
+        "of the learned tokens; they add up to 1) or, for all of them, epochs; and optionally "
         "name, max_epochs, limit, columns, chat_template and loss_on: see docs/mixtures.md.",
     )
     new_mixture: bool = setting(
         False,
         "free",
-        "Let a run that resumes go on with other weights or further sources than it "
-        "had: they hold from there on, and the change is recorded. false: that is refused.",
+        "Let a resumed run continue with other weights or more sources than before: they apply "
+        "from there on, and the change is recorded. false: such a change is refused.",
     )
     eval_path: str | list[str] | None = setting(
         None,
@@ -184,27 +184,27 @@ class DataConfig(Section):
     eval_sources: list[HeldOutSource] | None = setting(
         None,
         "free",
-        "Several sources of held-out data in place of eval_path, each with path and if "
-        "need be name, limit, columns, chat_template and loss_on, which default to those of the "
-        "source in data.sources with its name. The loss of each is measured by name; "
-        "their mean is the held-out loss that checkpoint.keep_best and train.stop_after_evals go "
-        "by.",
+        "Several sources of held-out data in place of eval_path, each with path and optionally "
+        "name, limit, columns, chat_template and loss_on, which default to those of the "
+        "source in data.sources with the same name. The loss of each source is reported by name; "
+        "their mean is the held-out loss that checkpoint.keep_best and train.stop_after_evals "
+        "use.",
         replaces="data.eval_path",
     )
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0,
         "free",
         "The share of the documents of data.path, or of each source, that is held "
-        "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of its content decides "
-        "for each document: the same ones are held out in each run, on any number of ranks, and "
-        "duplicates are on one side.",
+        "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of each document's "
+        "content decides: the same ones are held out in each run, on any number of ranks, and "
+        "duplicates are never split between training and held-out data.",
         replaces="data.eval_path",
         aliases="val_size val_set_size test_size",
     )
     columns: Columns = setting(
         {},
         "free",
-        "Names in the data and the fields that they are read as, such as "
+        "Names of columns in the data and the fields that they are read as, such as "
         "{problem: prompt, solution: completion}. question and answer, query and response, "
         "context and system_prompt are known without it.",
         aliases="dataset_text_field column_map",
@@ -212,15 +212,15 @@ class DataConfig(Section):
     bad_rows: Literal["refuse", "skip"] = setting(
         "refuse",
         "free",
-        "refuse: the first row that cannot be used ends the preparation, with its "
-        "place and the reason, since what is wrong with one row is often wrong with many; skip: "
-        "such rows are left out and counted.",
+        "refuse: the first row that cannot be used ends the preparation with its "
+        "position and the reason, since what is wrong with one row is often wrong with many; "
+        "skip: such rows are left out and counted.",
     )
     seq_len: PositiveInt = setting(
         1024,
         "same",
-        "Tokens per row; longer documents are cut there, and counted. Of pairs "
-        "(tune.objective) both answers with their prompts share a row. 1024 holds most "
+        "Tokens per row; longer documents are cut there, and counted. Both answers of a pair "
+        "(tune.objective), each with its prompt, share a row. 1024 holds most "
         "questions with their answers; the memory of activations grows in proportion.",
         aliases="max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
     )
@@ -228,32 +228,32 @@ class DataConfig(Section):
         True,
         "same",
         "Put several documents into one row, separated in attention and positions: the "
-        "same gradient with less padding, and so faster. false: one document per row. Where a "
-        "model cannot keep documents apart packing is switched off, with a line in the log.",
+        "same gradient with less padding, and so faster. false: one document per row. If a "
+        "model cannot keep documents apart, packing is switched off, with a line in the log.",
         aliases="sample_packing neat_packing packed",
     )
     loss_on: LossOn = setting(
         "answers",
         "free",
-        "answers: only what the assistant writes is learned, since prompts are given "
-        "when the model is used; all: the prompts too.",
+        "answers: the loss is on the assistant's text only, since prompts are given "
+        "when the model is used; all: on the prompts too.",
         aliases="train_on_inputs train_on_input train_on_prompt assistant_only_loss "
         "completion_only_loss masking_strategy",
     )
     chat_template: str | None = setting(
         None,
         "free",
-        "What replaces the tokenizer's chat template: a Jinja file, whose path ends in "
-        ".jinja or has a slash, or a name such as chatml, llama3 or qwen3 (docs/data.md has all). "
-        "Unset: the tokenizer's own; chats need one or the other.",
+        "Replaces the tokenizer's chat template: a Jinja file, whose path ends in "
+        ".jinja or has a slash, or a name such as chatml, llama3 or qwen3 (docs/data.md lists "
+        "all). Unset: the tokenizer's own; chats need one or the other.",
         path="file",
         aliases="template prompt_template",
     )
     cache: str | None = setting(
         None,
         "free",
-        "The folder for files prepared from raw data, which all nodes share; runs with "
-        "the same folder prepare the same data once. Unset: data/ in the run directory.",
+        "The folder for files prepared from raw data, shared by all nodes; runs with the same "
+        "folder prepare the same data only once. Unset: data/ in the run directory.",
         path="file",
         aliases="dataset_prepared_path tokenized_path cache_dir",
     )
@@ -264,7 +264,7 @@ class DataConfig(Section):
         return bool(self.eval_path or self.eval_fraction or self.eval_sources)
 
     def for_source(self, source: HeldOutSource) -> "DataConfig":
-        """Return the section as it is for a source alone; not its held-out data."""
+        """Return this section as it applies to one source, without the lists of sources."""
         own = {"columns": source.columns, "chat_template": source.chat_template}
         own["loss_on"] = source.loss_on
         said = {name: value for name, value in own.items() if value is not None}
@@ -278,9 +278,9 @@ def is_prepared(path: str | list[str] | None) -> bool:
     return isinstance(path, str) and path.endswith((".h5", ".hdf5"))
 
 
-# -- Chat templates by name: hpc_tune/chat_templates/NAME.jinja, and what each asks of a tokenizer.
+# -- Chat templates by name: hpc_tune/chat_templates/NAME.jinja, and the tokens each one requires.
 #
-# They write what the published tokenizers' own templates do, with the answers marked.
+# They render the same text as the published tokenizers' own templates, and mark the answers.
 
 
 TEMPLATE_FOLDER = Path(__file__).resolve().parent.parent / "chat_templates"
@@ -289,7 +289,7 @@ TEMPLATE_SUFFIX = ".jinja"
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """The token that ends an answer, None for the tokenizer's eos_token, and the other controls."""
+    """``end`` is the token that ends an answer (None: eos_token); the others are ``controls``."""
 
     end: str | None
     controls: tuple[str, ...] = ()
@@ -327,12 +327,12 @@ NAMED_TEMPLATES = {
 
 
 def is_template_path(chat_template: str) -> bool:
-    """Return whether data.chat_template is a file's path, which no name can be taken for."""
+    """Return whether data.chat_template is the path of a file, as opposed to a template's name."""
     return "/" in chat_template or chat_template.endswith(TEMPLATE_SUFFIX)
 
 
 def template_file(chat_template: str) -> Path:
-    """Return the file of a known name, or the path."""
+    """Return the file of a template that is given by name or by path."""
     if is_template_path(chat_template) or chat_template not in NAMED_TEMPLATES:
         return Path(chat_template)
     return TEMPLATE_FOLDER / f"{chat_template}{TEMPLATE_SUFFIX}"
@@ -351,6 +351,6 @@ def find_unknown_templates(data: DataConfig) -> Iterator[str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         here = f"; for the file of that name write ./{value}" if Path(value).is_file() else ""
         yield (
-            f"{name}={value} is no known chat template, which are {', '.join(NAMED_TEMPLATES)}, "
-            f"and no path, which ends in {TEMPLATE_SUFFIX} or has a slash{hint or here}"
+            f"{name}={value} is not a known chat template ({', '.join(NAMED_TEMPLATES)}), "
+            f"nor a path, which ends in {TEMPLATE_SUFFIX} or has a slash{hint or here}"
         )

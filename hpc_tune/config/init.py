@@ -1,6 +1,6 @@
-"""The init command: four answers -> a configuration whose comments say why each value is there.
+"""The init command: four answers -> a configuration with comments that justify each value.
 
-model, data, machine, method -> questions where one is missing -> YAML, checked -> FILE
+model, data, machine, method -> ask for the missing ones -> YAML, checked -> FILE
 """
 
 import re
@@ -34,12 +34,12 @@ DEFAULTS = {
     "method": "lora",
 }
 _USUAL_ROW, _GLOBAL_SIZE = 4096, 64
-_ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # minutes a step otherwise
+_ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # with more, a step takes minutes
 
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """Nodes of the job, and GPUs of each; 0 for ranks on CPUs. ``section``: of its scheduler."""
+    """Number of nodes and of GPUs per node (0: CPU ranks); ``section``: the scheduler's."""
 
     nodes: int
     gpus: int
@@ -48,9 +48,9 @@ class TargetMachine:
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """What a run was planned with: parallel.recompute, and memory of a node in GiB.
+    """The plan of a run: parallel.recompute, and the host memory of a node in GiB.
 
-    ``device_bytes`` of a GPU are needed, of ``limit_bytes`` that it is taken to have.
+    A GPU needs ``device_bytes`` of the ``limit_bytes`` that it is assumed to have.
     """
 
     recompute: str
@@ -66,10 +66,10 @@ PlanSizes = Callable[[Path, int, int], PlannedSizes | None]
 def collect_answers(
     given: Mapping[str, str | None], ask: Callable[[str], str] | None
 ) -> dict[str, str]:
-    """Return the four answers; ``ask`` is given the question of each that is missing.
+    """Return the four answers; ``ask`` is called with the question of each missing one.
 
     Raises:
-        ConfigError: if one is missing and there is nobody to ask, or is no text.
+        ConfigError: if one is missing and there is nobody to ask, or is not valid text.
     """
     missing = [name for name in QUESTIONS if given.get(name) is None]
     if missing and ask is None:
@@ -92,14 +92,14 @@ def write_config(
 ) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
-    ``host_bytes``: the memory of this machine, for ranks on its CPUs. ``plan_sizes`` plans a run on
-    nodes with GPUs. ``section``: that of the scheduler which is to have a job of several nodes.
+    ``host_bytes``: the memory of this machine, for CPU ranks. ``sizes_for`` plans a run on nodes
+    with GPUs. ``section``: that of the scheduler that a job of several nodes is submitted to.
 
     Raises:
-        ConfigError: if an answer cannot be used, ``out`` is there, or cannot be written.
+        ConfigError: if an answer cannot be used, or ``out`` exists or cannot be written.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there already; name another file with --out, or remove it")
+        raise ConfigError(f"{out} exists already; name another file with --out, or remove it")
     machine = replace(_parse_machine(given["machine"]), section=section)
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
@@ -119,7 +119,7 @@ def write_config(
 
 
 def ask_on_terminal() -> Callable[[str], str] | None:
-    """Return what asks a person, or None where none is there."""
+    """Return the function that asks on the terminal; None if this is not an interactive one."""
     return input if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
@@ -161,7 +161,7 @@ def _config_lines(
     data = _parse_data(given["data"])
     yield f"  path: {_format_scalar(data)}"
     if is_prepared(data):
-        yield _yaml("eval_path: null", "the file that prepare wrote of what it held out, if any")
+        yield _yaml("eval_path: null", "the held-out file that prepare wrote, if any")
     else:
         yield _yaml("eval_fraction: 0.02", "held out by a hash of each document: overfitting shows")
     yield _yaml(f"seq_len: {length}", why)
@@ -217,7 +217,7 @@ def _yaml(setting: str, why: str) -> str:
 
 
 def _row_length(model: str, usual: int) -> tuple[int, str]:
-    """Return tokens per row and the reason."""
+    """Return the tokens per row and the reason for that number."""
     if model == "builtin:tiny":
         return 512, "tokens per row; the tiny model has short ones"
     shape = read_json_object(Path(model) / "config.json")
@@ -230,7 +230,7 @@ def _row_length(model: str, usual: int) -> tuple[int, str]:
 
 
 def _parse_data(text: str) -> str | list[str]:
-    """Return data.path as a setting of the command line means it: [a, b] is a list."""
+    """Return data.path as the command line would parse it: [a, b] is a list."""
     try:
         value = load_yaml(text, as_text=True) if text.startswith("[") else text
     except ValueError:
@@ -239,7 +239,7 @@ def _parse_data(text: str) -> str | list[str]:
 
 
 def _format_scalar(value: str | list[str]) -> str:
-    """Return a value on one line as YAML writes it, in quotes where it needs them."""
+    """Return a value as one line of YAML, quoted if necessary."""
     line: str = yaml.safe_dump(value, width=10**9, default_flow_style=True)
     return line.removesuffix("\n").removesuffix("\n...")
 

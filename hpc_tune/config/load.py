@@ -1,5 +1,5 @@
-"""YAML files + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every
-problem.
+"""Load YAML files and ``key=value`` overrides into one frozen ``RunConfig``, or raise one error
+that lists every problem.
 
 defaults <- file.yaml ... <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check ->
 RunConfig
@@ -37,14 +37,14 @@ from hpc_tune.hub_cache import HubKind, find_in_cache, find_snapshot, is_cache
 from hpc_tune.log import log
 from hpc_tune.safe_yaml import load_yaml
 
-# -- ~ and $VARIABLES in the paths of a configuration, and names of what is in the hub's cache.
+# -- Paths in a configuration: expand ~ and $VARIABLES, and look up names in the hub's cache.
 
 
 _PATH_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Expand paths, in place; yield a problem for each variable or revision that is not there."""
+    """Expand paths in place; yield a problem for each variable or revision that does not exist."""
     for name, facts in setting_facts().items():
         part, _, key = name.partition(".")
         if facts.path and isinstance(fields := values.get(part), dict):
@@ -60,7 +60,7 @@ def expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -> Iterator[str]:
-    """Expand ~, $VARIABLES and names of the hub in ``fields[key]``; ``name``: of the setting."""
+    """Expand ~, $VARIABLES and hub names in ``fields[key]``; ``name``: the setting's."""
     given = fields.get(key)
     paths = given if isinstance(given, list) else [given]
     for at, path in enumerate(paths):
@@ -68,8 +68,8 @@ def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -
             continue
         if (encoding := sys.getfilesystemencoding()) == "ascii" and not path.isascii():
             yield (
-                f"{name}={path!a}: this shell has file names in {encoding}, which this "
-                "is not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
+                f"{name}={path!a}: file names are {encoding} in this shell, and this one is "
+                "not; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or rename it"
             )
             continue
         expanded = os.path.expandvars(os.path.expanduser(path))
@@ -78,25 +78,25 @@ def _expand_field(name: str, fields: dict[Any, Any], key: str, kind: PathKind) -
         except ConfigError as error:
             yield str(error)
         if name == "model.path" and os.path.isdir(expanded):
-            expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
+            expanded = os.path.abspath(expanded)  # an export may start in another directory
         paths[at] = expanded
         for left in _PATH_VARIABLE.findall(expanded):
             yield (
-                f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
-                "the folder"
+                f"{name}={path}: {left.strip('${}')} is not set in the environment; set it, or "
+                "write out the path"
             )
     if isinstance(given, str):
         fields[key] = paths[0]
 
 
 def cached_path(name: str, path: str, kind: HubKind) -> str:
-    """Return the folder in the hub's cache that a path stands for, and say so; or the path itself.
+    """Return the folder in the hub's cache that a path stands for, and log it; else the path.
 
-    It is OWNER/NAME, with @REVISION or not, where there is no such file, or a model's folder in
-    the cache, of which refs/main is taken. ``name``: of the setting.
+    Such a path is OWNER/NAME or OWNER/NAME@REVISION, if no file has that name, or a model's folder
+    in the cache, of which refs/main is used. ``name`` is the name of the setting.
 
     Raises:
-        ConfigError: if the cache has it, and not that revision.
+        ConfigError: if the repository is in the cache, but the revision is not.
     """
     folder = Path(path)
     try:
@@ -119,10 +119,10 @@ def cached_path(name: str, path: str, kind: HubKind) -> str:
     return str(found.path)
 
 
-# -- Secrets, which no file or line that others read may hold: how they are known, and their mask.
+# -- Secrets must not be in files or lines that others read: recognize them, and mask them.
 #
-# A user's name with a password in a URL; the value of a variable of the environment whose name says
-# that it is one (HF_TOKEN, WANDB_API_KEY); such a NAME=value in a command; tokens by their prefix.
+# Recognized are user:password in a URL, the value of an environment variable with a telling name
+# (HF_TOKEN, WANDB_API_KEY), NAME=value with such a name in a command, and tokens by their prefix.
 
 
 MASK = "***"
@@ -138,7 +138,7 @@ _SECRET_PATTERN = re.compile(
 
 
 def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return ``text`` with *** in the place of each secret."""
+    """Return ``text`` with each secret replaced by ***."""
     for name, value in environ.items():
         if len(value) >= _MIN_CHARS and _SECRET_NAME.fullmatch(name):
             text = text.replace(value, MASK)
@@ -150,22 +150,22 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def find_secrets(
     settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a problem for each setting that holds a secret, without it."""
+    """Yield a problem for each setting that contains a secret; the text masks the secret."""
     for name, value in settings.items():
         text = str(value)
         if isinstance(value, str | list) and (masked := mask_secrets(text, environ)) != text:
             yield (
-                f"{name}={masked}: there is a secret in it, and settings are written into files "
+                f"{name}={masked}: it contains a secret, and settings are written into files "
                 "and reports; leave it in the environment, which each rank inherits"
             )
 
 
-# -- Files and overrides become one configuration.
+# -- Merge files and overrides into one configuration.
 
 
 _ADVICE = {
     "run.wandb": "; use run.trackers=[wandb]",
-    "config": "; a file of settings is named by --config FILE",
+    "config": "; pass a settings file by --config FILE",
 }
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _SOURCE_FIELDS = [
@@ -177,8 +177,9 @@ _IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
 
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of the files ``paths``, of which later ones win, with ``key=value``
-    overrides applied; without a file of default.yaml, where ``is_tiny``.
+    """Load ``paths`` (later files override earlier ones), then apply ``key=value`` overrides.
+
+    Without a file, default.yaml is the base if ``is_tiny(overrides)``.
 
     Raises:
         ConfigError: one message that lists all problems found.
@@ -187,7 +188,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         return _load_and_check(paths, overrides)
     except RecursionError:
         raise ConfigError(
-            "the settings are nested too deeply, or name each other in a circle; a setting is "
+            "the settings are nested too deeply, or refer to each other in a circle; a setting is "
             "part: {key: value}, or part.key=value"
         ) from None
 
@@ -226,9 +227,9 @@ def _load_and_check(paths: str | Sequence[str] | None, overrides: Sequence[str])
 
 
 def find_variables(paths: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
-    """Return the variables of the environment that settings name, such as SCRATCH in $SCRATCH/a.
+    """Return the environment variables that settings refer to, such as SCRATCH in $SCRATCH/a.
 
-    The settings are those of a configuration that ``load_config`` takes.
+    The arguments are those of ``load_config``.
     """
     tree = OmegaConf.create({})
     for file in paths:
@@ -251,7 +252,7 @@ def _explain_unresolved(error: OmegaConfBaseException) -> str:
 
 
 def is_tiny(overrides: Sequence[str]) -> bool:
-    """Return whether model and data are the built-in ones, for which default.yaml is."""
+    """Return whether the overrides leave model and data built-in, as default.yaml assumes."""
     tree = OmegaConf.create({})
     for override in overrides:
         with contextlib.suppress(ConfigError):
@@ -273,7 +274,7 @@ def _resolve_auto_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
 
 
 def _find_unwritable(values: dict[Any, Any]) -> Iterator[str]:
-    """Yield what is wrong with text that no file can hold, such as half a character in YAML."""
+    """Yield a problem for each text that cannot be encoded, such as a lone surrogate from YAML."""
     for part, fields in values.items():
         for name, value in fields.items() if isinstance(fields, dict) else (("", fields),):
             try:
@@ -283,12 +284,12 @@ def _find_unwritable(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _merge_with_defaults(tree: DictConfig) -> DictConfig:
-    """Return the defaults overridden by ``tree``; unknown sections stay, to be refused."""
+    """Return the defaults overridden by ``tree``; unknown sections are kept, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
     for part, fields in _as_dict(tree).items():
         known = isinstance(fields, dict) and part in merged
         if known and part == "data" and fields.get("sources") is not None:
-            merged[part]["path"] = None  # the default; one that is given stays, to be refused
+            merged[part]["path"] = None  # drop the default; a given path is kept, to be refused
         merged[part] = merged[part] | fields if known else fields
     return OmegaConf.create(merged)
 
@@ -311,7 +312,7 @@ def setting_facts() -> Mapping[str, SettingFacts]:
 
 
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
-    """Yield (dotted name, type, default, prose) of every field, for the help text."""
+    """Yield (dotted name, type, default, description) of every field, for the help text."""
     for name, field in _iterate_fields():
         yield name, _type_name(field.annotation), field.default, field.description or ""
 
@@ -319,8 +320,8 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
 def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
     """Turn pydantic's errors into one line per field: field, value and what is expected.
 
-    pydantic has an error for each branch of a union and appends the branch to the location; users
-    know the field alone.
+    pydantic reports an error for each branch of a union and appends the branch to the location;
+    users only know the field.
     """
     known, unknown = [*field_names(), *_SOURCE_FIELDS], []
     expected: dict[str, list[str]] = {}
@@ -351,16 +352,16 @@ def explain_errors(errors: Sequence[Any], source: str) -> list[str]:
 
 
 def _as_option(name: str) -> str:
-    """Return how an option that is no setting is given to the scheduler of its section."""
+    """Return a hint on how to pass an unknown option of a section on to its scheduler."""
     if name.startswith("pbs."):
-        return "; another option of qsub is pbs.options=['-X VALUE'], with its letter"
+        return "; pass other qsub options by pbs.options=['-X VALUE'], with the letter"
     option = name.removeprefix("slurm.").replace("_", "-")
     is_of_slurm = name.startswith("slurm.")
-    return f"; another option of sbatch is slurm.options=[--{option}=...]" if is_of_slurm else ""
+    return f"; pass other sbatch options by slurm.options=[--{option}=...]" if is_of_slurm else ""
 
 
 def _given_names(name: str, value: Any) -> list[str]:
-    """Return the names that stand in a section which there is not, such as lora.r of lora."""
+    """Return the dotted names inside an unknown section, such as lora.r inside lora."""
     if name in _ADVICE or "." in name or not isinstance(value, dict) or not value:
         return [name]
     return [f"{name}.{inner}" for inner in value]
@@ -387,7 +388,7 @@ def _read_yaml(path: str) -> DictConfig:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         near = difflib.get_close_matches(Path(path).name, _list_yaml_names(path), n=3)
-        hint = f"; nearby there is {', '.join(near)}" if near else ""
+        hint = f"; similar names there: {', '.join(near)}" if near else ""
         raise ConfigError(f"--config {path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
@@ -395,8 +396,8 @@ def _read_yaml(path: str) -> DictConfig:
         content = _restore_text(load_yaml(text), load_yaml(text, as_text=True))
         if content is None or content == {}:
             raise ConfigError(
-                f"--config {path}: there is no setting in it; fill it, or leave --config out to "
-                "take the defaults"
+                f"--config {path}: it contains no setting; add some, or leave --config out to "
+                "use the defaults"
             )
         if not isinstance(content, dict):
             raise ConfigError(
@@ -412,7 +413,7 @@ def _read_yaml(path: str) -> DictConfig:
 
 
 def _restore_text(content: Any, texts: Any) -> Any:
-    """Return YAML's values with fields of text as they were written.
+    """Return the values that YAML parsed, but keep text fields as they were written.
 
     YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date, 0123 as 83 and on as true.
     """
@@ -425,7 +426,7 @@ def _restore_text(content: Any, texts: Any) -> Any:
 
 @functools.cache
 def text_fields() -> frozenset[str]:
-    """Return the names of the fields that take any text, or a list of it."""
+    """Return the names of the fields that take free text, or a list of texts."""
     return frozenset(
         name
         for name, field in _iterate_fields()
@@ -454,14 +455,14 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
         cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
-        hint = "; quote a setting that has a space in it, as 'run.tags=[a, b]'" if cut else ""
+        hint = "; quote a setting that contains a space: 'run.tags=[a, b]'" if cut else ""
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
 def config_hint(word: str) -> str:
-    """Return what to say of a word that may be a file of settings without its --config."""
+    """Return a hint for a word that looks like a settings file without its --config, or ""."""
     is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
-    return f"; a file of settings is named by --config {word}" if is_file else ""
+    return f"; pass a settings file by --config {word}" if is_file else ""
 
 
 def _suggest_near(name: str, known: Sequence[str]) -> str:

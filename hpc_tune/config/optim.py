@@ -8,13 +8,13 @@ from pydantic import Field
 from hpc_tune.config.section import PositiveInt, Section, setting
 from hpc_tune.config.tune import TuneConfig
 
-# optim.lr=auto: of adapters and of all weights, for answers and for preferences.
+# What optim.lr=auto means: (for adapters, for all weights), by the kind of objective.
 _LR = {"answers": (2e-4, 1e-5), "preferences": (1e-5, 1e-6)}
 _WARMUP_RATIO, _DECAY_RATIO = 0.03, 0.1
 
 
 def auto_lr(tune: TuneConfig) -> float:
-    """Return the rate that optim.lr=auto is."""
+    """Return the learning rate that optim.lr=auto stands for."""
     of_adapters, of_all = _LR["answers" if tune.objective == "sft" else "preferences"]
     return of_all if tune.method == "full" else of_adapters
 
@@ -25,11 +25,11 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
         "warn",
-        "adamw: AdamW with two moments of each trained value, of tune.param_dtype. "
-        "adamw_8bit: the moments in 8 bits with a scale for each 256 (arXiv:2110.02861), as "
-        "torchao keeps them, but for parameters of less than 4,096 values; 2 bytes of a trained "
-        "value in place of 8, for tune.method=full where it does not fit. Losses differ a little. "
-        "It needs pip install 'hpc_tune[adamw8bit]'.",
+        "adamw: AdamW with two moments per trained value, in tune.param_dtype. "
+        "adamw_8bit: the moments in 8 bits with a scale for each 256 values (arXiv:2110.02861), "
+        "as in torchao, except for parameters of less than 4,096 values; 2 bytes per trained "
+        "value instead of 8, for tune.method=full where that does not fit. Losses differ a "
+        "little. It needs pip install 'hpc_tune[adamw8bit]'.",
         aliases="optimizer",
     )
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = setting(
@@ -37,29 +37,29 @@ class OptimConfig(Section):
         "warn",
         "The peak learning rate. auto: 2e-4 for adapters, and 1e-5 with "
         "tune.method=full, which changes what the model has learned before; with a tune.objective "
-        "on preferences 1e-5 and 1e-6, as trl takes for all weights. A higher one learns faster "
+        "on preferences 1e-5 and 1e-6, as in trl for all weights. A higher rate learns faster "
         "until it diverges.",
         aliases="learning_rate",
     )
     reference_batch: PositiveInt | None = setting(
         None,
         "warn",
-        "The batch.global_size for which lr was found: with another one lr is scaled "
-        "by batch_scaling. Unset: lr is used as it is.",
+        "The batch.global_size that lr was tuned for: with another batch size, lr is scaled "
+        "as batch_scaling says. Unset: lr is used as it is.",
     )
     batch_scaling: Literal["sqrt", "linear"] = setting(
         "sqrt",
         "warn",
-        "How lr follows batch.global_size / reference_batch. sqrt: its square root, "
-        "which suits AdamW (arXiv:2205.10287); linear: the ratio itself, which was found for SGD "
+        "How lr scales with batch.global_size / reference_batch. sqrt: with its square root, "
+        "which suits AdamW (arXiv:2205.10287); linear: with the ratio itself, a rule for SGD "
         "(arXiv:1706.02677).",
     )
     lora_b_ratio: Annotated[float, Field(ge=1)] = setting(
         1.0,
         "warn",
-        "The rate of adapters' B matrices in multiples of lr, and of DoRA's magnitudes "
-        "as in peft (LoRA+, arXiv:2402.12354). With 16, the paper's choice, lr is best set to half "
-        "or less of what suits 1; hard tasks gain most. 1: one rate for all. The logged rate "
+        "The learning rate of adapters' B matrices as a multiple of lr, and of DoRA's "
+        "magnitudes as in peft (LoRA+, arXiv:2402.12354). With 16, the paper's choice, set lr to "
+        "at most half of what suits 1; hard tasks gain most. 1: one rate for all. The logged rate "
         "is lr.",
         aliases="loraplus_lr_ratio",
     )
@@ -67,10 +67,10 @@ class OptimConfig(Section):
         "cosine",
         "warn",
         "How the learning rate falls after warmup, over all steps of the run. cosine "
-        "and linear end at min_lr_ratio; cosine_with_restarts does so several times, beginning "
-        "anew at lr (arXiv:1608.03983); wsd (warmup, stable, decay; arXiv:2404.06395) stays at lr "
-        "and falls linearly in the last decay_ratio of the steps, so that a run that has not begun "
-        "to fall can be made longer; constant suits a run whose length is not known yet.",
+        "and linear end at min_lr_ratio; cosine_with_restarts does so several times, each time "
+        "from lr (arXiv:1608.03983); wsd (warmup, stable, decay; arXiv:2404.06395) stays at lr "
+        "and falls linearly over the last decay_ratio of the steps, so that a run that has not "
+        "begun to decay can be made longer; constant suits a run whose length is not known yet.",
         aliases="lr_scheduler_type lr_scheduler",
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = setting(
@@ -82,7 +82,7 @@ class OptimConfig(Section):
     restarts: PositiveInt | None = setting(
         None,
         "warn",
-        "How many times schedule=cosine_with_restarts begins anew. Unset: 1, which is "
+        "How many times schedule=cosine_with_restarts restarts at lr. Unset: 1, which is "
         "two cosines; each restart undoes some of what the low rates had settled.",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | None = setting(
@@ -95,14 +95,14 @@ class OptimConfig(Section):
         None,
         "warn",
         "Warmup as a share of all steps of the run, in place of warmup_steps. Both "
-        "unset: 0.03, since AdamW's averages are least certain at first; a run of less than 34 "
-        "steps has no warmup then.",
+        "unset: 0.03, since AdamW's averages are least certain at first; a run of fewer than 34 "
+        "steps then has no warmup.",
         replaces="optim.warmup_steps",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = setting(
         0.1,
         "warn",
-        "Where a schedule that falls ends, as a share of lr. With 0.1 the last steps "
+        "The final rate of a decaying schedule, as a share of lr. With 0.1 the last steps "
         "still learn; with 0 the weights come to rest.",
         aliases="cosine_min_lr_ratio min_lr min_lr_rate",
     )
@@ -144,12 +144,12 @@ class OptimConfig(Section):
 
     @property
     def is_8bit(self) -> bool:
-        """Whether moments are kept in 8 bits."""
+        """Whether the moments are kept in 8 bits."""
         return self.name == "adamw_8bit"
 
     @property
     def peak_lr(self) -> float:
-        """``lr`` as a number: ``load_config`` has put one in the place of auto."""
+        """``lr`` as a number: ``load_config`` has replaced auto by one."""
         return float(self.lr)
 
     def num_warmup_steps(self, total_steps: int) -> int:
@@ -161,6 +161,6 @@ class OptimConfig(Section):
         return int(_WARMUP_RATIO * total_steps)
 
     def num_decay_steps(self, total_steps: int) -> int:
-        """Return the steps over which schedule=wsd falls: at most all after the warmup."""
+        """Return the steps over which schedule=wsd decays: at most all steps after the warmup."""
         wanted = math.ceil((self.decay_ratio or _DECAY_RATIO) * total_steps)
         return min(wanted, total_steps - 1 - self.num_warmup_steps(total_steps))

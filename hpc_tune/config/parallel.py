@@ -15,16 +15,16 @@ class ParallelConfig(Section):
     layout: Literal["simple", "auto"] = setting(
         "simple",
         "free",
-        "simple: axes that are not set follow from memory alone. auto: at the start "
-        "the links between the ranks and a decoder block are measured, and of all layouts that fit "
-        "into memory the one with the shortest predicted step is used, also on fewer ranks if that "
-        "is faster; axes that are set stay. 'parallel: auto' says the same.",
+        "simple: unset axes are chosen by memory alone. auto: at the start the links between "
+        "the ranks and a decoder block are measured, and of all layouts that fit into memory the "
+        "one with the shortest predicted step is used, even one on fewer ranks if that is faster; "
+        "axes that are set are kept. 'parallel: auto' means the same.",
     )
     engine: Literal["auto", "native", "deepspeed"] = setting(
         "auto",
         "free",
-        "What shards the model. auto: DeepSpeed where zero_stage is set, else native "
-        "PyTorch, which has more layouts.",
+        "What shards the model. auto: DeepSpeed if zero_stage is set, else native "
+        "PyTorch, which supports more layouts.",
     )
     replicate: PositiveInt | None = setting(
         None,
@@ -37,13 +37,13 @@ class ParallelConfig(Section):
         None,
         "free",
         "Ranks over which one copy of the weights is split (FSDP2): less memory per "
-        "rank for more messages. Unset: chosen.",
+        "rank, but more communication. Unset: chosen.",
         aliases="fsdp data_parallel_shard_dim",
     )
     tensor: PositiveInt | None = setting(
         None,
         "free",
-        "Ranks over which each matrix product is split; it must divide the attention "
+        "Ranks over which each matrix multiplication is split; it must divide the attention "
         "heads and the key-value heads. Two messages per block and direction: keep it inside a "
         "node. Unset: 1.",
         aliases="tensor_parallel_dim tensor_parallel_size tp_size",
@@ -52,80 +52,80 @@ class ParallelConfig(Section):
         None,
         "free",
         "Ranks over which the decoder blocks are split. Only activations are sent, so "
-        "it suits slow links; give each rank several micro-batches per step, or it is idle for "
-        "long. Unset: 1.",
+        "it suits slow links; give each rank several micro-batches per step, or it is idle much "
+        "of the time. Unset: 1.",
         aliases="pipeline_parallel_size pp_size",
     )
     expert: PositiveInt = setting(
         1,
         "free",
-        "Ranks over which the routed experts of a mixture are spread: they stay where "
+        "Ranks over which the routed experts of a mixture are spread: experts stay where "
         "they are, and tokens are sent to them (arXiv:2006.16668). It must divide parallel.shard, "
-        "whose ranks else gather all experts' weights for their tokens. Smaller: neighbours send "
-        "each other tokens, and those ranks that have the same experts shard and gather these. For "
-        "few tokens per step and many or large experts. 1: not spread.",
+        "whose ranks otherwise gather the weights of all experts. If it is smaller than "
+        "parallel.shard, neighboring ranks exchange tokens, and ranks with the same experts shard "
+        "and gather these. For few tokens per step and many or large experts. 1: not spread.",
     )
     context: PositiveInt = setting(
         1,
         "free",
-        "Ranks that share each row: every one has a part of its tokens, and attention sees the "
+        "Ranks that share each row: each rank has a part of the tokens, and attention sees the "
         "whole row through two all-to-all messages per layer and direction (DeepSpeed-Ulysses, "
-        "arXiv:2309.14509). For rows whose activations are too many for one rank; the losses "
-        "are those of one rank. It adds no ranks: it groups neighbours of replicate x shard, which "
-        "it must divide. Where it does not divide the attention heads, each rank gathers the keys "
+        "arXiv:2309.14509). For rows whose activations do not fit on one rank; the losses "
+        "are those of one rank. It adds no ranks: it groups neighbors of replicate x shard, which "
+        "it must divide. If it does not divide the attention heads, each rank gathers the keys "
         "of whole rows instead (arXiv:2407.21783). Keep it inside a node. 1: rows are not shared; "
-        "layout=auto may share them, where whole ones do not fit or are fewer than the ranks.",
+        "layout=auto may share them if whole rows do not fit or are fewer than the ranks.",
         aliases="context_parallel_size cp_size sequence_parallel_size sp_size context_parallel_dim",
     )
     stages_per_rank: PositiveInt = setting(
         1,
         "free",
         "Pipeline stages (virtual stages) that each rank holds. 1: the 1F1B schedule "
-        "(arXiv:1806.03377); more: interleaved 1F1B (arXiv:2104.04473), less idle time for more "
+        "(arXiv:1806.03377); more: interleaved 1F1B (arXiv:2104.04473), less idle time but more "
         "messages.",
     )
     reshard: Literal["auto", "block", "micro", "step"] = setting(
         "auto",
         "free",
-        "How long gathered weights stay where shard > 1: longer takes more memory and "
+        "How long gathered weights are kept if shard > 1: longer takes more memory and "
         "fewer messages. block: until the block is computed, and they are gathered again in the "
         "backward pass; micro: until the micro-batch's backward pass is over; step: until the "
-        "optimizer step, and gradients are reduced once. auto: step where a whole copy fits.",
+        "optimizer step, and gradients are reduced once. auto: step if a whole copy fits.",
     )
     blocks_per_unit: PositiveInt = setting(
         1,
         "free",
-        "Decoder blocks that are gathered and freed together where shard > 1. More: "
+        "Decoder blocks that are gathered and freed together if shard > 1. More blocks: "
         "fewer and larger messages, and more memory.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
         "free",
-        "The dtype in which sharded gradients are sent and added up. bf16 halves the "
+        "The dtype in which sharded gradients are sent and summed. bf16 halves the "
         "bytes and loses digits with many ranks.",
     )
     zero_stage: Literal[1, 2, 3] | None = setting(
         None,
         "free",
         "The DeepSpeed ZeRO stage (arXiv:1910.02054): 1 splits the optimizer state "
-        "over all ranks, 2 the gradients too, 3 the weights too; each takes less memory and more "
-        "messages. Unset: the native engine.",
+        "over all ranks, 2 the gradients too, 3 the weights too; each stage takes less memory "
+        "and more messages. Unset: the native engine.",
         aliases="deepspeed",
     )
     offload_params: Literal["none", "cpu", "nvme"] = setting(
         "none",
         "free",
         "Where weights are kept while they are not used: cpu and nvme free device "
-        "memory and cost a transfer in each pass. cpu is for the sharded weights of either engine "
-        "(the native one moves their optimizer state too), nvme for zero_stage=3.",
+        "memory and cost a transfer in each pass. cpu works for sharded weights with either "
+        "engine (the native one moves their optimizer state too), nvme with zero_stage=3.",
         aliases="fsdp_cpu_offload",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = setting(
         "none",
         "free",
         "Where optimizer state is kept: cpu and nvme free device memory, and weights "
-        "are updated on the host, which is slower. cpu is for zero_stage 1 to 3; nvme, with the "
-        "state on disk, for zero_stage=3.",
+        "are updated on the host, which is slower. cpu works with zero_stage 1 to 3; nvme, with "
+        "the state on disk, with zero_stage=3.",
     )
     offload_path: str | None = setting(
         None,
@@ -137,21 +137,21 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = setting(
         "none",
         "free",
-        "Which activations are computed again in the backward pass instead of kept. "
+        "Which activations are recomputed in the backward pass instead of kept. "
         "full: all but each decoder block's input, a third more flops for far less memory "
-        "(arXiv:1604.06174); selective: all but the results of matrix products and attention, a "
-        "few more flops for somewhat less memory. The losses are the same bits.",
+        "(arXiv:1604.06174); selective: all but the results of matmuls and attention, a "
+        "few more flops for somewhat less memory. The losses are bitwise the same.",
         aliases="gradient_checkpointing enable_activation_checkpointing activation_checkpointing",
     )
     row_pieces: PositiveInt | Literal["auto"] = setting(
         "auto",
         "free",
-        "Pieces of a row in which each dense MLP is computed, each by itself and again in the "
-        "backward pass, so that inner values of one piece alone are in memory (tiled MLP, "
-        "arXiv:2506.13996). With recompute=full it takes about as long for most families; without, "
-        "another forward pass of the MLPs. The losses are the same, the last digits of gradients "
-        "may differ. auto: pieces of 4096 tokens or more with recompute=full where blocks are not "
-        "compiled, else 1.",
+        "The number of pieces into which each row is cut for the dense MLPs. Each piece is "
+        "computed by itself, and again in the backward pass, so that only one piece's inner "
+        "values are in memory (tiled MLP, arXiv:2506.13996). With recompute=full it takes about "
+        "as long for most families; without, another forward pass of the MLPs. The losses are the "
+        "same; the last digits of gradients may differ. auto: pieces of 4096 tokens or more with "
+        "recompute=full if blocks are not compiled, else 1.",
         aliases="tiled_mlp tiled_mlp_num_shards",
     )
     offload_activations: bool = setting(
@@ -160,7 +160,7 @@ class ParallelConfig(Section):
         "Keep the inputs of recomputed blocks in pinned host memory instead of a GPU's: they are "
         "copied while the next block is computed, and come back one block ahead of the backward "
         "pass. Needs recompute=full; for rows so long that these inputs fill the GPU. The losses "
-        "are the same bits.",
+        "are bitwise the same.",
         aliases="activation_offloading enable_activation_offloading offload_activation",
     )
 
@@ -171,16 +171,16 @@ class ParallelConfig(Section):
 
     @property
     def ranks_needed(self) -> int:
-        """What the axes that are set multiply to: all ranks, or a divisor of their number."""
+        """The product of the axes that are set: the number of ranks, or a divisor of it."""
         return math.prod(self.axes.values())
 
     @property
     def takes_more_ranks(self) -> bool:
-        """Whether ranks that the axes leave over have an axis: replicate or shard is not set."""
+        """Whether an unset axis (replicate or shard) can take the remaining ranks."""
         return self.replicate is None or self.shard is None
 
     def fits_ranks(self, ranks: int) -> bool:
-        """Return whether the axes that are set can be those of ``ranks`` ranks."""
+        """Return whether the axes that are set can be laid out on ``ranks`` ranks."""
         needed = self.ranks_needed
         return ranks == needed or (self.takes_more_ranks and ranks % needed == 0)
 
@@ -191,21 +191,21 @@ class ParallelConfig(Section):
 
     @property
     def shard_settings(self) -> dict[str, Any]:
-        """The settings of weights that FSDP2 shards, where they are not the defaults."""
+        """The settings for weights sharded by FSDP2 that differ from the defaults."""
         defaults = {name: type(self).model_fields[name].default for name in _SHARD_SETTINGS}
         return {n: v for n, default in defaults.items() if (v := getattr(self, n)) != default}
 
 
-# -- The layout for fewer ranks than a configuration was written for, as after the loss of a node.
+# -- The layout for fewer ranks than a configuration was written for, such as after losing a node.
 
 
 def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
-    """Return the axes to set anew for ``num_ranks`` ranks; ``None`` if no layout divides them.
+    """Return the axes to change for ``num_ranks`` ranks; ``None`` if no layout divides them.
 
-    Axes that are not set follow by themselves. tensor and pipeline stay, since they fit the model;
-    expert becomes the largest divisor of the one set that divides the rest, shard the largest
-    multiple of it up to the one set that does, and replicate the remaining factor. context stays,
-    since a row may not fit fewer ranks, and must divide the rest.
+    Unset axes are chosen later. tensor and pipeline stay, since they fit the model; the rest is
+    ``num_ranks`` / (tensor x pipeline). expert becomes its greatest common divisor with the rest,
+    shard the largest multiple of that up to its set value that divides the rest, and replicate the
+    remaining factor. context stays, since a row may not fit fewer ranks, and must divide the rest.
     """
     rest, remainder = divmod(num_ranks, (parallel.tensor or 1) * (parallel.pipeline or 1))
     if remainder or not rest or rest % parallel.context:
@@ -216,7 +216,7 @@ def fit_layout(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | Non
     if shard is None:
         axes = {"replicate": _largest_divisor(rest, replicate or 1)}
     else:
-        # Experts stay spread over as many ranks if that can be, else over fewer.
+        # Experts stay spread over the same number of ranks if possible, else over fewer.
         expert = math.gcd(rest, parallel.expert)
         axes = {
             "shard": expert * _largest_divisor(rest // expert, shard // expert),

@@ -1,7 +1,7 @@
 """``model.rope_scaling``: how rotary positions are stretched to rows longer than the model's.
 
-The keys are those of transformers' config.json. What each kind needs is known here, without torch;
-what a family of models takes is found where its configuration is read (``model/rotary.py``).
+The keys are those of transformers' config.json. This module, without torch, checks the keys that
+each kind needs; ``model/rotary.py`` checks what a model family supports.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ _POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor"),
 }
 KINDS = tuple(_NEEDED)
-# What of rope_parameters belongs to a scaling (alpha: HunYuan's). The rest is the model's own and
-# stays with another.
+# The keys of rope_parameters that belong to a scaling (alpha: HunYuan's). The others belong to the
+# model and stay if the scaling is replaced.
 SCALING_KEYS = frozenset(("rope_type", "type", "alpha")).union(
     *_NEEDED.values(), *_POSSIBLE.values()
 )
@@ -52,7 +52,7 @@ def _are_factors(value: Any) -> bool:
 
 
 _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "factor": (lambda v: _is_number(v) and v >= 1, "a number from 1 on"),
+    "factor": (lambda v: _is_number(v) and v >= 1, "a number of 1 or more"),
     ORIGINAL: (_is_count, "a number of tokens"),
     "short_factor": (_are_factors, "a list of numbers above 0"),
     "long_factor": (_are_factors, "a list of numbers above 0"),
@@ -62,7 +62,7 @@ _NUMBER = (_is_above_0, "a number above 0")
 
 
 def _check(given: Any) -> dict[str, Any] | None:
-    """Return the setting with ``rope_type`` for ``type``, as old files have it."""
+    """Validate the setting, and return it with ``rope_type`` for ``type``, the key in old files."""
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -99,7 +99,7 @@ RopeScaling = Annotated[dict[str, Any] | None, BeforeValidator(_check)]
 
 
 def suggest_rope_scaling(seq_len: int, trained: int) -> dict[str, Any]:
-    """Return YaRN's settings for rows of ``seq_len`` tokens of a model ``trained`` with fewer."""
+    """Return YaRN settings for rows of ``seq_len`` tokens and a model ``trained`` with fewer."""
     return {"rope_type": "yarn", "factor": -(-seq_len // trained), ORIGINAL: trained}
 
 

@@ -1,4 +1,4 @@
-"""What a job asks a cluster for: what all schedulers have, and the ``slurm`` section."""
+"""What a job requests from a cluster: settings of all schedulers, ``slurm`` and ``pbs``."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _MIN_MEGABYTES = 1000
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a time limit as Slurm writes it; ``None``: without a limit.
+    """Return the seconds of a time limit in Slurm's notation; ``None``: no limit.
 
     Raises:
         ValueError: if sbatch would refuse it.
@@ -26,7 +26,7 @@ def time_limit_s(text: str) -> float | None:
         raise ValueError("Slurm takes MINUTES, HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
     days, *parts = (None if part is None else int(part) for part in match.groups())
     first, second, third = (part or 0 for part in parts)
-    if days is not None or parts[2] is not None:  # the first are hours
+    if days is not None or parts[2] is not None:  # the first part is hours
         return float((((days or 0) * 24 + first) * 60 + second) * 60 + third)
     return float(first * 60 + second)
 
@@ -37,7 +37,7 @@ def _check_time(text: str) -> str:
 
 
 def _check_memory(text: str | None) -> str | None:
-    """Refuse what sbatch does, and a number that has lost its unit."""
+    """Refuse what sbatch refuses, and a number that probably lacks its unit."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T after it, such as 700G")
@@ -68,7 +68,7 @@ def _check_options(options: list[str]) -> list[str]:
         match = _OPTION.fullmatch(option)
         if match is None:
             raise ValueError(
-                f"{option!r} is no option of sbatch in one word, such as --constraint=gpu"
+                f"{option!r} is not an sbatch option in one word, such as --constraint=gpu"
             )
         if instead := _OWN_OPTIONS.get(match[1] or match[2]):
             raise ValueError(f"{option} is set by another name here: use {instead}")
@@ -76,16 +76,16 @@ def _check_options(options: list[str]) -> list[str]:
 
 
 def asks_for_gpus(options: Sequence[str]) -> bool:
-    """Return whether options of sbatch ask for GPUs, where a site wants that in its own way."""
+    """Return whether the sbatch options request GPUs, as some sites require."""
     return any(re.match(r"--(gres=gpu|gpus|gpus-per-task)\b|-G", option) for option in options)
 
 
 class JobConfig(Section):
-    """What a job has under every scheduler; each has a section of its own."""
+    """The settings of a job under every scheduler; each scheduler has a section of its own."""
 
     section: ClassVar[str]
     scheduler: ClassVar[str]
-    time_field: ClassVar[str]  # that of the time limit
+    time_field: ClassVar[str]  # the setting of the time limit
 
     account: str | None = setting(
         None,
@@ -100,14 +100,14 @@ class JobConfig(Section):
     spare_nodes: Annotated[int, Field(ge=0)] = setting(
         0,
         "free",
-        "Further nodes of the job: they wait, and each takes the place of a node "
-        "that is lost or faulty. supervise obeys it under other launchers too.",
+        "Extra nodes of the job: they wait, and each can replace a node "
+        "that is lost or faulty. supervise uses it under other launchers too.",
     )
     min_nodes: PositiveInt = setting(
         1,
         "free",
-        "With fewer nodes left than that, the job is queued again instead of going on "
-        "with fewer ranks (the losses are the same). supervise obeys it everywhere.",
+        "With fewer nodes left than this, the job is queued again instead of continuing "
+        "with fewer ranks (the losses are the same). supervise uses it everywhere.",
     )
     gpus_per_node: Annotated[int, Field(ge=0)] = setting(
         0,
@@ -129,7 +129,7 @@ class JobConfig(Section):
         300.0,
         "free",
         "Seconds before the time limit at which the run saves a checkpoint and stops, "
-        "to be queued again. Set more where a save takes minutes.",
+        "to be queued again. Set more if a save takes minutes.",
     )
     output: str | None = None
     job_name: str = setting(
@@ -158,7 +158,7 @@ class JobConfig(Section):
         "",
         "free",
         "The command before python that runs it in a container, such as "
-        "'apptainer exec --nv image.sif'. Where image is set: only its first words, if they are "
+        "'apptainer exec --nv image.sif'. If image is set: only its first words, if they are "
         "not 'apptainer exec'. Empty: no container.",
     )
     image: str = setting(
@@ -169,34 +169,34 @@ class JobConfig(Section):
     binds: list[str] = setting(
         [],
         "free",
-        "Folders that the image shows besides the one in which the job runs, such as "
+        "Folders to mount in the image besides the one in which the job runs, such as "
         "[/scratch/me, '/opt/cray/libfabric:/opt/libfabric'].",
     )
     gpu_maker: Literal["nvidia", "amd"] = setting(
         "nvidia",
         "free",
-        "Whose GPUs Apptainer shows to the image: --nv or --rocm.",
+        "The maker of the GPUs that Apptainer passes to the image: --nv or --rocm.",
     )
     container_python: str = setting(
         "python",
         "free",
-        "The Python in the container, such as that of an environment over the image's: "
+        "The Python in the container, such as one of an environment that extends the image's: "
         "/scratch/me/.venv/bin/python.",
     )
 
     @property
     def is_given(self) -> bool:
-        """Whether the configuration says anything of it."""
+        """Whether the configuration sets anything in this section."""
         return self != type(self)()
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each node."""
+        """Ranks on each node."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of host memory of each node; None where it is not said, or all of them."""
+        """The bytes of host memory per node; None if unset, or if all of it is requested (0)."""
         match = MEMORY.fullmatch(self.memory or "0")
         if match is None or not int(match[1]):
             return None
@@ -204,12 +204,12 @@ class JobConfig(Section):
 
     @property
     def limit_s(self) -> float | None:
-        """The seconds of the time limit; None: without one."""
+        """The seconds of the time limit; None: no limit."""
         raise NotImplementedError
 
 
 class SlurmConfig(JobConfig):
-    """What ``submit`` asks Slurm for; a run itself uses none of it."""
+    """What ``submit`` requests from Slurm; a run itself uses none of it."""
 
     section: ClassVar[str] = "slurm"
     scheduler: ClassVar[str] = "Slurm"
@@ -228,13 +228,13 @@ class SlurmConfig(JobConfig):
     memory: Annotated[str | None, AfterValidator(_check_memory)] = setting(
         None,
         "free",
-        "Host memory of each node as Slurm writes it, such as 700G; the plan command "
+        "Host memory of each node in Slurm's notation, such as 700G; the plan command "
         "tells how much. Unset: the partition's default, which can be small.",
     )
     time: Annotated[str, AfterValidator(_check_time)] = setting(
         "01:00:00",
         "free",
-        "The time limit of one job as Slurm writes it; the run resumes in the next "
+        "The time limit of one job in Slurm's notation; the run resumes in the next "
         "job. Short jobs wait less in the queue and start more often.",
     )
     options: Annotated[list[str], AfterValidator(_check_options)] = setting(
@@ -242,8 +242,8 @@ class SlurmConfig(JobConfig):
         "free",
         "More options of sbatch, as a site may require: [--constraint=gpu, "
         "--gres=gpu:4, --licenses=scratch, --reservation=course, --exclusive, "
-        "--mail-type=END]. With --gres=gpu:N, or --gpus, gpus_per_node sets the ranks of each "
-        "node alone. Unset: none.",
+        "--mail-type=END]. With --gres=gpu:N or --gpus, gpus_per_node only sets the ranks per "
+        "node. Unset: none.",
     )
     output: str = setting(
         "%x-%j.out",
@@ -266,11 +266,11 @@ class SlurmConfig(JobConfig):
 
     @property
     def limit_s(self) -> float | None:
-        """The seconds of the time limit; None: without one."""
+        """The seconds of the time limit; None: no limit."""
         return time_limit_s(self.time)
 
 
-# -- The ``pbs`` section of the configuration: what a job asks PBS Pro or OpenPBS for.
+# -- The ``pbs`` section of the configuration: what a job requests from PBS Pro or OpenPBS.
 #
 # Source: qsub(1B) and pbs_resources(7B) of OpenPBS.
 
@@ -298,7 +298,7 @@ _OWN_RESOURCES = {
 
 
 def walltime_s(text: str) -> float:
-    """Return the seconds of a walltime as PBS writes it.
+    """Return the seconds of a walltime in PBS's notation.
 
     Raises:
         ValueError: if qsub would refuse it.
@@ -316,7 +316,7 @@ def _check_walltime(text: str) -> str:
 
 
 def _check_pbs_memory(text: str | None) -> str | None:
-    """Refuse what qsub does, and a number without a unit, which are bytes."""
+    """Refuse what qsub refuses, and a number without a unit, which would mean bytes."""
     match = MEMORY.fullmatch(text) if text is not None else None
     if text is not None and (match is None or match[2] is None or not int(match[1])):
         raise ValueError("PBS takes a whole number with kb, mb, gb or tb after it, such as 700gb")
@@ -326,8 +326,8 @@ def _check_pbs_memory(text: str | None) -> str | None:
 def _check_chunk(text: str | None) -> str | None:
     if text and not _CHUNK.fullmatch(text):
         raise ValueError(
-            "expected resources of one node, such as ncpus=64:ngpus=4:system=polaris; their number "
-            "is pbs.nodes"
+            "expected resources of one node, such as ncpus=64:ngpus=4:system=polaris; the number "
+            "of nodes is pbs.nodes"
         )
     return text
 
@@ -336,7 +336,7 @@ def _check_pbs_options(options: list[str]) -> list[str]:
     for option in options:
         match = _PBS_OPTION.fullmatch(option)
         if match is None:
-            raise ValueError(f"{option!r} is no option of qsub with its value, such as '-k doe'")
+            raise ValueError(f"{option!r} is not a qsub option with its value, such as '-k doe'")
         instead = _PBS_OWN_OPTIONS.get(match[1])
         names = [part.partition("=")[0] for part in match[2].split(",")]
         if match[1] == "l":
@@ -349,7 +349,7 @@ def _check_pbs_options(options: list[str]) -> list[str]:
 
 
 class PbsConfig(JobConfig):
-    """What ``submit`` asks PBS Pro or OpenPBS for; a run itself uses none of it."""
+    """What ``submit`` requests from PBS Pro or OpenPBS; a run itself uses none of it."""
 
     section: ClassVar[str] = "pbs"
     scheduler: ClassVar[str] = "PBS"
@@ -363,26 +363,27 @@ class PbsConfig(JobConfig):
     filesystems: str | None = setting(
         None,
         "free",
-        "The file systems that the job uses, where a site asks for them (-l "
-        "filesystems), such as home:eagle. Unset: the site is not told.",
+        "The file systems that the job uses, if the site requires them (-l "
+        "filesystems), such as home:eagle. Unset: none are named.",
     )
     place: str = setting(
         "scatter",
         "free",
         "How PBS places the nodes' resources (-l place): scatter takes one node for "
-        "each of pbs.nodes; scatter:excl shares it with nobody.",
+        "each of pbs.nodes; scatter:excl shares it with no other job.",
     )
     chunk: Annotated[str | None, AfterValidator(_check_chunk)] = setting(
         None,
         "free",
-        "What PBS gives of each node, in its own words: ncpus=64:ngpus=4:"
-        "system=polaris. Empty: nothing is said, where a site gives whole nodes. Unset: ncpus, "
-        "mpiprocs, ngpus and mem of the settings here, which otherwise set the ranks alone.",
+        "The resources of each node as PBS writes them: ncpus=64:ngpus=4:"
+        "system=polaris. Empty: none are named, for sites that give whole nodes. Unset: ncpus, "
+        "mpiprocs, ngpus and mem follow from the settings here. If chunk is set, these settings "
+        "only determine the ranks.",
     )
     memory: Annotated[str | None, AfterValidator(_check_pbs_memory)] = setting(
         None,
         "free",
-        "Host memory of each node as PBS writes it, such as 480gb; the plan command "
+        "Host memory of each node in PBS's notation, such as 480gb; the plan command "
         "tells how much. Unset: the queue's default, or all of it.",
     )
     walltime: Annotated[str, AfterValidator(_check_walltime)] = setting(
@@ -400,7 +401,7 @@ class PbsConfig(JobConfig):
     output: str | None = setting(
         None,
         "free",
-        "The folder for what jobs print, a file JOB.OU of each. Unset: "
+        "The folder for the output of jobs, a file JOB.OU for each. Unset: "
         "NAME.oNUMBER, in the folder from which the job was submitted.",
     )
     launch: str = setting(

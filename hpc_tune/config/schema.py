@@ -1,7 +1,7 @@
 """The configuration: each field with its unit, the reason for its default and its trade-off.
 
-The values are frozen. A setting that cannot take effect is refused by ``constraints.check``, never
-ignored.
+The values are frozen. ``constraints.check_config`` refuses a setting that cannot take effect; it is
+never ignored.
 """
 
 import re
@@ -29,7 +29,7 @@ class ModelConfig(Section):
         "builtin:tiny",
         "free",
         "A Hugging Face model directory (config.json, safetensors, tokenizer), or "
-        "OWNER/NAME or OWNER/NAME@REVISION of what is in the hub's cache (HF_HUB_CACHE, or hub in "
+        "OWNER/NAME or OWNER/NAME@REVISION in the hub's cache (HF_HUB_CACHE, or hub in "
         "HF_HOME); nothing is downloaded: compute nodes have no internet. builtin:tiny: "
         "a small Llama-shaped model with a byte tokenizer, which needs no download.",
         path="model",
@@ -40,7 +40,8 @@ class ModelConfig(Section):
         "warn",
         "The dtype of base weights and arithmetic. bf16 takes half the memory of fp32 "
         "and is faster on GPUs, with 2 to 3 digits instead of 7. auto: bf16 on a GPU that "
-        "has it, fp32 on a CPU. Trained weights and their optimizer state have tune.param_dtype.",
+        "supports it, fp32 on a CPU. Trained weights and their optimizer state are in "
+        "tune.param_dtype.",
         aliases="bf16 fp16 bfloat16 float16 torch_dtype",
     )
     rope_scaling: RopeScaling = setting(
@@ -48,23 +49,23 @@ class ModelConfig(Section):
         "same",
         "How rotary positions are stretched to texts longer than the model was trained with, by "
         "the keys of transformers' config.json: rope_type is yarn (arXiv:2309.00071), linear, "
-        "dynamic, llama3 or longrope, and the others follow from it, such as {rope_type: yarn, "
-        "factor: 4, original_max_position_embeddings: 32768}. It takes the place of what "
-        "config.json says; the exports have it. Unset: as config.json says.",
+        "dynamic, llama3 or longrope, and it determines the other keys, such as {rope_type: yarn, "
+        "factor: 4, original_max_position_embeddings: 32768}. It replaces what config.json says, "
+        "and exports contain it. Unset: as config.json says.",
         aliases="rope_parameters overrides_of_model_config.rope_scaling",
     )
 
 
 class BatchConfig(Section):
-    """How much is learned from in one optimizer step."""
+    """How much data one optimizer step learns from."""
 
     global_size: PositiveInt = setting(
         64,
         "same",
         "Rows of data.seq_len tokens per optimizer step, over all ranks. It alone "
         "decides what a step learns from; gradient accumulation follows from it, whatever the "
-        "number of ranks. 64 is a common choice; more give a less noisy gradient and fewer steps "
-        "per epoch.",
+        "number of ranks. 64 is a common choice; more rows give a less noisy gradient and fewer "
+        "steps per epoch.",
         aliases="batch_size gradient_accumulation_steps train_batch_size",
     )
     micro_size: PositiveInt | Literal["auto"] = setting(
@@ -85,16 +86,16 @@ class MemoryConfig(Section):
     ] = setting(
         "on",
         "free",
-        "on: act before the host runs out of memory and when a device does, from what "
-        "costs nothing, such as freeing caches, to smaller micro-batches, recomputed activations "
-        "and at last a checkpoint and a stop; observe: only measure memory and report it; off: do "
-        "not measure.",
+        "on: act before the host runs out of memory and when a device does, first with what "
+        "costs nothing, such as freeing caches, then with smaller micro-batches, recomputed "
+        "activations, and last with a checkpoint and a stop; observe: only measure memory and "
+        "report it; off: do not measure.",
     )
     host_limit: Memory | None = setting(
         None,
         "free",
         "Bytes of host memory that this job may use on a node, such as 64GiB. Unset: "
-        "what the cgroup of the job, or else the machine, grants.",
+        "the limit of the job's cgroup, or else of the machine.",
     )
 
 
@@ -106,7 +107,7 @@ def _require_distinct(names: str | None) -> str | None:
 
 
 class TrainConfig(Section):
-    """How long and in which way."""
+    """How long the run trains, and how."""
 
     max_steps: PositiveInt | None = setting(
         None,
@@ -117,7 +118,7 @@ class TrainConfig(Section):
     epochs: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "free",
-        "Passes over the data, where max_steps is unset. Unset too: one; many passes "
+        "Passes over the data, if max_steps is unset. If both are unset: one. Many passes "
         "overfit, which the held-out loss shows.",
         replaces="train.max_steps",
         aliases="num_epochs num_train_epochs",
@@ -139,8 +140,8 @@ class TrainConfig(Section):
     tf32: bool = setting(
         True,
         "free",
-        "On GPUs that have it (compute capability 8.0 or later), multiply the matrices "
-        "of a model in fp32 as TF32: faster, with 3 digits of each factor instead of 7. Weights "
+        "On GPUs that support it (compute capability 8.0 or later), run the matmuls "
+        "of an fp32 model in TF32: faster, with 3 digits of each factor instead of 7. Weights "
         "and sums stay in fp32. false, or train.deterministic=true: all digits, to compare with a "
         "run on CPUs.",
     )
@@ -150,16 +151,16 @@ class TrainConfig(Section):
         "Compile one decoder block with torch.compile and reuse it for all: faster "
         "steps on GPUs after a minute of compiling; on CPUs hpc_tune's own layers may be as fast. "
         "It needs a C++ compiler. The losses are the same; tune.dropout draws other numbers, and "
-        "on GPUs needs a torch before 2.13. auto: on GPUs, if all other settings go with it, the "
-        "run has more than 50 steps and a small model of the same kind has the losses and "
-        "gradients of one that is not compiled; else the start says why not.",
+        "on GPUs needs a torch before 2.13. auto: on GPUs, if all other settings allow it, the "
+        "run has more than 50 steps, and a small compiled model of the same kind gives the losses "
+        "and gradients of an uncompiled one; else the start of the run says why not.",
         aliases="torch_compile",
     )
     float8: bool = setting(
         False,
         "free",
-        "Multiply the base's matrices in float8 inside of the decoder blocks: faster, "
-        "with about two digits in each product. It needs a GPU of compute capability 8.9 or later, "
+        "Run the matmuls with base weights in float8 inside the decoder blocks: faster, with "
+        "about two digits in each product. It needs a GPU of compute capability 8.9 or later, "
         "or AMD's MI300 or later, train.compile=true and pip install 'hpc_tune[float8]'.",
     )
     eval_every_steps: PositiveInt | None = setting(
@@ -172,23 +173,23 @@ class TrainConfig(Section):
     eval_rows: PositiveInt | None = setting(
         None,
         "free",
-        "Rows of held-out data in each evaluation; fewer are faster and give a noisier "
+        "Rows of held-out data in each evaluation; fewer rows are faster and give a noisier "
         "loss. Unset: all.",
     )
     stop_after_evals: PositiveInt | None = setting(
         None,
         "free",
-        "Evaluations on the held-out data, that of the start included, after which the "
-        "run is done if none of them was below the lowest loss before. It saves steps that "
-        "overfit, and ends before optim.schedule has lowered the rate; with checkpoint.keep_best "
-        "the best checkpoint stays. Unset: all steps are done.",
+        "Stop the run after this many evaluations in a row whose held-out loss is not below "
+        "the lowest so far, including that at the start. This saves steps that overfit, and the "
+        "run ends before optim.schedule has lowered the rate; with checkpoint.keep_best the best "
+        "checkpoint is kept. Unset: all steps are done.",
         aliases="early_stopping_patience early_stopping_steps",
     )
     time_limit: Seconds | None = setting(
         None,
         "free",
         "The time, in seconds or as 3.5h, within which the run saves a checkpoint and "
-        "stops with exit code 75. Unset: no limit; under Slurm the end of the job is known "
+        "stops with exit code 75. Unset: no limit; under Slurm the run knows when the job ends "
         "without it.",
     )
     profile: Steps | None = setting(
@@ -201,7 +202,7 @@ class TrainConfig(Section):
 
     @property
     def compiles(self) -> bool:
-        """Whether decoder blocks are compiled: not before it is decided where auto decides."""
+        """Whether decoder blocks are compiled; False while train.compile is still auto."""
         return self.compile is True
 
     @property
@@ -226,30 +227,30 @@ class CheckpointConfig(Section):
     every_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = setting(
         30.0,
         "free",
-        "Minutes between checkpoints: what a crash can cost. Fewer cost more writing. "
-        "The first of a start comes after 5 minutes at most. auto: 5 to 120, by what saves and "
-        "failures of this run have cost so far; null: checkpoints by every_steps alone.",
+        "Minutes between checkpoints: what a crash can cost. Fewer minutes cost more writing. "
+        "After each start, the first checkpoint comes within 5 minutes. auto: 5 to 120, by what "
+        "saves and failures of this run have cost so far; null: only every_steps decides.",
     )
     keep: PositiveInt = setting(
         2,
         "free",
         "How many of the newest checkpoints are kept; older ones are removed after a "
-        "save. With 2 there is another where the newest turns out to be damaged; each takes disk "
+        "save. With 2 there is another one if the newest turns out to be damaged; each takes disk "
         "space.",
         aliases="save_total_limit keep_last_n_checkpoints",
     )
     keep_every: PositiveInt | None = setting(
         None,
         "free",
-        "Checkpoints of steps that this number divides are kept too. Unset: none, "
+        "Also keep the checkpoints whose step is a multiple of this number. Unset: none, "
         "which saves disk space.",
     )
     keep_best: bool = setting(
         False,
         "free",
-        "Keep the checkpoint with the lowest held-out loss too (of several held-out "
-        "sources their mean), of those saved right after an evaluation; it takes the disk space "
-        "of one more.",
+        "Also keep the checkpoint with the lowest held-out loss (with several held-out "
+        "sources, their mean) among those saved right after an evaluation; it takes the disk "
+        "space of one more.",
         aliases="load_best_model_at_end",
     )
     background: bool = setting(
@@ -263,23 +264,23 @@ class CheckpointConfig(Section):
         "auto",
         "free",
         "Bytes of host memory per rank for copies of what is not yet written when the "
-        "next update is due. With more of it the update waits less; on a GPU it waits for copies "
-        "alone if they hold all that the rank writes, in pinned memory that stays for the next "
-        "save while there is room. auto: on a GPU all of that, where the memory governor finds "
-        "room for it; else 256 MiB.",
+        "next update is due. With more memory the update waits less; on a GPU it only waits for "
+        "the copies if they hold all that the rank writes, in pinned memory that is kept for the "
+        "next save while there is room. auto: on a GPU enough for all, if the memory governor "
+        "finds room for it; else 256 MiB.",
     )
     required: bool = setting(
         True,
         "free",
-        "A checkpoint that cannot be written ends the run, before more work is lost. "
+        "true: a checkpoint that cannot be written ends the run, before more work is lost. "
         "false: it is a warning, and training continues.",
     )
     resume: str = setting(
         "auto",
         "free",
-        "auto: resume from the newest checkpoint of the run directory that verifies, "
-        "or start afresh where there is none; none: start afresh, refused where there are "
-        "checkpoints; else the path of a checkpoint to start from. Whichever it is, rerunning the "
+        "auto: resume from the newest valid checkpoint of the run directory, "
+        "or start afresh if there is none; none: start afresh, refused if there are "
+        "checkpoints; else the path of a checkpoint to start from. In all cases, rerunning the "
         "same command resumes from what the run itself has saved.",
         path="file",
         aliases="resume_from_checkpoint auto_resume_from_checkpoints",
@@ -301,7 +302,7 @@ class RunSettings(Section):
         "auto",
         "free",
         "Where the model is computed; cuda: GPUs of NVIDIA or AMD. auto: cuda if torch "
-        "finds a GPU, else cpu, but refused where the job was granted GPUs.",
+        "finds a GPU, else cpu, which is refused if the job was granted GPUs.",
         aliases="use_cpu",
     )
     threads: PositiveInt | Literal["auto"] = setting(
@@ -318,33 +319,33 @@ class RunSettings(Section):
         None,
         "free",
         "The network interface to prefer for rendezvous and CPU collectives, such as "
-        "ib0, or several, as [hsn0, hsn1]: of these the first, and all for NCCL, where it sends by "
-        "TCP. Unset: the one that leads to rank 0's host; set it where that is slow.",
+        "ib0, or several, such as [hsn0, hsn1]: then the first one, and all of them for NCCL if "
+        "it uses TCP. Unset: the one that leads to rank 0's host; set it if that one is slow.",
     )
     timeout: Seconds = setting(
         1800.0,
         "free",
-        "Seconds after which a collective that a rank does not join ends the job, and "
-        "so does a rank that neither reads nor computes while the others wait for it. The rank is "
-        "named, and the backends' own limit is a minute later. A job that is suspended goes on "
-        "afterwards. Half an hour is longer than slow file systems take; less of it ends a job "
+        "Seconds after which the job ends if a rank does not join a collective, or neither "
+        "reads nor computes while the others wait for it. The rank is "
+        "named, and the backends' own limit is a minute later. A suspended job continues "
+        "afterwards. Half an hour is longer than slow file systems take; a lower value ends a job "
         "that hangs sooner.",
         aliases="ddp_timeout",
     )
     start_timeout: Seconds | Literal["auto"] = setting(
         "auto",
         "free",
-        "Seconds that each part of the start may take before the job ends: that all "
-        "ranks are there, that they have met and that their devices are connected; auto: 300, and "
-        "0.2 per rank. What the ranks import between the first two is not counted, since thousands "
-        "of them read it for minutes from a parallel file system; run.timeout ends that.",
+        "Seconds that each part of the start may take before the job ends: all ranks have "
+        "started, they have met, and their devices are connected; auto: 300 plus 0.2 per rank. "
+        "Imports between the first two parts are not counted, since thousands of ranks take "
+        "minutes to read them from a parallel file system; run.timeout limits them.",
     )
     host_timeout: Annotated[Seconds, Field(ge=4)] = setting(
         20.0,
         "free",
         "Seconds of silence after which another host counts as down or cut off and the "
         "job ends, to be started again; slow or busy ranks do not count. Networks recover from "
-        "small faults in a few seconds; raise it where yours takes longer.",
+        "small faults in a few seconds; raise it if yours takes longer.",
     )
     compile_cache: str | None = setting(
         None,
@@ -362,7 +363,7 @@ class RunSettings(Section):
     tags: list[str] = setting(
         [],
         "free",
-        "Words to find the run by, in trackers, such as [lora, first-try].",
+        "Tags to find the run by in trackers, such as [lora, first-try].",
     )
     notes: str | None = setting(
         None,
@@ -372,14 +373,14 @@ class RunSettings(Section):
     report: bool = setting(
         True,
         "free",
-        "Write report.html at the end, in a process of its own that takes some "
+        "Write report.html at the end, in a separate process that takes a few "
         "seconds. false: none; the report command writes it at any time.",
     )
     tensorboard: bool = setting(
         True,
         "free",
         "Write metrics for TensorBoard into tensorboard/ of the run directory. false: "
-        "not, unless run.trackers has tensorboard.",
+        "only if run.trackers has tensorboard.",
     )
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
@@ -387,10 +388,10 @@ class RunSettings(Section):
     ] = setting(
         [],
         "free",
-        "Where metrics go besides metrics.jsonl, such as [wandb, mlflow]: each into a "
-        "folder of its name in the run directory, or where its variables say (WANDB_MODE=online; "
+        "Where metrics go besides metrics.jsonl, such as [wandb, mlflow]: each tracker writes to "
+        "a folder of its name in the run directory, or as its variables say (WANDB_MODE=online; "
         "MLFLOW_TRACKING_URI; TRACKIO_SPACE_ID). All but tensorboard need an extra of their name, "
-        "such as pip install 'hpc_tune[wandb]'. One that fails is reported once and left out.",
+        "such as pip install 'hpc_tune[wandb]'. A tracker that fails is reported once and dropped.",
         aliases="report_to use_wandb wandb_project use_mlflow",
     )
 
@@ -413,11 +414,11 @@ class RunConfig(Section):
 
     @property
     def job(self) -> JobConfig:
-        """The section of the job: ``pbs`` where it is given alone."""
+        """The section of the job: ``pbs`` if only that one is given, else ``slurm``."""
         return self.pbs if self.pbs.is_given and not self.slurm.is_given else self.slurm
 
     def with_changes(self, changes: Mapping[str, Any]) -> "RunConfig":
-        """Return the configuration with other values, by whole names such as ``train.seed``."""
+        """Return a copy with other values, by full names such as ``train.seed``."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             section, _, key = name.partition(".")

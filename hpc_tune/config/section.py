@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of."""
+"""The building blocks of every section of the configuration."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from hpc_tune.units import parse_bytes, parse_memory, parse_seconds
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and without fields that it does not know."""
+    """A part of the configuration: frozen, and it refuses unknown fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -25,17 +25,17 @@ PathKind = Literal["file", "model", "dataset"]
 
 @dataclass(frozen=True)
 class SettingFacts:
-    """What is to be known of a setting beside its type, default and description.
+    """The facts about a setting besides its type, default and description.
 
-    resume: what another value does to a run that resumes. same: it is refused, since it would make
-        a different run; warn: the run goes on and differs from an uninterrupted one; free: anything
-        else, such as layout, micro-batch, paths and logging.
-    path: its value may begin with ~ and hold $VARIABLES; of a model or a dataset it may also be a
-        name in the hub's cache.
+    resume: how a resumed run handles a changed value. same: refused, since it would make a
+        different run; warn: the run continues, but differs from an uninterrupted one; free:
+        allowed, as for layout, micro-batch, paths and logging.
+    path: the value may begin with ~ and contain $VARIABLES; for a model or a dataset it may also be
+        a name in the hub's cache.
     unordered: a list whose order does not matter.
-    replaces: the setting of default.yaml that says the same; the user's is meant.
-    aliases: what peft, the Trainer of Hugging Face, trl, torchtune, axolotl and LLaMA-Factory call
-        it, for the message about a name that is not known here.
+    replaces: a setting of default.yaml with the same purpose, unset if the user gives this one.
+    aliases: its names in peft, the Hugging Face Trainer, trl, torchtune, axolotl and LLaMA-Factory,
+        for the message about an unknown name.
     """
 
     resume: Resume
@@ -61,17 +61,17 @@ def setting(
 
 
 def facts_of(field: FieldInfo) -> SettingFacts:
-    """Return the facts of a field that ``setting`` has made."""
+    """Return the facts of a field that ``setting`` made."""
     return SettingFacts(**field.json_schema_extra)  # type: ignore[arg-type]
 
 
 def flatten(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of a dumped configuration by their whole names, such as ``train.seed``."""
+    """Return the values of a dumped configuration by full names such as ``train.seed``."""
     return {f"{name}.{key}": v for name, fields in sections.items() for key, v in fields.items()}
 
 
 def format_setting(value: Any) -> str:
-    """Return the value of a setting as people read it; of a list of sources a line for each."""
+    """Return the value of a setting for people to read; a list of sources has one line each."""
     if value is None or repr(value) == "PydanticUndefined":
         return "unset"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -90,7 +90,7 @@ def _parse_number(value: Any, parse: Any) -> Any:
 
 
 def _check_profiled_steps(value: Any) -> Any:
-    """Check STEP:COUNT. YAML 1.1 has read 5:2 as a number of base 60."""
+    """Check STEP:COUNT. YAML 1.1 parses 5:2 as a base-60 number; undo that."""
     text = ":".join(map(str, divmod(value, 60))) if type(value) is int else value
     if value is not None and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", str(text)):
         raise ValueError(f"{value!r} is not STEP:COUNT, two numbers from 1 on, such as 10:2")

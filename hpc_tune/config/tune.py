@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Section, setting
 
-# Numbers of objectives, where they are not set; beta of simpo is ten times that of the others.
+# Default coefficients of the objectives; simpo has a default beta of its own.
 _BETA, _SIMPO_BETA, _SIMPO_GAMMA = 0.1, 2.0, 1.0
 _USED_BY = {
     "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
@@ -22,19 +22,19 @@ _USED_BY = {
 
 
 def _check_patterns(patterns: dict[str, Any]) -> dict[str, Any]:
-    """Check that each key is a regular expression, and each value more than 0."""
+    """Check that each key is a regular expression and each value is positive."""
     for key, value in patterns.items():
         if not value > 0:
             raise ValueError(f"{key} has the value {value}, expected more than 0")
         try:
             re.compile(key)
         except re.error as error:
-            raise ValueError(f"{key} is no regular expression: {error}") from None
+            raise ValueError(f"{key} is not a regular expression: {error}") from None
     return patterns
 
 
 def match_patterns(patterns: Mapping[str, float], layer: str) -> list[str]:
-    """Return the patterns that match a layer's path, or its end after a dot, as in peft."""
+    """Return the patterns that match a layer's whole path or its end after a dot, as in peft."""
     return [key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)]
 
 
@@ -58,44 +58,44 @@ class TuneConfig(Section):
         "same",
         "What is learned. sft: to write the answers in the data. The others learn "
         "from preferences, pairs of a chosen and a rejected answer: dpo (arXiv:2305.18290) and "
-        "ipo (arXiv:2310.12036) against the model as it was at the start, whose log-probabilities "
-        "are computed once; simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691) without it, orpo "
-        "together with sft; kto (arXiv:2402.01306): single answers, each with a label, good or "
-        "not.",
+        "ipo (arXiv:2310.12036) compare with the model as it was at the start, whose "
+        "log-probabilities are computed once; simpo (arXiv:2405.14734) and orpo "
+        "(arXiv:2403.07691) do not, and orpo adds sft; kto (arXiv:2402.01306) learns from single "
+        "answers, each labeled good or not.",
         aliases="stage rl rl_type pref_loss loss_type rlhf_type",
     )
     beta: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "same",
-        "How far an objective on preferences lets the model go: the smaller, the "
-        "further. Unset: 0.1, and 2 with simpo, which takes means over tokens.",
+        "How far an objective on preferences lets the model drift: the smaller, the "
+        "further. Unset: 0.1, or 2 with simpo, which takes means over tokens.",
         aliases="pref_beta rl_beta dpo_beta kto_beta",
     )
     gamma: Annotated[float, Field(ge=0)] | None = setting(
         None,
         "same",
-        "By how much simpo wants the chosen answer's reward to be the higher one. "
-        "Unset: 1, half of its beta.",
+        "The margin by which simpo wants the chosen answer's reward to be higher. "
+        "Unset: 1, half of the default beta.",
         aliases="simpo_gamma cpo_gamma",
     )
     sft_weight: Annotated[float, Field(ge=0)] | None = setting(
         None,
         "same",
-        "The factor of the chosen answer's mean loss per token, which is added to each "
-        "pair's (arXiv:2404.19733): against chosen answers that become less likely. Unset: 0; "
-        "orpo adds it by itself.",
+        "The factor of the chosen answer's mean loss per token, which is added to the loss of "
+        "each pair (arXiv:2404.19733), to keep chosen answers from becoming less likely. Unset: "
+        "0; orpo always includes it.",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = setting(
         None,
         "same",
-        "The share of pairs that are the wrong way round; the loss of dpo and simpo is "
-        "made unbiased for it (arXiv:2403.00409). Unset: 0.",
+        "The assumed share of pairs whose answers are swapped; it makes the loss of dpo and "
+        "simpo unbiased (arXiv:2403.00409). Unset: 0.",
     )
     desirable_weight: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "same",
-        "The weight of good answers in kto. Times their number it should be 1 to 1.33 "
-        "times undesirable_weight times the number of the others. Unset: 1.",
+        "The weight of good answers in kto. Times the number of good answers, it should be 1 to "
+        "1.33 times undesirable_weight times the number of the others. Unset: 1.",
     )
     undesirable_weight: Annotated[float, Field(gt=0)] | None = setting(
         None,
@@ -120,29 +120,29 @@ class TuneConfig(Section):
     rank_pattern: Annotated[dict[str, int], AfterValidator(_check_patterns)] = setting(
         {},
         "same",
-        "Ranks of some layers, as peft's rank_pattern: regular expressions for the end "
-        "of a layer's path, and the rank in place of tune.rank, such as {'layers.[01].*': 8}. Of "
-        "the patterns one at most matches a layer.",
+        "Ranks of some layers, as in peft's rank_pattern: regular expressions for the end "
+        "of a layer's path, and the rank in place of tune.rank, such as {'layers.[01].*': 8}. At "
+        "most one pattern may match a layer.",
     )
     alpha_pattern: Annotated[dict[str, float], AfterValidator(_check_patterns)] = setting(
         {},
         "same",
-        "As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
-        "pattern says otherwise.",
+        "Like rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
+        "pattern here matches it.",
     )
     expert_rank: PositiveInt | None = setting(
         None,
         "same",
-        "The rank of adapters on the routed experts of a mixture, of each expert, "
-        "where tune.targets names them; they have the scale of the others. Unset: tune.rank / "
-        "experts per token.",
+        "The rank of the adapter of each routed expert of a mixture, if tune.targets names "
+        "experts; it has the same scale as the other adapters. Unset: tune.rank / experts per "
+        "token.",
     )
     rslora: bool = setting(
         False,
         "same",
         "Scale the adapter's output by alpha / sqrt(rank) in place of alpha / rank "
         "(rank-stabilized LoRA, arXiv:2312.03732): high ranks then learn as fast as low ones. At "
-        "the same alpha the output is sqrt(rank) times as large, so begin with a lower alpha or "
+        "the same alpha the output is sqrt(rank) times as large, so start with a lower alpha or "
         "optim.lr.",
         aliases="use_rslora peft_use_rslora",
     )
@@ -156,39 +156,40 @@ class TuneConfig(Section):
     neftune_alpha: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "warn",
-        "Noise on the embeddings of training, uniform in plus or minus neftune_alpha / "
+        "Noise on the embeddings in training, uniform in plus or minus neftune_alpha / "
         "sqrt(tokens of the document x values of an embedding) (NEFTune, arXiv:2310.05914): chat "
-        "models then answer at more length, and held-out losses may rise. The paper uses "
+        "models then give longer answers, and held-out losses may rise. The paper uses "
         "5 to 15. Unset: none.",
         aliases="neftune_noise_alpha noisy_embedding_alpha",
     )
     router_aux_loss: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "warn",
-        "The factor of a load-balancing loss beside the objective, by which "
-        "routers of a mixture of experts spread tokens evenly: per layer and row, over its tokens "
-        "without padding, E / (k T^2) x sum over experts of (tokens of it x their summed "
-        "probabilities), which is 1 where all is even; rows count by their tokens, layers are "
-        "added up. 0.001 is common. Neither ranks nor micro-batches change it, unlike that of "
-        "transformers, which takes layers and the rows of a micro-batch together. Adapters on "
-        "attention learn from it too where routers are frozen. Unset: none.",
+        "The factor of a load-balancing loss that is added to the objective, so that the "
+        "routers of a mixture of experts spread tokens evenly. Per layer and row, over the T "
+        "tokens that are not padding, it is E / (k T^2) x the sum over experts of (number of the "
+        "expert's tokens x its summed probabilities), which is 1 if the load is even; rows are "
+        "weighted by their tokens, layers are added up. 0.001 is common. It does not depend on "
+        "ranks or micro-batches, unlike the loss in transformers, which combines all layers and "
+        "the rows of a micro-batch. Adapters on attention learn from it even if routers are "
+        "frozen. Unset: none.",
     )
     router_z_loss: Annotated[float, Field(gt=0)] | None = setting(
         None,
         "warn",
         "The factor of the mean squared log-sum-exp of a router's logits in the loss "
-        "(arXiv:2202.08906, equation 5), over tokens without padding, added up over layers: it "
-        "keeps logits small. 0.001 is common. Unset: none.",
+        "(arXiv:2202.08906, equation 5), over tokens that are not padding, added up over layers: "
+        "it keeps logits small. 0.001 is common. Unset: none.",
     )
     targets: list[str] | Literal["all-linear"] = setting(
         "all-linear",
         "same",
         "Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
-        "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
-        "mixture of experts it leaves out routed experts and routers, which are named beside it: "
-        "[all-linear, experts]. A named layer whose adapters get no gradient is refused, such as "
-        "Jamba's dt_proj; one among all-linear is reported. So is Mamba's out_proj, whose weight "
-        "its fused kernels take as it is.",
+        "all-linear: every one but the output head; fewer take less memory and learn less. In a "
+        "mixture of experts it leaves out routed experts and routers, which can be added: "
+        "[all-linear, experts]. A named layer whose adapters get no gradient, such as Jamba's "
+        "dt_proj, is refused; one that all-linear includes is reported. The same holds for "
+        "Mamba's out_proj, whose weight the fused kernels use directly.",
         unordered=True,
         aliases="target_modules lora_target lora_target_modules lora_target_linear "
         "lora_attn_modules apply_lora_to_mlp apply_lora_to_output target_parameters",
@@ -197,18 +198,19 @@ class TuneConfig(Section):
         [],
         "same",
         "Names of modules that are trained in full beside the adapters and saved with "
-        "them, as peft's modules_to_save, such as [embed_tokens, lm_head]: embeddings, the output "
-        "head and norms. A name means every module whose path ends with it. They take the memory "
-        "of tune.method=full for their part, on each rank but for parallel.tensor and pipeline.",
+        "them, as in peft's modules_to_save, such as [embed_tokens, lm_head]: embeddings, the "
+        "output head and norms. A name means every module whose path ends with it. These modules "
+        "take as much memory as with tune.method=full, on each rank, split only by "
+        "parallel.tensor and pipeline.",
         unordered=True,
     )
     trainable_tokens: list[int | str] = setting(
         [],
         "same",
         "Tokens, by text or number, whose rows of the embedding are trained beside the "
-        "adapters, as peft's trainable_token_indices: tokens that were added, such as "
-        "['<tool>', '</tool>']. Where the output head is the embedding, its rows too. That takes "
-        "16 bytes per value of these rows, and not of the whole embedding.",
+        "adapters, as in peft's trainable_token_indices: tokens that were added, such as "
+        "['<tool>', '</tool>']. If the output head is tied to the embedding, its rows are trained "
+        "too. That takes 16 bytes per value of these rows, not of the whole embedding.",
         unordered=True,
         aliases="trainable_token_indices",
     )
@@ -225,34 +227,34 @@ class TuneConfig(Section):
         None,
         "warn",
         "fp8: the frozen weights of the blocks' linear layers and routed experts are "
-        "kept in float8 (e4m3) with a scale for each row, quantised while they are read: half of "
+        "kept in float8 (e4m3) with a scale for each row, quantized while they are read: half of "
         "bf16's memory and messages. GPUs with float8 matmuls (NVIDIA's H100, L40, RTX 40 or "
-        "later, AMD's MI350) multiply in it, inputs and gradients too, about twice as fast; "
-        "elsewhere values are made for each product. Unset: model.dtype, or 4 bits with "
+        "later, AMD's MI350) multiply in float8, inputs and gradients too, about twice as fast; "
+        "elsewhere weights are dequantized for each matmul. Unset: model.dtype, or 4 bits with "
         "tune.method=qlora.",
     )
     param_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
         "warn",
         "The dtype of trained weights, their gradients and optimizer state. bf16 takes "
-        "half the memory and loses small updates in rounding: for where fp32 does not fit.",
+        "half the memory and loses small updates in rounding: use it if fp32 does not fit.",
         aliases="pure_bf16",
     )
 
     @property
     def packed_base(self) -> str:
-        """What the frozen weights of the blocks are packed in, in words; "" for model.dtype."""
+        """The packed format of the blocks' frozen weights, in words; "" for model.dtype."""
         return "4 bits" if self.method == "qlora" else "float8" if self.base_dtype else ""
 
     @property
     def router_losses(self) -> dict[str, float]:
-        """The losses of routers that are set, by setting, with their factors."""
+        """The factors of the router losses that are set, by the setting's name."""
         both = {"router_aux_loss": self.router_aux_loss, "router_z_loss": self.router_z_loss}
         return {f"tune.{name}": value for name, value in both.items() if value is not None}
 
     @property
     def form(self) -> Literal["answers", "pairs", "labels"]:
-        """What rows of data hold for this objective."""
+        """What rows of data contain for this objective."""
         match self.objective:
             case "sft":
                 return "answers"
@@ -263,12 +265,12 @@ class TuneConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the model is compared with what it was at the start."""
+        """Whether the objective compares the model with what it was at the start."""
         return self.objective in ("dpo", "ipo", "kto")
 
     @property
     def unused_coefficients(self) -> dict[str, float]:
-        """The numbers of objectives that are set, and that this one does not use."""
+        """The coefficients that are set but not used by this objective."""
         return {
             name: value
             for name, users in _USED_BY.items()
@@ -277,7 +279,7 @@ class TuneConfig(Section):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the objective uses, with its values."""
+        """The coefficients that the objective uses, with defaults filled in."""
         is_simpo = self.objective == "simpo"
         usual = {
             "beta": _SIMPO_BETA if is_simpo else _BETA,
@@ -294,7 +296,7 @@ class TuneConfig(Section):
         }
 
     def adapter_scale(self, layer: str) -> float:
-        """Return what the output of an adapter on the layer with this path is multiplied by."""
+        """Return the scale of the output of the adapter on the layer with this path."""
         ranks = [self.rank_pattern[key] for key in match_patterns(self.rank_pattern, layer)]
         alphas = [self.alpha_pattern[key] for key in match_patterns(self.alpha_pattern, layer)]
         rank, alpha = [*ranks, self.rank][0], [*alphas, self.alpha][0]

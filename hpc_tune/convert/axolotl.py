@@ -1,4 +1,4 @@
-"""The rules for configs of axolotl, which trains with the Trainer of Hugging Face."""
+"""The rules for configs of axolotl, which trains with the Hugging Face Trainer."""
 
 from typing import Any
 
@@ -22,11 +22,11 @@ from hpc_tune.convert.rules import (
 
 _FULL = "none: all weights are trained"
 _OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
-# Plugins that change how something is computed, and not what.
+# Plugins that change how something is computed, but not the result.
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
 
 
-# One objective of ours each: lists of dpo_loss_type.
+# Values of dpo_loss_type that correspond to our objective dpo.
 _DPO = (["sigmoid"], ["robust"], ["sigmoid", "sft"], ["sft", "sigmoid"])
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set counts
 
@@ -73,7 +73,7 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
     if not hf_trainer.are_expert_stacks(value):
         return Unsupported(
-            "adapters go on both stacks of all layers' experts, where tune.targets names them: "
+            "adapters go on both stacks of experts in all layers, if tune.targets names experts: "
             "[all-linear, experts], with tune.expert_rank for each expert",
             to_do=True,
         )
@@ -127,7 +127,7 @@ def _convert_bf16(value: Any, theirs: ForeignConfig) -> Outcome:
 def _convert_recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
         return Ignored("parallel.recompute=none is the default")
-    remark = "" if str(value).lower() == "true" else "computed again, not moved to the host"
+    remark = "" if str(value).lower() == "true" else "recomputed, not moved to the host"
     return Mapped({"parallel.recompute": "full"}, remark)
 
 
@@ -193,8 +193,8 @@ def _convert_weights(value: Any, theirs: ForeignConfig) -> Outcome:
     if weights.keys() == {"sigmoid", "sft"} and weights["sigmoid"] == 1:
         return Mapped({"tune.sft_weight": weights["sft"]}, preferences.MEAN_REMARK)
     return Unsupported(
-        "the loss of pairs has weight 1, and tune.sft_weight is that of the chosen answers' own: "
-        "divide all weights, and multiply optim.lr",
+        "here the loss of pairs has weight 1, and tune.sft_weight is the weight of the chosen "
+        "answers' loss: divide all weights by that of the pairs, and multiply optim.lr by it",
         to_do=True,
     )
 
@@ -233,7 +233,7 @@ _WITH_PREFERENCES = rules.rule_table(
     to_do={
         "all pairs count alike": "dpo_use_weighting",
         "dpo takes sums of log-probabilities; ipo has means": "dpo_norm_loss",
-        "accuracy, margin and log-probabilities are measured; generate comes afterwards": (
+        "accuracy, margin and log-probabilities are measured; run generate afterwards": (
             "dpo_generate_during_eval"
         ),
     },
@@ -286,15 +286,15 @@ _MAPPED: dict[str, Rule] = {
     "wandb_name": "run.name",
     "use_tensorboard": "run.tensorboard",
     "plugins": _convert_plugins,
-    # Of training on preferences, which is trl's.
+    # Keys for training on preferences, which trl does.
     "rl": _convert_rl,
     **{key: _beta_rule(key) for key in _BETAS},
     **preferences.for_preferences_only(_WITH_PREFERENCES),
     "kto_desirable_weight": "tune.desirable_weight",
     "kto_undesirable_weight": "tune.undesirable_weight",
-    # false is an argument too: of Qwen3's enable_thinking it is not what a template does without.
+    # false counts as an argument: Qwen3's template behaves differently without enable_thinking.
     "chat_template_kwargs.*": Unsupported(
-        "a template has no further arguments: write them into it", to_do=True
+        "a template gets no further arguments: write them into it", to_do=True
     ),
 }
 _IGNORED = {
@@ -329,13 +329,13 @@ _IGNORED = {
     "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
     rules.LAYOUT: "fsdp.* fsdp_version fsdp_final_state_dict_type ddp expert_parallel_size "
     "dp_shard_size dp_replicate_size tensor_parallel_size",
-    "ranks exchange heads for tokens, not keys around a ring": "heads_k_stride ring_attn_func",
+    "ranks exchange heads for tokens, and use no ring": "heads_k_stride ring_attn_func",
     "mpirun, srun or torchrun start the ranks": "world_size",
     "run.device=auto takes the GPU if there is one": "device",
     "the governor acts before memory ends; memory.host_limit limits the host": "gpu_memory_limit "
     "max_memory.* gc_steps",
     rules.METRICS: "include_tokens_per_second include_tkps profiler_steps_start",
-    "the run is one, however often it starts; WANDB_PROJECT is in the environment": (
+    "all starts of a run are one wandb run; set WANDB_PROJECT in the environment": (
         "wandb_mode wandb_entity wandb_run_id wandb_watch"
     ),
     "checkpoints go by time and steps, not by epochs; the last weights are saved": (
@@ -347,18 +347,18 @@ _IGNORED = {
     "recomputing is PyTorch's own, not reentrant": "gradient_checkpointing_kwargs.*",
     "optim.min_lr_ratio says it": "cosine_min_lr_ratio",
     "bitsandbytes quantizes": "peft.backend",
-    "found by the kind of a layer": "lora_fan_in_fan_out",
-    "a key that is not known is an error": "strict",
+    "it follows from the type of a layer": "lora_fan_in_fan_out",
+    "an unknown key is an error": "strict",
     "run.dir has the resolved configuration": "axolotl_config_path",
     "rows of all data are shuffled, by train.seed": "shuffle_before_merging_datasets",
     "no parts are frozen": "lisa_layers_attribute",
-    "a loss of routers is learned where tune.router_aux_loss is set": (
+    "routers have an auxiliary loss if tune.router_aux_loss is set": (
         "model_config.output_router_logits overrides_of_model_config.output_router_logits"
     ),
     "cross entropy is the only loss": "eaft_alpha eaft_k",
-    "distillation alone uses it": "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta "
+    "only distillation uses it": "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta "
     "kd_normalize_topk",
-    "training by diffusion alone uses it": "diffusion.*",
+    "only training by diffusion uses it": "diffusion.*",
     "python -m hpc_tune generate answers prompts": "num_generation_samples "
     "generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
     "generation_prompt_ratio generation_do_sample gradio_title gradio_share gradio_server_name "
@@ -377,14 +377,14 @@ _LACKING = {
     "embeddings_skip_upcast",
     "embeddings keep their size": "resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings",
-    "what the chat template writes to end an answer is learned with it": "eot_tokens",
+    "the text with which the chat template ends an answer is learned too": "eot_tokens",
     rules.RECOMPUTE_INSTEAD: "activation_offloading layer_offloading",
     "set train.compile=true": "deepcompile",
-    "a loss that is not finite ends a run; watch and the report show the others": (
+    "a loss that is not finite ends a run; watch and the report show all losses": (
         "loss_watchdog_threshold loss_watchdog_patience"
     ),
     "evaluations go by steps: set train.eval_every_steps": "evals_per_epoch",
-    "the held-out loss is what is measured; generate and lm-eval come afterwards": (
+    "only the held-out loss is measured; run generate and lm-eval afterwards": (
         "eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics "
         "do_bench_eval bench_dataset bench_split generate_samples lm_eval_tasks "
         "lm_eval_batch_size lm_eval_model"
@@ -398,12 +398,12 @@ _LACKING = {
     "nothing is uploaded; run.dir has export/": "push_dataset_to_hub hf_use_auth_token",
 }
 _TO_DO = {
-    "there are no 8 bits: lora on bf16 is used; qlora has 4": "load_in_8bit",
-    "tune.method=qlora quantizes a model by itself: name that": "gptq",
+    "8-bit bases are not supported: lora on bf16 is used; qlora has 4 bits": "load_in_8bit",
+    "tune.method=qlora quantizes the original model: name that one": "gptq",
     "set model.dtype=fp32": "float32",
     "all linear layers named in tune.targets get adapters": "peft_layers_to_transform "
     "peft_layers_pattern",
-    "adapters begin and are trained as in LoRA, with B at 0": "peft.loftq_config.* relora "
+    "adapters start and are trained as in LoRA, with B at 0": "peft.loftq_config.* relora "
     "relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio relora_prune_method "
     "relora_cpu_offload jagged_restart_steps jagged_restart_warmup_steps "
     "jagged_restart_anneal_steps peft_ensure_weight_tying",
@@ -418,7 +418,7 @@ _TO_DO = {
     "pose_max_context_len pose_num_chunks",
     rules.NO_NEW_TOKENS: "tokens added_tokens_overrides special_tokens.additional_special_tokens "
     "fix_untrained_tokens",
-    "the tokenizer's own is taken: if that is another, change it there": (
+    "the tokenizer's own token is used: if it differs, change it there": (
         "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token "
         "tokens.bos_token tokens.eos_token tokens.unk_token"
     ),
@@ -426,7 +426,7 @@ _TO_DO = {
     "name the directory of that revision in model.path": "revision_of_model model_revision",
     rules.SYSTEM_MESSAGE: "default_system_message",
     "cut the data beforehand": "dataset_shard_num dataset_shard_idx",
-    "prepare the data so beforehand": "dataset_exact_deduplication min_sample_len",
+    "filter the data beforehand": "dataset_exact_deduplication min_sample_len",
     rules.SHUFFLED: "curriculum_sampling sample_packing_sequentially",
     "there is one learning rate for all weights": "embedding_lr embedding_lr_scale lr_groups",
     rules.ONLY_ADAMW: "optim_args.* torchdistx_path adam_beta3 adam_epsilon2 dion_lr dion_momentum "
@@ -434,8 +434,8 @@ _TO_DO = {
     hf_trainer.ONE_SCHEDULE: "lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio "
     "lr_div_factor",
     "cross entropy of the next token is the only loss": "use_eaft",
-    "there is one loop of training": "trainer_cls",
-    "nothing is quantized or pruned in training, but the base by qlora": "qat.* quantization.* "
+    "there is only one training loop": "trainer_cls",
+    "nothing is quantized or pruned in training, except the base by qlora": "qat.* quantization.* "
     "llmcompressor.*",
     "set data.packing=true": "max_packed_sequence_len",
 }

@@ -1,4 +1,4 @@
-"""The rules for the datasets of axolotl's configs: which files, which columns, what is learned.
+"""The rules for datasets in axolotl's configs: which files, which columns, what is learned.
 
 datasets.0.path, datasets.0.data_files, datasets.1.path ... -> data.path, a list of all files
 field_messages, type.field_output, field ...               -> data.columns, one for all
@@ -22,14 +22,14 @@ _BARE_FIELDS = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
-_ENDING = Ignored("the ending of a file says its kind")
+_ENDING = Ignored("the ending of a file tells its format")
 _LEARNED = Ignored("the assistant's answers are learned, each up to the token that ends it")
-# Types whose records have the fields of ours; axolotl writes some of them in words of its own.
+# Types whose records have fields that hpc_tune knows; axolotl adds words of its own to some.
 _CHAT_TYPES = ("chat_template", "sharegpt")
 _ALPACA_TYPES = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
 _QUESTION_TYPES = ("jeopardy", "context_qa.load_v2")
 _TEXT_TYPES = ("completion", "pretrain")
-# What the columns of other types are read as.
+# How the columns of other types are read.
 _COLUMNS = {
     "oasst": {"INSTRUCTION": "instruction", "RESPONSE": "output"},
     "summarizetldr": {"article": "prompt", "summary": "completion"},
@@ -37,7 +37,7 @@ _COLUMNS = {
     "metharme": {"generation": "completion"},
     "creative_acr.load_answer": {"instruction": "prompt", "revision": "completion"},
 }
-# Which of their keys name a column, and the field that it is read as.
+# Their keys that name a column, with the field that the column is read as.
 _FIELD_KEYS = {
     "field_messages": "messages",
     "field_tools": "tools",
@@ -49,7 +49,7 @@ _FIELD_KEYS = {
     "type.field_input": "input",
     "type.field_output": "output",
 }
-# These only with rl, as axolotl does.
+# More of them that only count with rl, as in axolotl.
 _PREFERENCE_KEYS = {
     "field_chosen": "chosen",
     "field_rejected": "rejected",
@@ -59,11 +59,11 @@ _PREFERENCE_KEYS = {
     "type.field_completion": "completion",
     "type.field_label": "label",
 }
-_READ_AS = {"conversations": "messages"}  # a name that is known as well as the field's own
+_READ_AS = {"conversations": "messages"}  # a column name that needs no entry in data.columns
 
 
 def list_usable_files(part: str, theirs: ForeignConfig) -> list[str]:
-    """Return the files of all datasets of a part that hpc_tune can read."""
+    """Return the files of all datasets in a part (such as datasets) that hpc_tune can read."""
     return [file for item in theirs.items(part) for file in _usable_files(item)]
 
 
@@ -76,7 +76,7 @@ def _usable_files(item: dict[str, Any]) -> list[str]:
     if rules.is_data_path(path) and path not in names:
         names = [name if name.startswith("/") else f"{path.rstrip('/')}/{name}" for name in names]
     elif path not in (*_LOADERS, *names):
-        return []  # files of a repository of the hub
+        return []  # files in a hub repository
     return names if all(rules.is_usable_file(name) for name in names) else []
 
 
@@ -89,7 +89,7 @@ def _path_rule(part: str, ours: str) -> Rule:
         if not _usable_files(item):
             if item.get("path") not in _LOADERS:
                 return rules.explain_hub_data(value, ours)
-            instead = f"put it as JSONL or Parquet into a folder, and name that in {ours}"
+            instead = f"write it as JSONL or Parquet into a folder, and name that in {ours}"
             return Unsupported(instead, to_do=True)
         files = list_usable_files(part, theirs)
         return Mapped({ours: files[0] if len(files) == 1 else files})
@@ -112,9 +112,9 @@ def _convert_type(value: Any, theirs: ForeignConfig) -> Outcome:
         return Ignored("messages are written by the chat template")
     if name.split(".")[0].split(":")[0] in _ALPACA_TYPES or name in _QUESTION_TYPES:
         return Unsupported(
-            "the chat template writes the prompt here, not axolotl's words and headings (where the "
-            "tokenizer has no template, alpaca's headings do): write them into the records, as "
-            "prompt and completion, if they are to stay",
+            "the chat template formats the prompt here, not axolotl's words and headings (without "
+            "a template of the tokenizer, alpaca's headings do): to keep axolotl's, write them "
+            "into the records, as prompt and completion",
             to_do=True,
         )
     return Unsupported(
@@ -136,7 +136,7 @@ def _convert_column(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).strip() in _BARE_FIELDS:
-        return Ignored("prompt and answers stand in their columns")
+        return Ignored("prompt and answers are taken from their columns")
     return Unsupported(
         "the chat template writes prompt and answers: write it as a Jinja file, and set "
         "data.chat_template",
@@ -145,7 +145,7 @@ def _convert_format(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
-    """Return data.columns for all datasets together; a field has one column, the first."""
+    """Return data.columns for all datasets together; each field keeps the first column found."""
     columns: dict[str, str] = {}
     for part in LISTS:
         for item in theirs.items(part):
@@ -156,7 +156,7 @@ def _all_columns(theirs: ForeignConfig) -> dict[str, str]:
 
 
 def _find_renamed(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
-    """Yield the columns of a dataset that are called something else, with their fields."""
+    """Yield (column, field) for the columns that a dataset names by type or by key."""
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
     for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
         name = str(item.get(key, field))
@@ -211,11 +211,11 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _convert_too_long(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.has_preferences:
-        return Ignored("what does not fit loses the left of its prompt, and no answer is cut")
-    instead = "what is longer than data.seq_len loses its end, and is counted"
+        return Ignored("a prompt that does not fit is cut from the left, and no answer is cut")
+    instead = "rows longer than data.seq_len are cut at the end, and counted"
     if value == "truncate":
         return Ignored(instead)
-    return Unsupported(f"{instead}; none is dropped: drop it beforehand", to_do=True)
+    return Unsupported(f"{instead}, not dropped: drop them beforehand", to_do=True)
 
 
 _CHAT_TEMPLATE: dict[str, Rule] = {
@@ -243,7 +243,7 @@ _MAPPED: dict[str, Rule] = {
             _LEARNED,
             rules.known_values_rule(
                 ([],),
-                Ignored("marks in the data say which answers are learned"),
+                Ignored("marks in the data tell which answers are learned"),
                 Unsupported(
                     "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
                 ),
@@ -267,12 +267,12 @@ _MAPPED: dict[str, Rule] = {
     ),
     "message_field_training": rules.known_values_rule(
         ("train", "training", "weight", "loss", "loss_mask"),
-        Ignored("answers that their data mark with it are learned or not"),
+        Ignored("such a mark in the data tells whether an answer is learned"),
         Unsupported("call the mark train in the data", to_do=True),
     ),
     **same_rule(
         Unsupported(
-            "there are no random tokens; builtin:pydocs is there to try things out", to_do=True
+            "there are no random tokens; use builtin:pydocs for first experiments", to_do=True
         ),
         "length sequence_length min_input_id max_input_id seed",
     ),
@@ -281,8 +281,8 @@ _IGNORED = {
     rules.FOUND_BY_KEYS: "field_human field_model roles.* input_format",
     _ENDING.why: "ds_type",
     "all keys of a message are given to the template": "field_thinking",
-    "data are prepared by all ranks, each a part": "preprocess_shards",
-    "training on rewards or a teacher's probabilities alone uses it": "logprobs_field temperature "
+    "all ranks prepare the data, each one a part": "preprocess_shards",
+    "only training on rewards or a teacher's probabilities uses it": "logprobs_field temperature "
     "step_separator max_completion_length train_on_last_step_only",
 }
 _LACKING = {"no code of a data set is run": "trust_remote_code"}
@@ -292,8 +292,8 @@ _TO_DO = {
     "type.system_format",
     "give each record a system field": "type.system_prompt",
     "an answer is learned as a whole": "message_field_training_detail",
-    "take the system messages out of the data": "drop_system_message",
-    "the template splits reasoning from answers, if it knows it": "split_thinking "
+    "remove the system messages from the data": "drop_system_message",
+    "the template splits reasoning from answers, if it knows how": "split_thinking "
     "template_thinking_key",
     "change the records beforehand": "input_transform",
 }
@@ -301,7 +301,7 @@ _OF_A_DATASET = rules.rule_table(_MAPPED, _IGNORED, _LACKING, _TO_DO)
 
 
 def _part_rules(part: str, ours: str) -> dict[str, Rule]:
-    """Return the rules for all keys of datasets, or of those for evaluation or pretraining."""
+    """Return the rules for all keys of one part: datasets, test_datasets or pretraining_dataset."""
     rows: dict[str, Rule] = {
         part: Unsupported(f"set {ours} to a file, a folder or a list of them", to_do=True),
         **same_rule(_path_rule(part, ours), f"{part}.path {part}.data_files"),

@@ -1,10 +1,10 @@
-"""The convert command: a config of another tool becomes one of hpc_tune.
+"""The convert command: turn a config of another tool into one of hpc_tune.
 
 THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
                                                   -> OURS.yaml, checked as a run checks it
 
-There the number of ranks says how many rows a step has: theirs are per rank, batch.global_size is
-over all of them.
+The number of ranks is needed because other tools set the batch size per rank, while
+batch.global_size counts the rows of all ranks.
 """
 
 import re
@@ -38,7 +38,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.files import write_file
 from hpc_tune.safe_yaml import load_yaml
 
-# -- Files of training tools that are recognised, and not converted: what they are, and what to do.
+# -- Files of training tools that are recognized but not converted: what they are, and what to do.
 
 
 _FLAG = re.compile(r"(?:^|\s)--([a-z][\w.-]*)(?:[ =]([^\s-][^\s]*))?")
@@ -49,7 +49,7 @@ _AS_LLAMA_FACTORY = (
 
 
 def explain_unsupported(theirs: dict[str, Any]) -> str | None:
-    """Return of which tool, or form, a config is that no rules are for, and what to do."""
+    """Return which unsupported tool or format a config is for, and what to do; None if unknown."""
     is_name = isinstance(theirs.get("model"), str)
     if is_name and {"train_dataset", "model_class", "peft_config"} & set(theirs):
         return (
@@ -65,7 +65,7 @@ def explain_unsupported(theirs: dict[str, Any]) -> str | None:
 
 
 def explain_flags(text: str) -> str | None:
-    """Return what to do about a script, or command line, of flags; None if it has none."""
+    """Return what to do about a script or command line with flags; None if it has no flags."""
     flags = _FLAG.findall(text)
     if not flags:
         return None
@@ -77,9 +77,9 @@ def explain_flags(text: str) -> str | None:
     )
 
 
-# -- Numbers that YAML 1.1 reads as text, such as 1e-5 and 1e3, which other tools take for numbers.
+# -- Numbers that YAML 1.1 reads as text, such as 1e-5 and 1e3, but other tools read as numbers.
 #
-# Values whose key is one of a name, a path or a column stay text.
+# Values whose key stands for a name, a path or a column stay text.
 
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -90,7 +90,7 @@ _TEXT_KEYS = re.compile(
 
 
 def parse_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by dotted key, with numbers in place of text that is one, no null in lists."""
+    """Return values by dotted key: numeric text becomes a number, null is dropped from lists."""
     return {
         key: _clean_text(value) if _TEXT_KEYS.search(key) else _parse_number(value)
         for key, value in values.items()
@@ -98,7 +98,7 @@ def parse_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_text(value: Any) -> Any:
-    """Return a name or names as they are, without null in a list; other values with numbers."""
+    """Keep text as it is, drop null from a list, and parse numbers in other values."""
     if isinstance(value, list):
         return [
             item if isinstance(item, str) else _parse_number(item)
@@ -121,7 +121,7 @@ def _parse_number(value: Any) -> Any:
 
 
 PLACEHOLDER = "FILL_IN"
-UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
+UNKNOWN = "hpc_tune does not know this key; python -m hpc_tune --help lists all settings"
 _EXPECTED = (
     "expected a training config of torchtune (optimizer, and model with _component_), "
     "LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or axolotl (base_model and "
@@ -133,9 +133,9 @@ _SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhoo
 
 @dataclass(frozen=True)
 class OutcomeLine:
-    """What came of those of their keys that have one and the same remark.
+    """The outcome of all keys that share one remark.
 
-    ``keys`` are written with their values. ``to_do``: the user must see to it before a run.
+    ``keys`` include their values. ``to_do``: the user must act on the remark before a run.
     """
 
     keys: tuple[str, ...]
@@ -149,10 +149,10 @@ class OutcomeLine:
 
 @dataclass(frozen=True)
 class ConvertedConfig:
-    """What came of a config: ``config`` is ours, the rest are lines for people.
+    """The outcome of a conversion: ``config`` is ours, the rest are lines for people.
 
     Each of their keys is in exactly one of ``taken``, ``decided`` and ``left``; ``to_do`` is what
-    the user must see to before the first run.
+    the user must do before the first run.
     """
 
     tool: str
@@ -164,15 +164,15 @@ class ConvertedConfig:
 
     @property
     def to_do(self) -> tuple[str, ...]:
-        """What the user must see to before the first run."""
+        """What the user must do before the first run."""
         lines = (*self.taken, *self.left)
         return (*(str(line) for line in lines if line.to_do), *self.further)
 
 
 def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
-    """Convert ``file``, made for ``ranks`` ranks (None: 1 is assumed, which is noted).
+    """Convert ``file``, made for ``ranks`` ranks (None: 1 is assumed, with a note).
 
-    Write our YAML to ``out``, a new file; return what became of each key, in lines, and our YAML.
+    Write our YAML to ``out``, a new file; return the outcome of each key as lines, and our YAML.
 
     Raises:
         ConfigError: if it cannot be converted or written.
@@ -192,11 +192,11 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
 
 
 def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
-    """Return what comes of ``theirs``, which was made for ``ranks`` ranks.
+    """Convert ``theirs``, which was made for ``ranks`` ranks.
 
     Raises:
-        ConfigError: if it is of no tool that is known, is for another training than ours, or has
-            values that cannot be.
+        ConfigError: if the tool is not recognized, the kind of training has no counterpart here,
+            or values are invalid.
     """
     tool = recognise_tool(theirs)
     given = dict(flatten_keys(theirs, tool.lists))
@@ -215,7 +215,7 @@ def convert_config(theirs: dict[str, Any], ranks: int) -> ConvertedConfig:
         elif outcome is None:
             is_named = key in named
             outcome = (
-                Ignored("put in where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
+                Ignored("used where ${...} names it") if is_named else Unsupported(UNKNOWN, True)
             )
         value = (
             "(not shown)"
@@ -233,7 +233,7 @@ def recognise_tool(theirs: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
-        ConfigError: if it is none that is known.
+        ConfigError: if no known tool has such keys.
     """
     model = theirs.get("model")
     if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
@@ -253,7 +253,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file.
 
     Raises:
-        ConfigError: if there is none, or it is no YAML with keys.
+        ConfigError: if there is no such file, or it is not YAML with keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -274,9 +274,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def flatten_keys(
     tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``.
+    """Yield dotted keys and values; an empty mapping and a list not in ``lists`` are values.
 
-    A single item of one of ``lists`` may stand without its list.
+    A key of ``lists`` may also have a single item instead of a list.
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -291,17 +291,17 @@ def flatten_keys(
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Put values in the place of ``${other.key}``; ``${oc.env:NAME}`` is ours too and stays.
+    """Replace ``${other.key}`` by its value; ``${oc.env:NAME}``, which we support too, is kept.
 
     Raises:
-        ConfigError: if there is no such key, or keys name each other.
+        ConfigError: if there is no such key, or keys refer to each other.
     """
 
     def value_of(key: str, chain: tuple[str, ...]) -> Any:
         if key in chain:
-            raise ConfigError(f"{' and '.join(chain)} in their config name each other")
+            raise ConfigError(f"{' and '.join(chain)} in their config refer to each other")
         if key not in values:
-            raise ConfigError(f"{chain[-1]} in their config names ${{{key}}}, which has no value")
+            raise ConfigError(f"{chain[-1]} in their config refers to ${{{key}}}, which is not set")
         value = values[key]
         if not isinstance(value, str):
             return value
@@ -313,7 +313,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_yaml(converted: ConvertedConfig, notes: Sequence[str], name: str) -> str:
-    """Return our YAML, with what is left to do above it."""
+    """Return our YAML, with the remaining tasks as comments above it."""
     lines = [f"# From {name}, a config of {converted.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
@@ -321,13 +321,13 @@ def render_yaml(converted: ConvertedConfig, notes: Sequence[str], name: str) -> 
 
 
 def report_lines(converted: ConvertedConfig, notes: Sequence[str]) -> list[str]:
-    """Return what became of each key, in lines; what is left to do has a star."""
+    """Return the outcome of each key as lines; what is left to do is marked with a star."""
     groups = {
         "taken over": converted.taken,
         "decided by hpc_tune itself": converted.decided,
         "not taken over": converted.left,
     }
-    lines = [f"recognised: a config of {converted.tool} (* is to do before the first run)"]
+    lines = [f"recognized: a config of {converted.tool} (* marks what to do before the first run)"]
     for title, group in groups.items():
         lines.append(f"{title} ({sum(len(line.keys) for line in group)})")
         lines += [f"{'*' if line.to_do else ' '} {line}" for line in group]
@@ -341,7 +341,7 @@ def write_new(path: Path, text: str) -> None:
     """Write a new file.
 
     Raises:
-        ConfigError: if it is there already, or cannot be written.
+        ConfigError: if it exists already, or cannot be written.
     """
     if path.exists():
         raise ConfigError(f"--out {path} exists; remove it or choose another name")
@@ -353,7 +353,7 @@ def write_new(path: Path, text: str) -> None:
 
 @dataclass
 class _OutcomeSheet:
-    """What has come of the keys so far: of each remark the keys that have it, with their values."""
+    """The outcomes so far: for each remark, the keys that have it, with their values."""
 
     ours: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -363,7 +363,7 @@ class _OutcomeSheet:
     further: list[str] = field(default_factory=list)
 
     def enter(self, key: str, text: str, outcome: Outcome) -> None:
-        """Note what becomes of a key, which is ``text`` with its value."""
+        """Record the outcome of a key; ``text`` is the key with its value."""
         settings = outcome.settings if isinstance(outcome, Mapped) else {}
         others = [name for name, value in settings.items() if self.ours.get(name, value) != value]
         if others:
@@ -387,17 +387,17 @@ class _OutcomeSheet:
             self.starred.add(remark)
 
     def fill_in(self, *keys: str) -> None:
-        """Put a placeholder where a run would take what comes with the package."""
+        """Set a placeholder for unset ``keys``, where a run would use a built-in default."""
         for key in keys:
             if key not in self.ours:
                 self.ours[key] = PLACEHOLDER
                 if not any(key in remark for remark in self.starred):
                     self.further.append(
-                        f"{key}: {PLACEHOLDER} stands for what their config does not tell"
+                        f"{key}: replace {PLACEHOLDER}, since their config does not say it"
                     )
 
     def converted(self, tool: str) -> ConvertedConfig:
-        """Return all of it. Values say little of what is decided, so that several have none.
+        """Return everything. Decided keys with a shared remark are listed without their values.
 
         Raises:
             ConfigError: if a run would refuse our settings.
@@ -418,7 +418,7 @@ class _OutcomeSheet:
 
 
 def _validate(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return our settings as a tree, with numbers as numbers.
+    """Return our settings as a tree of validated values.
 
     Raises:
         ConfigError: if a run would refuse them.

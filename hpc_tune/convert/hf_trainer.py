@@ -1,4 +1,4 @@
-"""Rules for what tools share that are built on Hugging Face's Trainer and peft."""
+"""Rules shared by the tools that are built on the Hugging Face Trainer and peft."""
 
 import json
 import math
@@ -26,11 +26,11 @@ _SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
 _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
-_END_REMARK = "its end is reached in the last step here, and one step after it there"
-# Of balance between experts.
+_END_REMARK = "the final rate is reached in the last step here, and one step later there"
+# For load balance between experts.
 ROUTER_LOSS = (
-    "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
-    "set it if balance is to be learned"
+    "tune.router_aux_loss is per layer and row, theirs over all layers and a micro-batch at once; "
+    "set it to train for balance"
 )
 HELD_OUT_LOSS = (
     "held-out loss is measured at the start, at the end and every train.eval_every_steps steps"
@@ -42,10 +42,10 @@ NO_TRACKER = (
 OWN_KERNELS = "attention and loss are PyTorch's own; logits are never held whole"
 ROPE = "set model.rope_scaling, whose keys are those of transformers' config.json"
 SHAPE = "the model is what config.json of model.path says: change it there"
-NAMES = Unsupported("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
+NAMES = Unsupported("tune.targets takes names of layers such as q_proj, not patterns", to_do=True)
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
-_BNB_REMARK = "embeddings too, whose state theirs keeps in fp32"
+_BNB_REMARK = "also for embeddings, whose state theirs keeps in fp32"
 _OFFLOADS = (
     "fsdp_config.offload_params",
     "fsdp_config.fsdp_offload_params",
@@ -56,7 +56,7 @@ _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fuse
 
 
 def only_value(value: str, why: str) -> Rule:
-    """Rule for a key of which hpc_tune has one value."""
+    """Rule for a key of which hpc_tune only supports ``value``."""
 
     def rule(given: Any, theirs: ForeignConfig) -> Outcome:
         return Ignored(why) if str(given).lower() == value else Unsupported(why, to_do=True)
@@ -74,7 +74,7 @@ def _convert_init_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def init_adapter_rule(reference: str = "") -> Rule:
-    """Rule for the adapter to begin with; ``reference`` is the key of the reference's."""
+    """Rule for the adapter to start from; ``reference`` is the key of the reference's adapter."""
     return preferences.reference_adapter_rule(_convert_init_adapter, reference)
 
 
@@ -90,7 +90,7 @@ def convert_val_size(value: Any, theirs: ForeignConfig) -> Outcome:
 def eval_steps_rule(
     share: str, has_files: Callable[[ForeignConfig], bool] = lambda theirs: False
 ) -> Rule:
-    """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
+    """Rule for the steps between evaluations, if ``share`` or files provide held-out data."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if isinstance(value, float) and value < 1:
@@ -103,11 +103,11 @@ def eval_steps_rule(
 
 
 def early_stop_rule(share: str) -> Rule:
-    """Rule for the evaluations after which a run that gets no better ends."""
+    """Rule for early stopping: the evaluations without improvement after which a run ends."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if 0 < theirs.number(share) < 1 and theirs.number("eval_steps") >= 1:
-            remark = "the held-out loss counts, also that of the start"
+            remark = "the held-out loss counts, including the one at the start"
             ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
             return Mapped(ours, remark)
         return Unsupported(
@@ -119,7 +119,7 @@ def early_stop_rule(share: str) -> Rule:
 
 
 def has_max_steps(theirs: ForeignConfig) -> bool:
-    """Return whether a number of steps ends the run, not one of epochs."""
+    """Return whether max_steps decides the length of the run, not the epochs."""
     return theirs.number("max_steps") > 0
 
 
@@ -130,7 +130,7 @@ def _convert_max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def convert_epochs(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for epochs, over which max_steps wins."""
+    """Rule for epochs; max_steps takes precedence."""
     if has_max_steps(theirs):
         return Ignored("train.max_steps decides, as max_steps does there")
     return Mapped({"train.epochs": value})
@@ -151,21 +151,21 @@ def _convert_warmup(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_warmup_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of a number of steps, of which 0 let a share of all steps decide."""
+    """Return the outcome for warmup_steps; if it is 0, warmup_ratio decides."""
     if theirs.number("warmup_steps") == 0 and theirs.number("warmup_ratio") > 0:
-        return Ignored("0 of them: warmup_ratio decides, as it does there")
+        return Ignored("it is 0: warmup_ratio decides, as it does there")
     return _convert_warmup(value, theirs)
 
 
 def _convert_warmup_ratio(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of a share of all steps, over which a number of them wins."""
+    """Return the outcome for warmup_ratio; a positive warmup_steps takes precedence."""
     if theirs.number("warmup_steps") > 0:
         return Ignored("warmup_steps decides, as it does there")
     return _convert_warmup(value, theirs)
 
 
 def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
+    """Return the outcome for a schedule; ``min_ratio``: final rate / peak, None if it ends at 0."""
     ours = _SCHEDULES.get(str(name))
     match str(name):
         case "warmup_stable_decay":
@@ -190,7 +190,7 @@ def convert_schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcom
 
 
 def _convert_wsd(theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of warmup_stable_decay, whose decay is half a cosine by default."""
+    """Return the outcome for warmup_stable_decay, which decays by half a cosine by default."""
     ours: dict[str, Any] = {"optim.schedule": "wsd"}
     ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
     missing = []
@@ -198,10 +198,10 @@ def _convert_wsd(theirs: ForeignConfig) -> Outcome:
         share = theirs.integer(f"{_KWARGS}.num_decay_steps") / theirs.integer("max_steps")
         ours["optim.decay_ratio"] = float(f"{share:.4g}")
     else:
-        missing.append("set optim.decay_ratio, the share of all steps that fall")
+        missing.append("set optim.decay_ratio, the share of all steps with a falling rate")
     kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
-    if kinds != ("linear", "linear"):  # transformers falls by a cosine if nothing is said
-        missing.append("it rises and falls linearly here, and not there")
+    if kinds != ("linear", "linear"):  # transformers decays by a cosine by default
+        missing.append("the rate rises and falls linearly here, but not there")
     return Mapped(ours, "; ".join(missing) or _END_REMARK, to_do=bool(missing))
 
 
@@ -213,9 +213,9 @@ def _convert_schedule_argument(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def map_decay_to_zero(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
-    """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
+    """Return the schedule of a run of ``steps`` that reaches 0 there one step after the last.
 
-    Here ``optim.min_lr_ratio`` is the rate of the last step.
+    Here ``optim.min_lr_ratio`` determines the rate of the last step.
     """
     if steps is None or steps <= warmup_steps + 1:
         return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _END_REMARK)
@@ -231,7 +231,7 @@ def _known_warmup_steps(theirs: ForeignConfig) -> int:
 
 
 def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for the optimizer, which is AdamW."""
+    """Rule for the optimizer; only AdamW is supported."""
     if str(value) in _PLAIN_ADAMW:
         return Ignored("AdamW is the only optimizer")
     name = str(value)
@@ -246,12 +246,12 @@ def convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def convert_adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
-    """Return AdamW with moments in 8 bits, if that goes together with the rest.
+    """Return AdamW with moments in 8 bits, unless the config offloads parameters.
 
     ``remark``: what is different here.
     """
     if any(theirs.is_on(key) for key in _OFFLOADS):
-        return Unsupported("its state is in fp32 on the host, with parallel.offload_params=cpu")
+        return Unsupported("with parallel.offload_params=cpu its state is in fp32 on the host")
     remarks = [remark] if remark else []
     remarks += ["not paged: it stays on the device"] if is_paged else []
     return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
@@ -271,13 +271,13 @@ def _convert_save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
             return Mapped({"checkpoint.keep_best": True})
         case "no":
             return Unsupported(
-                "a run always saves: checkpoint.every_minutes is 30, and one at the end"
+                "a run always saves: checkpoint.every_minutes is 30, and it saves at the end"
             )
     return Ignored("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
 def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of the steps between checkpoints; below 1 it is a share of the run."""
+    """Return the outcome for save_steps; a value below 1 is a share of the run."""
     if isinstance(value, float) and value < 1:
         return Unsupported(
             "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
@@ -286,30 +286,30 @@ def _convert_save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def convert_modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
+    """Rule for modules trained in full beside adapters: a list, or names separated by commas."""
     if not value:
         return IS_OFF
     if theirs.method == "full":
         return NO_ADAPTERS
     if not are_names(value):
-        why = "tune.modules_to_save has names of modules, such as [lm_head]"
+        why = "tune.modules_to_save takes names of modules, such as [lm_head]"
         return Unsupported(why, to_do=True)
     return Mapped({"tune.modules_to_save": split_names(value)})
 
 
 def are_names(value: Any) -> bool:
-    """Return whether a value is text, or a list of it."""
+    """Return whether a value is a text or a list of texts."""
     return all(isinstance(name, str) for name in (value if isinstance(value, list) else [value]))
 
 
 def split_names(value: Any) -> list[str]:
-    """Return names, which stand in a list or with commas."""
+    """Return the names in a list, or in a text with commas."""
     names = value if isinstance(value, list) else str(value).split(",")
     return [str(name).strip() for name in names]
 
 
 def pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
-    """Rules for peft's ranks or scales of some layers, by a pattern each."""
+    """Return the rules for peft's rank_pattern or alpha_pattern, under the key ``theirs_key``."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.method == "full":
@@ -321,12 +321,12 @@ def pattern_rules(theirs_key: str, ours: str) -> dict[str, Rule]:
     return {theirs_key: IS_OFF, f"{theirs_key}.*": rule}
 
 
-_NEFTUNE_REMARK = "by the tokens of a document; there by those of a row, with padding"
+_NEFTUNE_REMARK = "scaled by the tokens of a document; there by the tokens and padding of a row"
 NEFTUNE = preferences.with_preferences_or(
     preferences.NO_NOISE,
     rules.unless_off(lambda value, theirs: Mapped({"tune.neftune_alpha": value}, _NEFTUNE_REMARK)),
 )
-# Keys that axolotl and LLaMA-Factory have in common.
+# Keys common to axolotl and LLaMA-Factory.
 TRAINER = rules.rule_table(
     {
         "learning_rate": "optim.lr",
@@ -372,11 +372,11 @@ TRAINER = rules.rule_table(
         rules.COMPILED: "torch_compile_backend torch_compile_mode",
         "optim.min_lr_ratio says it": "lr_scheduler_kwargs.min_lr_rate",
         "embeddings have no adapters": "loraplus_lr_embedding",
-        "checkpoint.keep_best takes the loss": "metric_for_best_model greater_is_better",
+        "checkpoint.keep_best uses the loss": "metric_for_best_model greater_is_better",
     },
     lacking={
         rules.DTYPES: "fp16",
-        "no code of a model directory is run: its type must be known": "trust_remote_code",
+        "no code of a model directory is run: hpc_tune must know its type": "trust_remote_code",
         NO_TRACKER: "use_swanlab swanlab_project swanlab_mode swanlab_workspace trackio_space_id",
         "nothing is uploaded; run.dir has export/": "hub_model_id hub_strategy hub_revision",
     },
@@ -384,19 +384,19 @@ TRAINER = rules.rule_table(
         ROPE: "rope_scaling",
         rules.ONLY_ADAMW: "optim_args optim_target_modules",
         "cross entropy of the next token is the only loss": "label_smoothing_factor",
-        "set checkpoint.keep_best=true, and export that": "load_best_model_at_end",
+        "set checkpoint.keep_best=true, and export the best": "load_best_model_at_end",
         rules.OTHER_STATE: "resume_from_checkpoint",
     },
 )
 
 
-# -- Which layers the model of a config has, to see whether its adapters find theirs.
+# -- The layers of a config's model, to check that the layers named for adapters exist.
 #
-# model.path is a directory here -> the names of its weights, without reading one
-#               not here          -> None: nobody knows yet, and plan checks it later
+# model.path is a directory here -> the names of its weights, without reading any weight
+#               not here          -> None: unknown yet; plan checks it later
 
 
-# Families whose modules have names of their own, by model_type of config.json.
+# Layer names of model families, by model_type in config.json, for directories without weights.
 _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -407,12 +407,12 @@ _LAYERS = {
     "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
 _STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
-_OUTPUT_HEAD = {"lm_head"}  # files leave out one that is tied to the embedding
-_LARGEST_HEADER = 64 << 20  # bytes; one of more is damaged
+_OUTPUT_HEAD = {"lm_head"}  # absent from files if it is tied to the embedding
+_LARGEST_HEADER = 64 << 20  # bytes; a larger header means a damaged file
 
 
 def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of the names of layers that get adapters, for the model of a config."""
+    """Return the outcome for the names of layers that get adapters, given the config's model."""
     layers = read_layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
     unknown = [] if layers is None else [name for name in names if name not in layers]
     if not unknown or layers is None:
@@ -427,14 +427,14 @@ def convert_targets(names: list[str], model_key: str, theirs: ForeignConfig) -> 
 
 
 def are_expert_stacks(parameters: Any) -> bool:
-    """Return whether peft's target_parameters are both stacks of the experts of all layers."""
+    """Return whether peft's target_parameters name both expert stacks of all layers."""
     names = parameters if isinstance(parameters, list) else [parameters]
     found = [_STACK.fullmatch(str(name)) for name in names]
     return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
 
 
 def add_experts(outcome: Outcome, rank: Any) -> Outcome:
-    """Return targets with routed experts among them; peft gives each expert the whole rank."""
+    """Return ``outcome`` with routed experts as targets; in peft each expert has the full rank."""
     if not isinstance(outcome, Mapped):
         return outcome
     names = outcome.settings["tune.targets"]
@@ -444,9 +444,9 @@ def add_experts(outcome: Outcome, rank: Any) -> Outcome:
 
 
 def read_layer_names(directory: Path) -> set[str] | None:
-    """Return what the linear layers of a model directory are called in their blocks.
+    """Return the names, without paths, of the linear layers of a model directory.
 
-    None: there is no such directory, or its files do not say it.
+    None: there is no such directory, or its files do not tell.
     """
     if not directory.is_dir():
         return None

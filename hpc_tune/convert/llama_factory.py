@@ -1,4 +1,4 @@
-"""The rules for configs of LLaMA-Factory, whose further keys are the Hugging Face Trainer's."""
+"""The rules for configs of LLaMA-Factory, which also take the Hugging Face Trainer's keys."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from hpc_tune.convert.rules import (
     same_rule,
 )
 
-# Its ipo, simpo and orpo are losses of stage dpo, of means over an answer's tokens as here, and
-# pref_ftx is the chosen answer's mean loss, per pair.
+# In LLaMA-Factory ipo, simpo and orpo are losses of stage dpo. As here, they use means over an
+# answer's tokens, and pref_ftx weights the chosen answer's mean loss, per pair.
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
@@ -70,13 +70,13 @@ def _convert_reference(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("model_name_or_path"):
         return preferences.SAME_REFERENCE
     return Unsupported(
-        preferences.OTHER_REFERENCE + "leave it out there, or stay with it", to_do=True
+        preferences.OTHER_REFERENCE + "leave it out there, or stay with them", to_do=True
     )
 
 
 def _convert_reference_adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == theirs.get("adapter_name_or_path"):
-        return Ignored("the adapter of tune.init_from is the reference's, too")
+        return Ignored("the reference has the adapter of tune.init_from too")
     return Unsupported("the reference is the model with the adapter of tune.init_from", to_do=True)
 
 
@@ -108,7 +108,7 @@ def _dataset_rule(ours: str) -> Rule:
         names = hf_trainer.split_names(value)
         folder = theirs.get("dataset_dir", "data")
         kinds = "alpaca, ShareGPT and messages"
-        kinds = "with ranking or kto_tag: both kinds" if theirs.has_preferences else kinds
+        kinds = "both forms, with ranking or kto_tag," if theirs.has_preferences else kinds
         return Unsupported(
             f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} to it "
             f"({kinds} are understood){', as a list' if len(names) > 1 else ''}",
@@ -132,7 +132,7 @@ def _convert_packing(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
-    remark = "what is longer loses its end; prompts lose too there"
+    remark = "longer rows are cut at the end; there prompts are cut too"
     return preferences.convert_seq_len(theirs.integer("cutoff_len"), theirs, remark)
 
 
@@ -177,12 +177,12 @@ _BY_TEMPLATE = "the tokenizer's chat template writes tools and reasoning"
 
 
 def _convert_thinking(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of reasoning, which false takes out of their data."""
+    """Return the outcome for enable_thinking; false removes reasoning from their data."""
     if str(value).lower() != "false":
         return Unsupported(_BY_TEMPLATE, to_do=True)
     return Unsupported(
-        "there reasoning is taken out of the answers, and an empty block of it ends the prompts: "
-        "take it out of the data; an empty block that the chat template writes is learned here, "
+        "there reasoning is removed from the answers, and an empty block of it ends the prompts: "
+        "remove it from the data; an empty block that the chat template writes is learned here, "
         "and counted",
         to_do=True,
     )
@@ -225,7 +225,7 @@ _MAPPED: dict[str, Rule] = {
     "run_name": "run.name",
     "full_determinism": "train.deterministic",
     "use_cpu": rules.on_off_rule(Mapped({"run.device": "cpu"})),
-    # Of training on preferences.
+    # Keys for training on preferences.
     "stage": _convert_stage,
     "pref_beta": "tune.beta",
     "kto_chosen_weight": "tune.desirable_weight",
@@ -252,12 +252,12 @@ _MAPPED: dict[str, Rule] = {
 _IGNORED = {
     "the command trains": "do_train",
     "data.path names the file itself": "dataset_dir",
-    "datasets of a folder are one": "mix_strategy",
+    "the files of a folder are one dataset": "mix_strategy",
     hf_trainer.PREPARED: "overwrite_cache preprocessing_num_workers preprocessing_batch_size "
     "tokenized_path dataloader_persistent_workers buffer_size data_shared_file_system "
     "dataloader_in_order dataloader_multiprocessing_context train_sampling_strategy "
     "length_column_name sortish_sampler",
-    "run.dir has checkpoints, each with the optimizer; a new run has a new one": "save_only_model "
+    "checkpoints in run.dir have the optimizer; a new run has a new run.dir": "save_only_model "
     "overwrite_output_dir save_safetensors save_on_each_node enable_jit_checkpoint "
     "ignore_data_skip restore_callback_states_from_checkpoint",
     "metrics.jsonl and tensorboard/ in run.dir have each step": "logging_dir",
@@ -276,7 +276,7 @@ _IGNORED = {
     "no tokens are added": "init_special_tokens",
     rules.MERGED_BY_EXPORT: "export_dir export_size export_device export_legacy_format",
     "train.seed is the seed of everything": "data_seed",
-    "it is the Trainer's; disable_gradient_checkpointing is what counts there": "use_unsloth_gc "
+    "disable_gradient_checkpointing is the key that counts there": "use_unsloth_gc "
     "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc "
     "activation_checkpointing activation_checkpointing_kwargs.*",
     hf_trainer.OWN_KERNELS: "flash_attn attn enable_liger_kernel use_liger_kernel "
@@ -298,7 +298,7 @@ _IGNORED = {
     "generation_config.* include_for_metrics vllm_maxlen vllm_gpu_util vllm_enforce_eager "
     "vllm_max_lora_rank vllm_config vllm_config.* sglang_maxlen sglang_mem_fraction sglang_tp_size "
     "sglang_config sglang_config.* sglang_lora_backend",
-    "there is no quantization of what was trained": "export_quantization_bit "
+    "trained models are not quantized": "export_quantization_bit "
     "export_quantization_dataset export_quantization_nsamples export_quantization_maxlen",
 }
 _MEDIA_KEYS = (
@@ -308,7 +308,7 @@ _MEDIA_KEYS = (
     "freeze_multi_modal_projector freeze_language_model train_mm_proj_only"
 )
 _LACKING = {
-    "the held-out loss is one for all data": "eval_on_each_dataset",
+    "data.eval_sources has a held-out loss for each source": "eval_on_each_dataset",
     "Megatron is not used; plan proposes a layout": "use_mca",
     "KTransformers is not used": "use_kt kt_optimize_rule cpu_infer chunk_size mode kt_maxlen "
     "kt_use_cuda_graph kt_mode kt_force_think",
@@ -327,11 +327,11 @@ _TO_DO = {
     "documents": "interleave_probs",
     _BY_TEMPLATE: "tool_format",
     rules.SYSTEM_MESSAGE: "default_system",
-    "tune.init_from names the folder of the adapter itself": "adapter_folder",
+    "tune.init_from names the adapter's folder itself": "adapter_folder",
     "set it in the tokenizer_config.json of model.path": "split_special_tokens",
-    "a run begins with the weights of model.path": "train_from_scratch",
+    "a run starts from the weights of model.path": "train_from_scratch",
     "merge the first adapter into the model": "create_new_adapter",
-    "adapters begin as in LoRA, with B at 0": "pissa_init pissa_iter pissa_convert",
+    "adapters start as in LoRA, with B at 0": "pissa_init pissa_iter pissa_convert",
     rules.ONLY_ADAMW: "use_galore use_apollo use_badam use_adam_mini use_muon galore_target "
     "galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
     "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
@@ -344,7 +344,7 @@ _TO_DO = {
     "the model is what config.json of model.path says": "shift_attn mixture_of_depths "
     "use_llama_pro",
     rules.NO_NEW_TOKENS: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
-    "a run trains: python -m hpc_tune generate answers prompts": "do_predict",
+    "a run only trains; python -m hpc_tune generate answers prompts": "do_predict",
     rules.FLOAT8: "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     "no parts are frozen: adapters are trained, or all weights": "freeze_trainable_layers "
     "freeze_trainable_modules freeze_extra_modules",

@@ -1,6 +1,6 @@
-"""Rules for training on preferences, and what other trainings are called that have no counterpart.
+"""Rules for training on preferences, and messages for kinds of training without a counterpart.
 
-A tool's file tells which objective a config is for; SFT where it is for none.
+The module of each tool determines the objective of a config; SFT if it has no preferences.
 """
 
 import re
@@ -23,7 +23,7 @@ from hpc_tune.convert.rules import (
     uses_setting,
 )
 
-MEAN_REMARK = "of each answer's tokens; there of all tokens of a micro-batch"
+MEAN_REMARK = "a mean over each answer's tokens; there over all tokens of a micro-batch"
 OBJECTIVE_SAYS_IT = Ignored("tune.objective says it")
 ONLY_ANSWERS = Ignored("with preferences only the answers are compared")
 NO_DROPOUT_THERE = Ignored("there is no dropout in training on preferences, nor in theirs")
@@ -31,17 +31,17 @@ NO_DROPOUT = Unsupported("there is no dropout in training on preferences", to_do
 NO_NOISE = Unsupported("there is no noise in training on preferences", to_do=True)
 SAME_REFERENCE = Ignored("the model as it was at the start is the reference")
 OTHER_REFERENCE = "the model as it was at the start is the reference, no other: "
-OF_REWARDS = Ignored("training on rewards or another loss alone uses it")
+OF_REWARDS = Ignored("only training on rewards or another loss uses it")
 
 
 def map_objective(theirs: ForeignConfig) -> Mapped:
-    """Return the objective as a setting."""
+    """Return the setting of the objective."""
     remark = "KL is taken over the whole step; there over a micro-batch of a rank"
     return Mapped({"tune.objective": theirs.objective}, remark if theirs.objective == "kto" else "")
 
 
 def with_preferences_or(outcome: Outcome, rule: Rule) -> Rule:
-    """Give ``outcome`` with preferences, where something is on; else what ``rule`` gives."""
+    """Rule that gives ``outcome`` for preferences if the value is on, and else applies ``rule``."""
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
         is_other = theirs.has_preferences and value not in OFF
@@ -51,7 +51,7 @@ def with_preferences_or(outcome: Outcome, rule: Rule) -> Rule:
 
 
 def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
-    """Return rows of keys that training on preferences alone uses."""
+    """Return ``rows`` with rules that ignore the keys unless a config trains on preferences."""
 
     def with_preferences(rule: Rule) -> Rule:
         return lambda value, theirs: (
@@ -62,12 +62,12 @@ def for_preferences_only(rows: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def sft_weight_rule(remark: str = "") -> Rule:
-    """Rule for the weight of the chosen answers' own loss."""
+    """Rule for the weight of the additional loss on the chosen answers."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if uses_setting(theirs, "tune.sft_weight"):
             return Mapped({"tune.sft_weight": value}, remark)
-        why = f"{theirs.objective} has no further loss of the chosen answers here"
+        why = f"{theirs.objective} has no further loss on the chosen answers here"
         return Unsupported(why, to_do=True)
 
     return unless_off(rule)
@@ -79,20 +79,20 @@ def _convert_smoothing(value: Any, theirs: ForeignConfig) -> Outcome:
     return Unsupported(
         "there it mixes in the loss of the reversed pairs (cDPO); "
         f"tune.label_smoothing={value} makes the loss unbiased for that share of wrong pairs "
-        "(robust DPO): set it if that is meant",
+        "(robust DPO): set it if you mean that",
         to_do=True,
     )
 
 
-SMOOTHING = unless_off(_convert_smoothing)  # which is not ours
+SMOOTHING = unless_off(_convert_smoothing)  # another method than tune.label_smoothing
 
 
 def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Mapped:
-    """Return the length of rows, which of pairs hold both answers; ``remark``: of other rows."""
+    """Return data.seq_len, twice ``length`` for pairs; ``remark`` is for rows of answers."""
     match tune_of(theirs).form:
         case "pairs":
-            why = "both answers of a pair are in one row, each after its prompt; what does not fit "
-            why += "loses the left of its prompt, and no answer is cut"
+            why = "both answers of a pair are in one row, each after its prompt; a prompt that "
+            why += "does not fit is cut from the left, and no answer is cut"
             return Mapped({"data.seq_len": 2 * length}, why)
         case "labels":
             remark = "a prompt is cut from the left, an answer never is"
@@ -100,9 +100,9 @@ def convert_seq_len(length: int, theirs: ForeignConfig, remark: str = "") -> Map
 
 
 def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
-    """Rule for the adapter to begin with; ``key`` names that of the reference, if it can be told.
+    """Rule for the adapter to start from; ``key`` is their key for the reference's adapter, if any.
 
-    Their reference is the model without the adapter otherwise.
+    Without such an adapter, their reference is the model without any adapter.
     """
 
     def whole(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -110,35 +110,35 @@ def reference_adapter_rule(rule: Rule, key: str = "") -> Rule:
         is_same = bool(key) and theirs.get(key) == value
         if not isinstance(outcome, Mapped) or is_same or not tune_of(theirs).has_reference:
             return outcome
-        remark = "the reference is the model with this adapter, and there the one without it: "
-        remark += f"if that is meant, merge nothing and stay with them; {outcome.remark}"
+        remark = "the reference is the model with this adapter here, and without it there: "
+        remark += f"if you need theirs, merge nothing and stay with them; {outcome.remark}"
         return Mapped(outcome.settings, remark, to_do=True)
 
     return whole
 
 
-# -- Trainings that have no counterpart: what each is, and what to do.
+# -- Kinds of training that have no counterpart: what each one is, and what to do.
 
 
 REWARDS = (
     "that is training on rewards",
-    "Stay with {tool} for this part; supervised fine-tuning before it can be done here, and its "
-    "exported model is what {tool} begins with",
+    "Stay with {tool} for this part; supervised fine-tuning before it can be done here, and "
+    "{tool} can start from the exported model",
 )
 OTHER_LOSS = (
     "that is a loss on preferences with no counterpart",
-    "Take one of dpo, ipo, simpo, orpo and kto in it, whose tune.beta must be found again, and "
-    "convert it again. Stay with {tool} for this loss",
+    "Choose one of dpo, ipo, simpo, orpo and kto in it, with a newly tuned beta, and convert it "
+    "again. Stay with {tool} for this loss",
 )
 NO_LOSS = (
-    "that is data of preferences, whose loss the config does not name",
+    "that is preference data, whose loss the config does not name",
     "Name it there (axolotl: rl, torchtune: loss, LLaMA-Factory: stage) and convert it again. "
     "Stay with {tool} for a reward model",
 )
 DISTILLATION = (
     "that is distillation, whose loss compares with a teacher's probabilities",
-    "Stay with {tool} for it; or let the teacher write the answers, and convert a config of "
-    "supervised fine-tuning with these as data",
+    "Stay with {tool} for it; or let the teacher write the answers, and convert a config for "
+    "supervised fine-tuning on these",
 )
 IMAGES = (
     "that is training with images, sound or video",
@@ -148,22 +148,22 @@ IMAGES = (
 
 
 def refuse_loss(key: str) -> Refusal:
-    """Return the refusal of a loss on preferences that has no counterpart, which ``key`` names."""
+    """Return the refusal of a preference loss without counterpart; ``key`` names the loss."""
     return Refusal(key, lambda value, theirs: theirs.objective is None, *OTHER_LOSS)
 
 
 def is_on(value: Any, theirs: ForeignConfig) -> bool:
-    """Return whether something is switched on."""
+    """Return whether a value switches something on."""
     return value not in OFF
 
 
 def always(value: Any, theirs: ForeignConfig) -> bool:
-    """Hold for each value."""
+    """Return True for every value."""
     return True
 
 
 def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
-    """Return what tells whether a value has a pattern in it."""
+    """Return a predicate that tells whether a pattern occurs in a value."""
     compiled = re.compile(pattern)
     return lambda value, theirs: compiled.search(str(value)) is not None
 
@@ -171,5 +171,5 @@ def matches_pattern(pattern: str) -> Callable[[Any, ForeignConfig], bool]:
 def unless_preferences(
     is_meant: Callable[[Any, ForeignConfig], bool],
 ) -> Callable[[Any, ForeignConfig], bool]:
-    """Let ``is_meant`` hold alone for configs that are for no objective on preferences."""
+    """Return a predicate like ``is_meant`` that is False for configs with preferences."""
     return lambda value, theirs: not theirs.has_preferences and is_meant(value, theirs)

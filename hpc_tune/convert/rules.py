@@ -1,4 +1,4 @@
-"""What can become of a key of another tool's config, and what the rules of all tools share.
+"""The possible outcomes for a key of another tool's config, and the rules that tools share.
 
 key, value -> its row in the tool's table -> Mapped | Ignored | Unsupported
 """
@@ -19,33 +19,33 @@ SFT = "sft"
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 ALL_METHODS = "tune.method is lora, dora, qlora or full; lora is used"
 ONLY_4_BITS = "only tune.method=qlora has a quantized base, of 4 bits"
-NO_COLUMN = "it is no name of a column"
-# Reasons that several tools have keys for.
+NO_COLUMN = "it is not the name of a column"
+# Reasons that apply to keys of several tools.
 LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
 LARGEST_MICRO_BATCH = "the micro-batch is the largest that fits"
 METRICS = "metrics.jsonl in run.dir has each step, with tokens per second and memory"
-READ_BY_REGIONS = "ranks read their regions of the files of model.path"
-COMPILED = "one decoder block is compiled, for all"
+READ_BY_REGIONS = "each rank reads only its parts of the files of model.path"
+COMPILED = "one decoder block is compiled and reused for all"
 MERGED_BY_EXPORT = "python -m hpc_tune export --to merged merges an adapter"
 FOUND_BY_KEYS = "the form of a record is found by its keys"
 ONLY_ADAMW = "AdamW is the only optimizer; find optim.lr again"
 DTYPES = "model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"
 FLOAT8 = "set train.float8=true with train.compile=true, if the GPU has it"
 SHUFFLED = "rows are always shuffled, by train.seed"
-OTHER_STATE = "their state cannot be read; tune.init_from takes adapters"
+OTHER_STATE = "their training state cannot be read; tune.init_from takes adapters"
 SYSTEM_MESSAGE = "begin each record's messages with a system message"
 NO_NEW_TOKENS = "no tokens are added; save the model and its tokenizer with them first"
 RECOMPUTE_INSTEAD = (
-    "parallel.recompute=full saves that memory; parallel.offload_activations=true beside it more"
+    "parallel.recompute=full saves that memory, and parallel.offload_activations=true saves more"
 )
-PURE_BF16 = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
+PURE_BF16 = "as in theirs; tune.param_dtype=fp32 keeps small updates and takes twice the memory"
 
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """Another tool's config: values by dotted key, with its defaults, without what is empty.
+    """Another tool's config: values by dotted key, the tool's defaults included, without nulls.
 
-    ``ranks`` is the number of ranks it was made for.
+    ``ranks`` is the number of ranks that the config was made for.
     """
 
     tool: "Tool"
@@ -54,12 +54,12 @@ class ForeignConfig:
 
     @property
     def method(self) -> str:
-        """tune.method of a run that trains the same weights."""
+        """The tune.method that trains the same weights."""
         return self.tool.method(self)
 
     @property
     def objective(self) -> str | None:
-        """tune.objective; None for a loss on preferences with no counterpart."""
+        """The tune.objective; None for a preference loss that has no counterpart."""
         return self.tool.objective(self)
 
     @property
@@ -72,7 +72,7 @@ class ForeignConfig:
         return self.values.get(key, default)
 
     def is_on(self, key: str) -> bool:
-        """Return whether a switch is there and on."""
+        """Return whether a switch is set and on."""
         return str(self.get(key)).lower() == "true"
 
     def items(self, name: str) -> list[dict[str, Any]]:
@@ -84,29 +84,29 @@ class ForeignConfig:
         return list(found.values())
 
     def number(self, key: str) -> float:
-        """Return a number; NaN, which compares as false with all others, where there is none."""
+        """Return a number, or NaN, which compares as false with everything, if it is none."""
         value = self.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number else math.nan
 
     def integer(self, key: str) -> int:
-        """Return a whole number.
+        """Return a positive whole number.
 
         Raises:
-            ConfigError: if it is none from 1 on.
+            ConfigError: if the value is anything else.
         """
         value = self.get(key)
         text = str(value).removesuffix(".0")
         if not text.isdecimal() or int(text) < 1:
-            raise ConfigError(f"{key} = {value!r} in their config is not a whole number from 1 on")
+            raise ConfigError(f"{key} = {value!r} in their config is not a positive whole number")
         return int(text)
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """Their key gives values to ours; ``remark`` says where the meaning differs.
+    """Their key sets our ``settings``; ``remark`` says where the meaning differs.
 
-    ``to_do``: the user must see to the remark before a run.
+    ``to_do``: the user must act on the remark before a run.
     """
 
     settings: dict[str, Any]
@@ -116,7 +116,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Ignored:
-    """hpc_tune decides this itself, for the reason ``why``."""
+    """hpc_tune decides this itself; ``why`` is the reason."""
 
     why: str
 
@@ -131,9 +131,9 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A training that has no counterpart here: ``what`` it is, and what to do ``instead``.
+    """A kind of training that has no counterpart here: ``what`` it is, what to do ``instead``.
 
-    A config is for it if one of ``keys``, with spaces between them (of lists without the number),
+    A config asks for it if one of ``keys`` (separated by spaces, without the numbers of list items)
     has a value for which ``is_meant`` holds.
     """
 
@@ -143,7 +143,7 @@ class Refusal:
     instead: str
 
     def message(self, theirs: ForeignConfig) -> str | None:
-        """Return the one message for people; None if it is not for this config."""
+        """Return the message that refuses the config; None if the config does not ask for it."""
         found = [
             key
             for key, value in theirs.values.items()
@@ -153,8 +153,8 @@ class Refusal:
             return None
         said = ", ".join(f"{key} = {format_their_value(theirs.get(key))}" for key in found[:3])
         return (
-            f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning and "
-            "preferences (dpo, ipo, simpo, orpo, kto) of text alone. Nothing is converted. "
+            f"{said} in their config: {self.what}, but hpc_tune only has supervised fine-tuning "
+            "and preferences (dpo, ipo, simpo, orpo, kto), on text. Nothing is converted. "
             f"{self.instead.format(tool=theirs.tool.name)}"
         )
 
@@ -164,7 +164,7 @@ NO_ADAPTERS = Ignored("there are no adapters in full fine-tuning")
 METHOD_SAYS_IT = Ignored("tune.method says it")
 UNUSED = Ignored("training on preferences alone uses it")
 Outcome = Mapped | Ignored | Unsupported
-# A setting that takes the value as it is; what becomes of the key whatever its value; a function.
+# A setting that takes the value as it is; an outcome whatever the value; or a function.
 Rule = str | Outcome | Callable[[Any, ForeignConfig], Outcome]
 _OF_ADAPTERS = (
     *("tune.rank", "tune.alpha", "tune.dropout", "tune.rslora"),
@@ -175,12 +175,12 @@ _OF_OBJECTIVES = ("tune.beta", "tune.gamma", "tune.desirable_weight", "tune.unde
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool: its rules by key (``part.*``: all keys below it; of lists without the number).
+    """Another tool: its rules by key (``part.*``: all keys below; list items without numbers).
 
-    ``refusals``: configs for what cannot be converted at all; the first that holds counts.
-    ``lists`` names the keys whose lists are taken apart, since they have keys in them.
-    ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
-    take something else.
+    ``refusals``: what cannot be converted at all; the first one that applies is reported.
+    ``lists``: keys whose lists are flattened, since their items are mappings.
+    ``defaults``: the tool's values for keys that a config leaves out, where hpc_tune would use a
+    different value.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Tool:
     lists: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
-        """Return what becomes of a key; None: it is not known."""
+        """Return the outcome for a key; None if the key is unknown."""
         name = _drop_list_numbers(key)
         parts = name.split(".")
         above = (".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))
@@ -204,14 +204,14 @@ class Tool:
 
 
 def apply_rule(rule: Rule, value: Any, theirs: ForeignConfig) -> Outcome:
-    """Return what becomes of a value by a rule."""
+    """Return the outcome of a rule for a value."""
     if isinstance(rule, str):
         return _copy_value(rule, value, theirs)
     return rule(value, theirs) if callable(rule) else rule
 
 
 def _copy_value(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
-    """Take a value over as it is, where the method and the objective use the setting."""
+    """Take a value over as it is, if the method and the objective use the setting."""
     if ours in _OF_ADAPTERS and theirs.method == "full":
         return NO_ADAPTERS
     if ours in _OF_OBJECTIVES:
@@ -223,12 +223,12 @@ def _copy_value(ours: str, value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def uses_setting(theirs: ForeignConfig, ours: str) -> bool:
-    """Return whether the objective of a config uses a number of objectives, such as tune.beta."""
+    """Return whether the objective of a config uses a coefficient such as tune.beta."""
     return ours.removeprefix("tune.") in tune_of(theirs).numbers
 
 
 def tune_of(theirs: ForeignConfig) -> TuneConfig:
-    """Return the section tune with the objective of a config."""
+    """Return a tune section with the objective of a config."""
     return TuneConfig.model_validate({"objective": theirs.objective})
 
 
@@ -242,7 +242,7 @@ def format_their_value(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# -- Tables, and what makes a row of a row.
+# -- Tables of rules, and functions that build rules from rules.
 
 
 def rule_table(
@@ -251,10 +251,10 @@ def rule_table(
     lacking: dict[str, str] | None = None,
     to_do: dict[str, str] | None = None,
 ) -> dict[str, Rule]:
-    """Return rows, and those of keys that give no setting: of each reason the keys, with spaces.
+    """Return ``rows`` plus rules for keys that set nothing, given as reason -> keys (by spaces).
 
-    ``ignored``: what hpc_tune decides itself. ``lacking``: what it lacks, unless a config switches
-    it off. ``to_do``: what it lacks, and the user must see to.
+    ``ignored``: hpc_tune decides these itself. ``lacking``: not supported; ignored if a config
+    switches them off. ``to_do``: like ``lacking``, but the user must act.
     """
     added = [same_rule(Ignored(why), keys) for why, keys in (ignored or {}).items()]
     added += [
@@ -268,7 +268,7 @@ def rule_table(
 
 
 def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
-    """Return one table of several, no two of which have the same key."""
+    """Join tables that have no key in common."""
     joined: dict[str, Rule] = {}
     for one in tables:
         assert not (twice := joined.keys() & one.keys()), f"{twice} have two rules"
@@ -277,22 +277,22 @@ def join_tables(*tables: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def same_rule(rule: Rule, keys: str) -> dict[str, Rule]:
-    """Give one rule to several keys, with spaces between them."""
+    """Return a table with one rule for several keys, separated by spaces."""
     return join_tables(*({key: rule} for key in keys.split()))
 
 
 def lacking_feature(instead: str, to_do: bool = False) -> Rule:
-    """Rule for what hpc_tune lacks: left, unless their config switches it off."""
+    """Rule for an unsupported feature: not taken over, unless their config switches it off."""
     return unless_off(Unsupported(instead, to_do))
 
 
 def unless_off(rule: Rule) -> Rule:
-    """Give what ``rule`` gives, unless their config switches it off."""
+    """Rule that applies ``rule`` unless their config switches the feature off."""
     return lambda value, theirs: IS_OFF if value in OFF else apply_rule(rule, value, theirs)
 
 
 def on_off_rule(on: Rule, off: Rule = IS_OFF) -> Rule:
-    """Rule for a key that is true or not."""
+    """Rule for a boolean key."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         is_on = str(value).lower() == "true"
@@ -302,30 +302,30 @@ def on_off_rule(on: Rule, off: Rule = IS_OFF) -> Rule:
 
 
 def known_values_rule(values: tuple[Any, ...], known: Rule, other: Rule) -> Rule:
-    """Rule for a key of which hpc_tune knows some values."""
+    """Rule that applies ``known`` to the values listed, and ``other`` to all others."""
     return lambda value, theirs: apply_rule(known if value in values else other, value, theirs)
 
 
-# -- Rules that several tools have.
+# -- Rules shared by several tools.
 
 
 def compile_rule(*context_keys: str) -> Rule:
-    """Rule for a compiled model; ``context_keys``: how many ranks share a row."""
+    """Rule for compilation; ``context_keys`` hold the number of ranks that share a row."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if any((theirs.get(key) or 1) != 1 for key in context_keys):
-            return Ignored("parallel.context sends messages within blocks, which are not compiled")
+            return Ignored("with parallel.context, blocks communicate and are not compiled")
         return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
 
     return rule
 
 
 def map_context(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for the ranks that share a row."""
+    """Rule for the number of ranks that share a row."""
     if value in OFF or value == 1:
         return IS_OFF
     if isinstance(value, bool) or not str(value).isdecimal():
-        return Unsupported("it is no number of ranks", to_do=True)
+        return Unsupported("it is not a number of ranks", to_do=True)
     return Mapped({"parallel.context": int(value)}, "the losses are those of one rank")
 
 
@@ -335,7 +335,7 @@ def choose_method(is_full: bool, is_4_bit: bool, is_dora: bool) -> str:
 
 
 def map_method(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for a key that says, maybe with others, which weights are trained."""
+    """Rule for a key that decides, possibly with others, which weights are trained."""
     return Mapped({"tune.method": theirs.method})
 
 
@@ -349,7 +349,7 @@ def _convert_dora(value: Any, theirs: ForeignConfig) -> Outcome:
 
 DORA = on_off_rule(_convert_dora, METHOD_SAYS_IT)
 OFFLOAD_PARAMS = on_off_rule(
-    Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along"),
+    Mapped({"parallel.offload_params": "cpu"}, "the optimizer state is moved too"),
     Ignored("plan says whether the weights need it: parallel.offload_params"),
 )
 NOT_PACKED = "true is faster; a row then holds several documents, so make the batch smaller"
@@ -362,12 +362,12 @@ PACKING = on_off_rule(
 def map_global_batch(
     theirs: ForeignConfig, rows: str, accumulation: str, *shared_by: str
 ) -> Mapped:
-    """Return the global batch of rows per rank, accumulation and data-parallel ranks.
+    """Return the global batch: rows per rank x accumulation x data-parallel ranks.
 
-    ``shared_by`` names numbers of ranks that share a row; a key that is not there counts as 1.
+    ``shared_by``: keys with a number of ranks that share a row; a missing key counts as 1.
 
     Raises:
-        ConfigError: if the ranks are no multiple of those that share a row.
+        ConfigError: if the ranks are not a multiple of the ranks that share a row.
     """
     ranks_per_row = math.prod(theirs.integer(key) for key in shared_by if theirs.get(key))
     if theirs.ranks % ranks_per_row:
@@ -383,7 +383,7 @@ def map_global_batch(
 
 
 def is_usable_file(value: Any) -> bool:
-    """Return whether a value names a file, a pattern or a folder of a kind that hpc_tune reads."""
+    """Return whether a value names a file, pattern or folder in a format that hpc_tune reads."""
     if not isinstance(value, str) or "://" in value:
         return False
     path = PurePosixPath(value)
@@ -392,12 +392,12 @@ def is_usable_file(value: Any) -> bool:
 
 
 def is_local_path(name: str) -> bool:
-    """Return whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
+    """Return whether a name is a path, not a hub name such as meta-llama/Llama-3.1-8B."""
     return name.startswith(("/", ".", "~", "$")) or name.count("/") != 1
 
 
 def is_data_path(name: str) -> bool:
-    """Return whether a name is a path to data that hpc_tune reads, rather than one of a hub."""
+    """Return whether a name is a path to data that hpc_tune reads, not a hub name."""
     if not is_usable_file(name):
         return False
     return bool(PurePosixPath(name).suffix) or ("/" in name and is_local_path(name))
@@ -413,11 +413,11 @@ def explain_hub_data(name: Any, ours: str) -> Unsupported:
 
 
 def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for a model that is a directory or a name of the hub."""
+    """Rule for a model that is given as a directory or a hub name."""
     if is_local_path(str(value)):
         return Mapped({"model.path": value}, "a Hugging Face directory")
     return Unsupported(
-        "it looks like a name of the hub, which compute nodes cannot reach: on a login node "
+        "it looks like a hub name, and compute nodes cannot reach the hub: on a login node "
         f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
         "a folder)",
         to_do=True,
@@ -425,32 +425,32 @@ def convert_model_path(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def explain_chat_template(name: Any) -> Unsupported:
-    """Return what to do about a template that a tool has by a name of its own."""
+    """Return what to do about a template that only the other tool knows by this name."""
     return Unsupported(
-        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, set "
-        f"data.chat_template to a name of docs/data.md, or write {name}'s as a Jinja file",
+        f"the chat template of model.path's tokenizer is used: if that is not {name}'s, set "
+        f"data.chat_template to a name in docs/data.md, or write {name}'s as a Jinja file",
         to_do=True,
     )
 
 
-# -- Parts of files, as other tools name them: hpc_tune uses a file whole, or holds a share out.
+# -- Parts of files in the notation of other tools: hpc_tune uses whole files, or holds out a share.
 #
 # train[:95%]      -> data.eval_fraction=0.05
 # train[:1000]     -> a command that writes these records to a file of their own
 
 
-# The records of a file, one list of JSON or one record a line; {part} is a slice of the list.
+# Prints records of a file (a JSON list, or one record per line); {part} is a slice of the list.
 _COMMAND = (
     "import json,sys; t=open(sys.argv[1],encoding='utf-8-sig').read(); "
     "r=json.loads(t) if t.lstrip()[:1]=='[' else [json.loads(s) for s in t.split('\\n') if "
     "s.strip()]; [print(json.dumps(x)) for x in r[{part}]]"
 )
 _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
-_MIN_TRAINED = 50  # percent; of which less is trained on is a part, and not data with a rest
+_MIN_TRAINED = 50  # percent; a smaller part is taken as a subset, not as data with a held-out rest
 
 
 def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:
-    """Return how to write a part of a file; ``part`` is a slice of the list of records ``r``."""
+    """Return how to extract a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
         records = part.replace("len(r)", "their number")
@@ -467,11 +467,11 @@ def advise_on_slice(part: str, ours: str, file: Any = None) -> Unsupported:
 
 
 def record_count_rule(ours: str, part: str) -> Rule:
-    """Rule for a number of records of each file; ``part``: the slice of them, with {} for it."""
+    """Rule for a number of records of each file; ``part``: the slice, with {} for the number."""
 
     def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
-            return Unsupported("it is no number of records", to_do=True)
+            return Unsupported("it is not a number of records", to_do=True)
         cut = part.format(value)
         return IS_OFF if cut == "0:" else advise_on_slice(cut, ours)
 
@@ -479,9 +479,9 @@ def record_count_rule(ours: str, part: str) -> Rule:
 
 
 def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
-    """Return what becomes of a part of a file, such as train[:95%].
+    """Return the outcome for a part of a file, such as train[:95%].
 
-    ``is_whole_data``: the file is all the data, and nothing else says what is held out.
+    ``is_whole_data``: the file is all the data, and nothing else determines what is held out.
     """
     if value == "train":
         return Ignored("files are used whole; in a folder, those of the train split")
@@ -500,7 +500,7 @@ def convert_split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outc
 
 
 def complement_split(value: Any) -> str | None:
-    """Return the part that is all but ``value``: train[:95%] for train[95%:]."""
+    """Return the complement of the part ``value``: train[:95%] for train[95%:]."""
     found = re.fullmatch(r"train\[(\d+%):\]", str(value).replace(" ", ""))
     return f"train[:{found[1]}]" if found else None
 

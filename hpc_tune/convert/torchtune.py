@@ -1,4 +1,4 @@
-"""The rules for configs of torchtune: full, LoRA and QLoRA recipes, on one device and many."""
+"""The rules for configs of torchtune: full, LoRA and QLoRA recipes, on one or several devices."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ from hpc_tune.convert.rules import (
     same_rule,
 )
 
-# -- The rules for the datasets of torchtune's configs: which file, which columns, what is learned.
+# -- The rules for datasets in torchtune's configs: which file, which columns, what is learned.
 
 
 _PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
-# Fields of components whose columns have names of their own, as data.columns calls them.
+# Dataset components with configurable columns: their column keys, as fields of data.columns.
 _PAIR = {"input": "prompt", "output": "completion"}
 _PREFERENCES = {"chosen": "chosen", "rejected": "rejected"}
 _RANKED = {"prompt": "prompt", **_PREFERENCES}
@@ -42,13 +42,13 @@ _FIELDS = {
 _BY_KEYS = Ignored(rules.FOUND_BY_KEYS)
 _HELD_OUT = Ignored("data.eval_fraction says it")
 _PREAMBLE = (
-    "alpaca's preamble (Below is an instruction that ...) and headings stand in each prompt there "
-    "and not here: write them into the records (as prompt and completion) if they are to stay"
+    "alpaca's preamble (Below is an instruction that ...) and headings are in each prompt there, "
+    "but not here: to keep them, write them into the records (as prompt and completion)"
 )
 
 
 def _last_name(value: Any) -> str:
-    """Return the last part of a dotted name: of a component, what it is called."""
+    """Return the last part of a dotted name, such as a component's name without its module."""
     return str(value).rpartition(".")[2]
 
 
@@ -69,14 +69,14 @@ def _convert_eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _holds_out(theirs: ForeignConfig) -> bool:
-    """Return whether a share of the data's one file is held out."""
+    """Return whether a share of the only data file is held out."""
     return isinstance(
         _convert_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped
     )
 
 
 def _is_rest_of_file(theirs: ForeignConfig) -> bool:
-    """Return whether the held-out data, if any, are the rest of the file that is trained on."""
+    """Return whether the held-out data, if any, are the rest of the training file."""
     held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
     if not held_out:
         return True
@@ -115,7 +115,7 @@ def _convert_component(value: Any, theirs: ForeignConfig) -> Outcome:
         )
         more = _PREAMBLE if "alpaca" in name else ""
         if "stack_exchange_paired" in name:
-            more = "call question, response_j and response_k there prompt, chosen and rejected"
+            more = "rename question, response_j and response_k there to prompt, chosen and rejected"
         return Unsupported(f"{instead}; {more}" if more else instead, to_do=True)
     if "alpaca" in name:
         return Unsupported(_PREAMBLE, to_do=True)
@@ -149,7 +149,7 @@ def _files_rule(part: str) -> Rule:
         path = _usable_path(part, theirs)
         if path:
             return Mapped({_PARTS[part]: path})
-        instead = f"put it as JSONL or Parquet into one file or folder; set {_PARTS[part]}"
+        instead = f"write it as JSONL or Parquet into one file or folder; set {_PARTS[part]}"
         return Unsupported(instead, to_do=True)
 
     return rule
@@ -185,7 +185,7 @@ def _convert_column_map(value: Any, theirs: ForeignConfig) -> Outcome:
     )
 
 
-# torchtune's builders of models whose layers it splits, and Hugging Face's files do not.
+# torchtune's builders of models with separate layers that are fused in Hugging Face's files.
 _FUSED_BUILDERS = ("phi3", "phi4")
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -195,7 +195,7 @@ _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "outpu
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _LOSS_NAMES = ("CrossEntropy", "CEWith")
 _LOSSES = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
-_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # its IPO is of sums over tokens, ours of means
+_OTHER_LOSSES = ("RSOLoss", "IPOLoss")  # torchtune's IPO uses sums over tokens, ours uses means
 _LOSS_DEFAULTS = {"dpo": {"loss.beta": 0.1}, "simpo": {"loss.beta": 2.0, "loss.gamma": 0.5}}
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
@@ -239,9 +239,9 @@ def _convert_targets(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
-    """Return the targets for a builder of torchtune whose layers are joined in Hugging Face files.
+    """Return the targets for a torchtune builder whose layers are fused in Hugging Face files.
 
-    None: the builder is of no such model.
+    None: the builder makes no such model.
     """
     if not any(f".{family}." in builder for family in _FUSED_BUILDERS):
         return None
@@ -250,7 +250,7 @@ def _fuse_targets(names: list[str], builder: str) -> Outcome | None:
     others = [part for part, whole in _FUSED.items() if whole in joined and part not in names]
     if not joined:
         return Mapped({"tune.targets": ours})
-    remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter for what has "
+    remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter here replaces "
     remark += "several there"
     remark += f", and so also for {' and '.join(others)}" if others else ""
     return Mapped({"tune.targets": ours}, remark, to_do=True)
@@ -262,8 +262,8 @@ def _convert_seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     if limits:
         return preferences.convert_seq_len(min(limits), theirs)
     return Unsupported(
-        "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
-        "1024 otherwise, and what that cuts is counted",
+        "set data.seq_len to the tokens of your longest document (theirs are never cut); otherwise "
+        "it is 1024, and longer documents are cut and counted",
         to_do=True,
     )
 
@@ -284,7 +284,7 @@ def _convert_batch(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _steps_per_epoch(theirs: ForeignConfig) -> int | None:
-    """Return the steps of all epochs together, if the config says how many an epoch has."""
+    """Return the steps of all epochs together; None if max_steps_per_epoch is not set."""
     if theirs.get("max_steps_per_epoch") is None:
         return None
     return theirs.integer("epochs") * theirs.integer("max_steps_per_epoch")
@@ -294,7 +294,7 @@ def _convert_length(value: Any, theirs: ForeignConfig) -> Outcome:
     steps = _steps_per_epoch(theirs)
     if steps is None:
         return Mapped({"train.epochs": value})
-    return Mapped({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
+    return Mapped({"train.max_steps": steps}, "if epochs have that many steps; else leave it out")
 
 
 def _convert_optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -370,7 +370,7 @@ def _convert_logger(value: Any, theirs: ForeignConfig) -> Outcome:
     if _last_name(value) in ("DiskLogger", "StdoutLogger"):
         return Ignored("metrics.jsonl in run.dir has a line for each step")
     return Unsupported(
-        "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away"
+        "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is uploaded"
     )
 
 
@@ -380,7 +380,7 @@ def _convert_reference_path(value: Any, theirs: ForeignConfig) -> Outcome:
     first = str(theirs.get("checkpointer.checkpoint_dir")).rstrip("/")
     if str(value).rstrip("/") == first:
         return preferences.SAME_REFERENCE
-    return Unsupported(preferences.OTHER_REFERENCE + "begin with that one", to_do=True)
+    return Unsupported(preferences.OTHER_REFERENCE + "start from that one", to_do=True)
 
 
 def _default_settings(theirs: ForeignConfig) -> dict[str, Any]:
@@ -470,13 +470,13 @@ _MAPPED: dict[str, Rule] = {
 }
 _IGNORED = {
     rules.FOUND_BY_KEYS: "dataset.conversation_style",
-    "validation data are read as data.path is": "dataset_val.*",
-    "what is longer than a row is cut": "dataset.split_across_pack",
+    "validation data are read like data.path": "dataset_val.*",
+    "documents longer than a row are cut": "dataset.split_across_pack",
     "the reference is computed once, before the first step, and kept": "ref_checkpointer.* "
     "reference_model.* reference_checkpointer.*",
     "the tokenizer is read from model.path": "tokenizer.*",
-    "all files of model.path are read, each rank its part": "checkpointer.*",
-    "run.dir has all that a run leaves": "checkpointer.output_dir",
+    "each rank reads its part of the files of model.path": "checkpointer.*",
+    "everything that a run writes is in run.dir": "checkpointer.output_dir",
     rules.LARGEST_MICRO_BATCH: "batch_size_val collate_fn",
     rules.LAYOUT: "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* "
     "data_parallel_shard_dim data_parallel_replicate_dim "
@@ -485,10 +485,10 @@ _IGNORED = {
     "AdamW is fused": "optimizer.fused optimizer.foreach",
     "cross entropy, whose logits are never held whole": "loss.num_output_chunks",
     rules.COMPILED: "compile.*",
-    "parallel.recompute says all of it": "ac_option",
+    "parallel.recompute says it": "ac_option",
     rules.READ_BY_REGIONS: "low_cpu_ram",
     rules.METRICS: "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
-    "checkpoints go by time and steps, while training goes on": "save_last_epoch_only "
+    "checkpoints go by time and steps, while training continues": "save_last_epoch_only "
     "epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
     "the adapter alone is saved; python -m hpc_tune export --to merged merges it": (
         "save_adapter_weights_only"
@@ -497,7 +497,7 @@ _IGNORED = {
 }
 _LACKING = {
     "a text always ends with the end token": "dataset.add_eos",
-    "their state of a run cannot be read": "checkpointer.recipe_checkpoint",
+    "their training state cannot be read": "checkpointer.recipe_checkpoint",
     "tune.init_from takes an adapter saved by peft": "checkpointer.adapter_checkpoint",
     "gradients are kept until the step; parallel.shard splits them": "optimizer_in_bwd",
     rules.RECOMPUTE_INSTEAD: "enable_activation_offloading activation_offloading_use_streams",
@@ -509,7 +509,7 @@ _TO_DO = {
     "the chat template is applied; data.chat_template names another": "dataset.template "
     "dataset.prompt_template dataset.chat_format",
     "name the files of that configuration in data.path": "dataset.name dataset.subset",
-    "take those records out of the data beforehand": "dataset.filter_fn",
+    "remove those records from the data beforehand": "dataset.filter_fn",
     "write it as a Jinja file; set data.chat_template": "tokenizer.prompt_template",
     rules.FLOAT8: "enable_fp8_training fp8_recipe_name",
     rules.NO_NEW_TOKENS: "resize_token_embeddings",

@@ -171,7 +171,7 @@ def test_ranks_with_different_settings_are_refused_by_field(tmp_path):
 
 def test_what_is_wrong_on_one_rank_alone_is_said(tmp_path):
     done = two_ranks(tmp_path / "run", [], ["data.cache=$NOT_ON_THIS_NODE/data"], cold=True)
-    refused(done, "rank 1: ", "the environment has no NOT_ON_THIS_NODE")
+    refused(done, "rank 1: ", "NOT_ON_THIS_NODE is not set in the environment")
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_before_data_is_read(tmp_path):

@@ -173,7 +173,7 @@ def test_all_differences_are_listed_at_once_with_what_to_do():
         "  - tune.rank",
         "  - train.seed",
     ]
-    assert lines[-1] == "Give the old values, or another run.dir."
+    assert lines[-1] == "Use the old values, or another run.dir."
 
 
 def test_a_state_survives_the_manifest():

@@ -245,7 +245,7 @@ def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
     words = ["model.path=/gone/away", "data.chat_template=/gone/too"]
     give_manifest(checkpoint, *words, model_identity=identity)
     with pytest.raises(
-        ConfigError, match=r"made with the chat template /gone/too, and its copy of it"
+        ConfigError, match=r"used the chat template /gone/too, but the run's copy of it"
     ):
         locate(run)
     (run / "chat_template.jinja").write_text("kept")

@@ -171,11 +171,11 @@ def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_pa
             r"scaled \(yarn\) with mscale=2",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"scaled \(dynamic\)"),
-        ({"sliding_window": 64}, "sees 64 tokens only"),
+        ({"sliding_window": 64}, "only sees 64 tokens"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, expected silu"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            r"only a part of each head is rotated \(0.5\)",
+            r"only part of each head has rotary positions \(0.5\)",
         ),
         (
             {"model_type": "qwen3", "rope_parameters": LLAMA_3_ROPE},
@@ -183,7 +183,7 @@ def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_pa
         ),
         (
             {"model_type": "qwen2", "head_dim": 16},
-            "its 4 heads of 16 values are not hidden_size=32 together",
+            "its 4 heads of 16 values do not add up to hidden_size=32",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_walltime_is_read_as_pbs_reads_it(tmp_path, walltime, clock):
         ("pbs.queue='a b'", "pbs.queue='a b': a line of #PBS takes letters"),
         ("pbs.image=t.sqsh", "t.sqsh is an image for Pyxis, which needs srun; found pbs.launch="),
         ("pbs.modules=[-x]", "pbs.modules=['-x']: expected names"),
-        ("pbs.project=x", "another option of qsub is pbs.options=['-X VALUE']"),
+        ("pbs.project=x", "pass other qsub options by pbs.options=['-X VALUE']"),
         ("parallel.shard=8", "and the pbs section asks for 1 (pbs.nodes=1 of 1); for example pbs."),
     ],
 )
@@ -134,9 +134,9 @@ def test_bad_input_ends_with_exit_code_2_and_says_what_was_expected(capsys, sett
         ("-l singularity=True,filesystems=home", "use pbs.filesystems"),
         ("-J 0-3", "a job array is not supported"),
         ("-W depend=afterok:7", "each job waits for the one before it"),
-        ("-V", "is no option of qsub with its value"),
-        ("--export=ALL", "is no option of qsub with its value"),
-        ("-k doe\n#PBS -u root", "is no option of qsub with its value"),
+        ("-V", "is not a qsub option with its value"),
+        ("--export=ALL", "is not a qsub option with its value"),
+        ("-k doe\n#PBS -u root", "is not a qsub option with its value"),
     ],
 )
 def test_an_option_that_contradicts_the_script_is_refused(option, said):

@@ -129,9 +129,9 @@ def test_gpus_that_a_site_wants_asked_for_otherwise_are_asked_for_once(tmp_path)
         ("--nodes=3", "use slurm.nodes"),
         ("-N3", "use slurm.nodes"),
         ("--array=0-3", "slurm/sweep.sh"),
-        ("constraint=gpu", "is no option of sbatch"),
-        ("--comment=a b", "is no option of sbatch"),
-        ("--mail-user=me@x\n#SBATCH --uid=0", "is no option of sbatch"),
+        ("constraint=gpu", "is not an sbatch option"),
+        ("--comment=a b", "is not an sbatch option"),
+        ("--mail-user=me@x\n#SBATCH --uid=0", "is not an sbatch option"),
     ],
 )
 def test_an_option_that_contradicts_the_script_is_refused(option, said):

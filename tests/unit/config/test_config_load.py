@@ -96,7 +96,7 @@ def test_the_last_override_of_a_key_wins(write):
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}\n", "---\n"])
 def test_an_empty_file_is_refused(write, text):
     """It is a file that was never written, or whose disk was full."""
-    assert "there is no setting in it" in problem(write(text))
+    assert "it contains no setting" in problem(write(text))
 
 
 def test_a_file_that_changes_nothing_means_all_defaults(write):
@@ -298,7 +298,7 @@ def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
         ("slurm.memory=700GiB", "slurm.memory='700GiB': Slurm takes a whole number with K, M, G"),
         ("slurm.memory=700", "slurm.memory='700': Slurm reads 700 as 700 MB; write the unit"),
         ("config=a.yaml", "config: no such key in "),
-        ("config=a.yaml", "a file of settings is named by --config FILE"),
+        ("config=a.yaml", "pass a settings file by --config FILE"),
         ("train.profile=5", "train.profile=5: 5 is not STEP:COUNT"),
         ("train.profile=0:2", "train.profile='0:2': '0:2' is not STEP:COUNT"),
         ("train.time_limit=soon", "train.time_limit='soon': 'soon' is not a duration"),
@@ -323,15 +323,13 @@ def test_an_override_without_an_equals_sign_is_shown_how(write, override):
 
 def test_a_file_of_settings_without_its_option_is_shown_how(write):
     message = problem(write(SOME), "configs/my.yaml")
-    assert message.endswith(
-        "is not key=value; a file of settings is named by --config configs/my.yaml"
-    )
+    assert message.endswith("is not key=value; pass a settings file by --config configs/my.yaml")
 
 
 def test_an_override_that_is_no_yaml_is_refused_by_name(write):
     message = problem(write(SOME), "run.tags=[1,")
     assert "'run.tags=[1,' cannot be applied" in message
-    assert "quote a setting that has a space in it" in message
+    assert "quote a setting that contains a space" in message
     assert "quote" not in problem(write(SOME), "run.dir={a: [}")
 
 
@@ -354,7 +352,7 @@ def test_a_missing_file_names_the_near_ones(tmp_path):
     for name in ("llama_lora.yaml", "llama_full.yaml", "notes.txt"):
         (tmp_path / name).write_text("")
     message = problem(str(tmp_path / "llama_lroa.yaml"))
-    assert "llama_lroa.yaml: no such file; nearby there is llama_lora.yaml" in message
+    assert "llama_lroa.yaml: no such file; similar names there: llama_lora.yaml" in message
     assert "notes.txt" not in message
     assert problem(str(tmp_path / "no" / "x.yaml")).endswith("x.yaml: no such file")
 
@@ -412,7 +410,7 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
     )
     message = problem(write(text))
     for said in (
-        "needs a GPU, and run.device=cpu; use train.float8=false",
+        "needs a GPU, but run.device=cpu; use train.float8=false",
         "model.dtype=fp32; use bf16 or auto",
         "set train.compile=true",
         "use lora or full",
@@ -487,13 +485,13 @@ def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("parallel.row_pieces=4 train.compile=true", "a graph computes rows as a whole"),
+        ("parallel.row_pieces=4 train.compile=true", "a compiled graph computes whole rows"),
         ("parallel.row_pieces=4 parallel.zero_stage=3", "use zero_stage 1 or 2"),
-        ("parallel.row_pieces=4 tune.dropout=0.1", "its masks are drawn for whole rows"),
-        ("parallel.offload_activations=true", "needs parallel.recompute=full, whose inputs of"),
+        ("parallel.row_pieces=4 tune.dropout=0.1", "dropout masks are drawn for whole rows"),
+        ("parallel.offload_activations=true", "so it needs parallel.recompute=full, found none"),
         (
             "parallel.offload_activations=true parallel.recompute=full train.compile=true",
-            "a graph keeps its inputs by itself",
+            "a compiled graph keeps its own inputs",
         ),
         (
             "parallel.offload_activations=true parallel.recompute=full run.device=cpu",
@@ -715,7 +713,8 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     assert (config.model.path, config.slurm.container) == ("/scratch/me/m", "$NOBODY")
     monkeypatch.delenv("SCRATCH")
     words = (
-        r"data\.cache=\$SCRATCH/data: the environment has no SCRATCH; set it, or name the folder$"
+        r"data\.cache=\$SCRATCH/data: SCRATCH is not set in the environment; "
+        r"set it, or write out the path$"
     )
     with pytest.raises(ConfigError, match=words):
         load_config(str(file))
@@ -734,9 +733,9 @@ def test_a_setting_that_names_no_other_is_named_with_its_key(write):
         (["data.columns={a: prompt}", "data.path=d.h5"], "data.columns has no effect on prepared"),
         (["data.bad_rows=skip", "data.path=d.h5"], "data.bad_rows has no effect on prepared"),
         (["data.columns={a: promt}"], "a: promt is not one of messages"),
-        (["data.columns={a: prompt, b: prompt}"], "two columns are to be read as the same field"),
+        (["data.columns={a: prompt, b: prompt}"], "two columns are read as the same field"),
         (["data.path={a: b}"], "data.path="),
-        (["data.path=[a, $NOBODY/b]"], "data.path=$NOBODY/b: the environment has no NOBODY"),
+        (["data.path=[a, $NOBODY/b]"], "data.path=$NOBODY/b: NOBODY is not set in the environment"),
     ],
 )
 def test_settings_of_data_that_cannot_be_are_refused(write, overrides, said):
@@ -771,7 +770,7 @@ def test_trackers_need_no_brackets():
 def test_a_path_that_the_locale_cannot_spell_is_told_and_a_name_is_taken(write, monkeypatch):
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
     with pytest.raises(
-        ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': this shell has file names in ascii"
+        ConfigError, match=r"run\.dir='gr\\xf6\\xdfe': file names are ascii in this shell"
     ):
         load_config([write("run: {dir: größe}")], [])
     assert load_config([write("run: {name: größe}")], []).run.name == "größe"

@@ -48,7 +48,7 @@ def problem(*overrides):
         (["data.sources=[]"], "data.sources is an empty list"),
         (["data.sources=a.jsonl"], "data.sources='a.jsonl': Input should be a valid list"),
         (["data.path=null"], "data.path=null, and there are no data.sources"),
-        (["data.sources=[{path: $NO_SUCH/a, weight: 1}]"], "environment has no NO_SUCH"),
+        (["data.sources=[{path: $NO_SUCH/a, weight: 1}]"], "NO_SUCH is not set in the environment"),
         (["data.sources=[{path: a.h5, weight: 1, columns: {x: text}}]"], "columns of a has no"),
         (["data.sources=[{path: [], name: a, weight: 1}]"], "a has an empty list as path"),
         (["data.sources=[{path: a, name: a b, weight: 1}]"], "data.sources.0.name='a b': "),

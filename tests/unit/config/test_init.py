@@ -62,7 +62,7 @@ def test_a_machine_that_cannot_be_read_is_refused(tmp_path, machine):
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write_config(tmp_path / "mine.yaml", DEFAULTS, 8 << 30)
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 

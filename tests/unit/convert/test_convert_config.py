@@ -306,7 +306,7 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, na
     source.write_text(CONFIGS[name])
     assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
     said = capsys.readouterr().err
-    assert said.startswith("recognised: a config of ")
+    assert said.startswith("recognized: a config of ")
     assert said.endswith(f"  python -m hpc_tune plan --config {out}\n")
     config, expected = load_config(str(out)), yaml.safe_load(ours)
     assert config.batch.global_size == expected["batch"]["global_size"]
@@ -360,7 +360,7 @@ def test_no_key_is_in_two_tables():
 @pytest.mark.parametrize(
     ("text", "changes", "key", "words"),
     [
-        (FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "embeddings too"),
+        (FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "also for embeddings"),
         (FACTORY_LORA, {"optim": "paged_adamw_8bit"}, "optim", "not paged"),
         (FACTORY_LORA, {"optim": "paged_adamw_32bit"}, "optim", "optim.name=adamw_8bit"),
         (
@@ -405,8 +405,8 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
         (theirs(TUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
         (theirs(TUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
         (theirs(TUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
-        (theirs(TUNE_LORA, output_dir="${gone}"), 1, "names ${gone}, which has no value"),
-        (theirs(TUNE_LORA, a="${b}", b="${a}"), 1, "name each other"),
+        (theirs(TUNE_LORA, output_dir="${gone}"), 1, "refers to ${gone}, which is not set"),
+        (theirs(TUNE_LORA, a="${b}", b="${a}"), 1, "refer to each other"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message(config, ranks, words):

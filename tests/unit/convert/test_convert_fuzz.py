@@ -52,5 +52,5 @@ def test_configs_of_other_tools(folder, drawn):
         said(error)
         assert not out.exists()
         return
-    assert lines[0].startswith("recognised")
+    assert lines[0].startswith("recognized")
     assert out.read_text() == text

@@ -217,7 +217,7 @@ def test_layers_that_a_builder_splits_and_the_files_do_not_are_one_target():
 
 def test_what_is_neither_told_nor_known_is_named_once():
     converted = command.convert_config(theirs(TUNE_LORA, checkpointer__checkpoint_dir=None), 1)
-    missing = f"model.path: {command.PLACEHOLDER} stands for what their config does not tell"
+    missing = f"model.path: replace {command.PLACEHOLDER}, since their config does not say it"
     assert converted.further == (missing,)
     with pytest.raises(ConfigError, match="expected a training config"):
         command.convert_config({"policy_model": "x"}, 1)

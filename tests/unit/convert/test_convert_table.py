@@ -235,8 +235,8 @@ axolotl {qat: {weight_dtype: int4}} => qat.weight_dtype: quantized or pruned
 axolotl {curriculum_sampling: true} => curriculum_sampling: shuffled
 axolotl {chat_template_kwargs: {enable_thinking: false}} => chat_template_kwargs.enable_thinking:
     write them into it
-axolotl {my_own_key: 1} => my_own_key: this tool does not know it; python -m hpc_tune --help lists
-    all settings
+axolotl {my_own_key: 1} => my_own_key: hpc_tune does not know this key; python -m hpc_tune --help
+    lists all settings
 axolotl {lora_target_parameters: [mlp.experts.gate_up_proj]} => lora_target_parameters: both
     stacks
 axolotl {lora_target_parameters: [22.mlp.experts.gate_up_proj, 22.mlp.experts.down_proj]} =>

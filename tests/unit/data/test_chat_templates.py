@@ -213,7 +213,7 @@ def test_an_unknown_name_lists_the_known_ones_and_says_what_a_path_is(setting):
     with pytest.raises(ConfigError) as raised:
         load_config(None, words)
     message = str(raised.value)
-    assert f"data.{setting.partition('=')[0]}=chatlm is no known chat template" in message
+    assert f"data.{setting.partition('=')[0]}=chatlm is not a known chat template" in message
     assert "chatml, deepseek-v3, gemma" in message
     assert "ends in .jinja or has a slash; did you mean chatml?" in message
 

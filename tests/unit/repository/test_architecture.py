@@ -301,7 +301,7 @@ def test_a_python_without_the_dependencies_is_told_so():
         (["convert", "pyproject.toml"], 2, "not YAML"),
         (["completion", "bash"], 0, 'tune.method=") '),
         (["trian"], 2, "did you mean train"),
-        (["my.yaml"], 2, "a file of settings is named by --config my.yaml"),
+        (["my.yaml"], 2, "pass a settings file by --config my.yaml"),
         (["plan", "--device-memory", "80"], 2, "--device-memory: 80 is 80 bytes of memory"),
         (
             ["generate", "--run", "x", "--prompt", "y", "--max-tokens", "0"],

@@ -241,7 +241,7 @@ def test_a_pattern_of_no_layer_is_refused_by_name(word, said, model_dir):
 
 
 def test_what_is_no_pattern_is_refused(model_dir):
-    with pytest.raises(ConfigError, match=r"\(q is no regular expression"):
+    with pytest.raises(ConfigError, match=r"\(q is not a regular expression"):
         settings("unused", model_dir, "tune.rank_pattern={'(q': 2}")
     with pytest.raises(ConfigError, match="q_proj has the value 0, expected more than 0"):
         settings("unused", model_dir, "tune.rank_pattern={q_proj: 0}")

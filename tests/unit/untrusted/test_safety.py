@@ -232,7 +232,7 @@ def test_a_run_of_somebody_else_does_not_export_a_file_of_mine_as_its_template(t
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000007"
     checkpoint.mkdir(parents=True)
     give_manifest(checkpoint, f"data.chat_template={tmp_path / 'id_rsa'}")
-    with pytest.raises(ConfigError, match=r"its copy of it, .*/run/chat_template\.jinja"):
+    with pytest.raises(ConfigError, match=r"the run's copy of it, .*/run/chat_template\.jinja"):
         locate(tmp_path / "run")
 
 
@@ -270,7 +270,7 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
             SlurmConfig(**{name: value})
         return
     if name == "options":
-        with pytest.raises(ValidationError, match="options\n.*is no option of sbatch"):
+        with pytest.raises(ValidationError, match="options\n.*is not an sbatch option"):
             SlurmConfig(options=[f"--constraint={text}"])
         return
     others = {"image": "i.sif"} if name == "binds" else {}
@@ -345,7 +345,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_repeated(monkeypatch, capsys, 
     for setting in (f"run.name={text}", f"run.tags=[a, '{text}']", f"slurm.launch={text}"):
         assert cli.main(["submit", "--dry-run", setting]) == 2
         said = capsys.readouterr().err
-        assert "there is a secret in it" in said
+        assert "it contains a secret" in said
         assert not [part for part in ("pass0word", "0123", TOKEN) if part in said]
 
 
