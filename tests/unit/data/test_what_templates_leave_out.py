@@ -118,7 +118,7 @@ def test_openais_older_calls_and_functions_are_those_of_today(as_text):
 def test_two_calls_that_contradict_each_other_are_refused():
     message = {"role": "assistant", "tool_calls": [CALL], "function_call": {"name": "other"}}
     row = {"messages": [{"role": "user", "content": "q"}, message]}
-    with pytest.raises(WrongRecord, match="tool_calls and function_call are there"):
+    with pytest.raises(WrongRecord, match="tool_calls and function_call are both given"):
         to_example(row)
     message["function_call"] = CALL["function"]
     assert len(to_example(row).messages[1]["tool_calls"]) == 1
