@@ -206,7 +206,7 @@ def test_a_compiler_makes_one_cast_of_each_input_by_itself(recompute, monkeypatc
         made = (
             node.meta.get("val") for node in graph.graph.nodes if "_to_copy" in str(node.target)
         )
-        down.append(sum(one.dtype == BF16 and one.numel() == NUM for one in made))
+        down.append(sum(bool(one.dtype == BF16 and one.numel() == NUM) for one in made))
         return graph.forward
 
     backend = aot_autograd(
