@@ -38,7 +38,7 @@ if [ "$SLURM_ARRAY_TASK_COUNT" -lt ${#values[@]} ]; then
     echo "$SLURM_ARRAY_TASK_COUNT tasks for ${#values[@]} values of $setting: not all are tried"
 fi
 
-# Each task restarts its ranks after a stop for memory, requeues itself when its time ends, and gives
-# up after two crashes at the same step.
+# Each task restarts its ranks after a stop for memory, requeues itself when its time ends, and
+# gives up after two crashes at the same step.
 exec python -m hpc_tune supervise --launch "$launch" --config configs/llama3_8b_lora.yaml \
     run.dir="runs/sweep-$SLURM_ARRAY_JOB_ID/${setting##*.}-$value" "$setting=$value" "$@"

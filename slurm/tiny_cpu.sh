@@ -25,8 +25,8 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not inherit --c
 export SLURM_EXPORT_ENV=ALL  # else --export=NONE hides all of this from the ranks
 launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_NTASKS"
 
-# supervise restarts the ranks after a stop for memory, requeues the job when its time ends, and gives
-# up after two crashes at the same step. RUN/starts.jsonl records what it did.
+# supervise restarts the ranks after a stop for memory, requeues the job when its time ends, and
+# gives up after two crashes at the same step. RUN/starts.jsonl records what it did.
 exec python -m hpc_tune supervise --launch "$launch" \
     run.dir="runs/tiny-$SLURM_JOB_ID" run.device=cpu train.max_steps=200 \
     checkpoint.every_steps=20 "$@"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # ensure_launchers.sh VENV FOLDER: put the MPIs of clusters into FOLDER, for tests that start ranks
-# with each of them: MPICH from PyPI, Open MPI 4.1 and MPICH from Debian. They are only unpacked there,
+# with each of them: MPICH from PyPI, Open MPI 4.1 and MPICH from Debian. They are unpacked there,
 # not installed, so that everything else keeps its mpirun.
 set -eu
 venv=$1

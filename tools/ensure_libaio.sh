@@ -1,6 +1,6 @@
 #!/bin/sh
-# ensure_libaio.sh: install the headers of libaio if root can install packages: DeepSpeed needs them to
-# compile its NVMe offload. Otherwise say what is missing; only that offload needs it.
+# ensure_libaio.sh: install the headers of libaio if root can install packages: DeepSpeed needs them
+# to compile its NVMe offload. Otherwise say what is missing; only that offload needs it.
 set -eu
 has_headers() {
     printf '#include <libaio.h>\n' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1

@@ -1,5 +1,5 @@
 #!/bin/sh
-# ensure_slurm.sh: install Slurm's daemons and programs if root can install packages; the tests start
+# ensure_slurm.sh: install Slurm's daemons and programs if root can install packages; tests start
 # a cluster of their own with them. Otherwise say what is missing; those tests are then skipped.
 set -eu
 has_slurm() {
