@@ -13,4 +13,4 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
 elif [ "$(id -u)" = 0 ] && command -v dnf >/dev/null 2>&1; then
     dnf install -y -q libaio-devel >/dev/null 2>&1 || true
 fi
-has_headers || echo "no libaio headers (libaio-dev, libaio-devel): DeepSpeed cannot offload to NVMe" >&2
+has_headers || echo "no libaio headers (libaio-dev, libaio-devel): no DeepSpeed offload to NVMe" >&2
