@@ -1,10 +1,10 @@
 #!/bin/bash
-# The same run with other values of a setting, one job of an array each (docs/sweeps.md):
+# The same run with several values of one setting, one array task for each (docs/sweeps.md):
 #     sbatch slurm/sweep.sh [key=value ...]
 #     HPC_TUNE_SWEEP=tune.rank HPC_TUNE_VALUES="8 64" sbatch --array=0-1 slurm/sweep.sh
 #     python -m hpc_tune report runs/sweep-JOB/* --out sweep.html
 #
-# --- what a site may want otherwise (see sinfo, sacctmgr show assoc user=$USER) ---
+# --- adapt these to your site (see sinfo, sacctmgr show assoc user=$USER) ---
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
 #SBATCH --array=0-3
@@ -12,10 +12,10 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=8
-# A plan takes 15 GiB of it; the rest is for copies of saves and for files.
+# The plan takes 15 GiB of this; the rest is for copies that saves make and for the page cache.
 #SBATCH --mem=64G
 #SBATCH --time=04:00:00
-# --- what makes a run survive its time limit, preemption and the loss of a node ---
+# --- these let a run survive its time limit, preemption and the loss of a node ---
 #SBATCH --job-name=hpc_tune-sweep
 #SBATCH --output=%x-%A_%a.out
 #SBATCH --open-mode=append
@@ -26,10 +26,10 @@ set -eo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"
 : "${SCRATCH:?set it: the config names models, data and runs by it}"
 
-# module load python openmpi                  # the site's names
-source "${HPC_TUNE_VENV:-.venv}/bin/activate"  # where hpc_tune is installed, on a shared folder
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not know otherwise
-export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks
+# module load python openmpi                  # your site's names
+source "${HPC_TUNE_VENV:-.venv}/bin/activate"  # where hpc_tune is installed, in a shared folder
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not inherit --cpus-per-task
+export SLURM_EXPORT_ENV=ALL  # else --export=NONE hides all of this from the ranks
 launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_NTASKS"
 setting=${HPC_TUNE_SWEEP:-optim.lr}
 read -ra values <<< "${HPC_TUNE_VALUES:-5e-5 1e-4 2e-4 4e-4}"
@@ -38,7 +38,7 @@ if [ "$SLURM_ARRAY_TASK_COUNT" -lt ${#values[@]} ]; then
     echo "$SLURM_ARRAY_TASK_COUNT tasks for ${#values[@]} values of $setting: not all are tried"
 fi
 
-# Each task starts its ranks again after a stop for memory, requeues itself when its time ends, and
-# gives up what crashes twice at the same step.
+# Each task restarts its ranks after a stop for memory, requeues itself when its time ends, and
+# gives up after two crashes at the same step.
 exec python -m hpc_tune supervise --launch "$launch" --config configs/llama3_8b_lora.yaml \
     run.dir="runs/sweep-$SLURM_ARRAY_JOB_ID/${setting##*.}-$value" "$setting=$value" "$@"

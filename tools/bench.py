@@ -1,4 +1,4 @@
-"""hpc_tune beside what people would pick instead: same model, same tokens, same machine, one run.
+"""Compare hpc_tune with its alternatives: same model, same tokens, same machine, one run.
 
     python tools/bench.py train --model DIR [--data FILE] [--ranks 2] [--dtype fp32] [--ragged]
     python tools/bench.py scale --config FILE [--ranks 1 2 4] [--set key=value ...]
@@ -8,36 +8,36 @@
 turn, --rounds times; the peers get an environment of their own below --work. The order is reversed
 from round to round. It prints medians over the rounds:
 
-    useful    tokens of documents per second, without padding, after the first two steps; all that
-              passes counts, but for saves
-    spread    the least and the most of them
-    limit     the share of what the machine's matrix products would allow: tokens/s x flops per
-              token (4 x frozen + 6 x trained + 6 x layers x hidden x length: step/size.py)
-              over the flops/s of a large product in the same dtype, measured in the same run
+    useful    document tokens per second, without padding, after the first two steps; all wall
+              time counts, except for saves
+    spread    the lowest and the highest of them
+    limit     the share of what the machine's matrix multiplications would allow: tokens/s x flops
+              per token (4 x frozen + 6 x trained + 6 x layers x hidden x length: step/size.py)
+              over the flops/s of a large matmul in the same dtype, measured in the same run
     first     seconds from launch until the first optimizer step is done
     host      peak of anonymous + shared bytes over all ranks, a shared page counted once
-    grown     the peak of a rank's anonymous bytes after the first step over that within it
-              (hpc_tune alone tells)
+    grown     the peak of a rank's anonymous bytes after the first step, divided by the peak
+              within it (only hpc_tune reports it)
     device    peak of a GPU's bytes in use
     save      seconds for which training stood still for one checkpoint
-    data      share of the step that is waiting for data (hpc_tune alone tells)
-    rest      share of the time that passes between steps: metrics, logging, agreeing on memory
-    others    the most that other processes took of the cores in a run: until its first step or
-              during the steps that count
+    data      share of the step spent waiting for data (only hpc_tune reports it)
+    rest      share of the time between steps: metrics, logging, agreeing on memory
+    others    the largest share of the cores that other processes took in a run: until its first
+              step or during the steps that count
 
-Ratios are of one round: hpc_tune over the best peer of that round. Their median, least and most
+A ratio compares hpc_tune with the best peer of the same round. The median, lowest and highest ratio
 are printed. Each run waits until other processes take less than 5% of the cores, for --quiet-wait
-seconds at most, and says so where they do not. A round in which they took more than 10% is run
-once more, and the quieter of the two counts; if that one was disturbed too, the table says so.
+seconds at most, and says so if they still take more. A round in which they took more than 10% is
+repeated, and the quieter of the two counts; if that one was disturbed too, the table says so.
 
 ``--ragged``: documents as they are, which peers pad to the longest of a batch and hpc_tune packs;
-else rows of --seq-len tokens, all of them full. --data: any records that hpc_tune reads, as JSON
-lines or one JSON array; such as alpaca's instruction, input, output.
+otherwise rows of --seq-len tokens, all of them full. --data: any records that hpc_tune reads, as
+JSON lines or one JSON array, such as alpaca's instruction, input, output.
 
-``scale`` runs a configuration for a few steps on 1, 2, 4 ... ranks and says how far more ranks pay.
+``scale`` runs a configuration for a few steps on 1, 2, 4 ... ranks and says how many ranks pay off.
 
-``shape`` trains a model of random weights, for which no file is needed: how fast steps are, what
-share of the limit that is, and the allocator's peak beside the one that ``plan`` foretells.
+``shape`` trains a model of random weights, which needs no weight files: how fast steps are, what
+share of the limit that is, and the allocator's peak beside the peak that ``plan`` predicts.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from bench_watch import WARM, launch, steps_of, watched
 
 from hpc_tune.errors import DataError
 
-WORTH = 0.5  # more ranks are advised while each added one brings half of its share
+WORTH = 0.5  # more ranks are advised if each added one brings at least half of its share
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
-    """Run a configuration on more and more ranks; print the table and how far they pay."""
+    """Run a configuration on more and more ranks; print the table and how many pay off."""
     found: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted(set(asked.ranks)):
@@ -117,7 +117,7 @@ def scale_table(found: Mapping[int, tuple[float, float]]) -> Iterator[str]:
             break
         best = more = ranks
     if more == best:
-        yield f"up to {best} ranks each added one pays: try more"
+        yield f"every added rank pays off up to {best}: try more ranks"
         return
     gain = found[more][0] / found[best][0]
     why = "messages" if found[more][1] > 0.2 else "shared cores, or too few rows per rank"
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="hpc_tune beside its peers")
     train.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     train.add_argument("--data", type=Path, help="JSON lines or an array; default: builtin:pydocs")
-    train.add_argument("--examples", type=_count, default=1000, help="of --data, spread over it")
+    train.add_argument("--examples", type=_count, default=1000, help="taken evenly from --data")
     train.add_argument("--ragged", action="store_true", help="documents as they are")
     train.add_argument("--ranks", type=_count, default=1)
     train.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=120.0,
         metavar="SECONDS",
-        help="for other processes to take little; 0: measure whatever they take, repeat no round",
+        help="to wait for other processes to take little; 0: measure anyway, repeat no round",
     )
     train.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     train.add_argument("--peer-python", help="an interpreter that has the peers' packages")
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--work", type=Path, default=ROOT / ".bench")
     train.add_argument("--out", type=Path, help="a JSON file for the figures")
     train.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
-    scale = commands.add_parser("scale", help="how far more ranks pay")
+    scale = commands.add_parser("scale", help="how many ranks pay off")
     scale.add_argument("--config", help="default: the embedded one")
     scale.add_argument("--ranks", type=_count, nargs="+", default=[1, 2, 4])
     scale.add_argument("--steps", type=int, default=6)

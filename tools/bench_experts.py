@@ -1,14 +1,14 @@
-"""Adapters on attention and experts of a mixture, and all of it: ours beside stock's.
+"""Compare training of a mixture (attention, experts, or all of it) with stock transformers.
 
     python tools/bench_experts.py [--dtype fp32 bf16] [--kind attention experts full] [--rounds 7]
 
-A qwen3_moe of random values, 4 layers, is trained on the CPU in two processes: stock transformers
-with peft (attention by its own kernel, experts by grouped_mm), and the same model as hpc_tune
-computes it, in turn, forward and backward of a row of full length. What is trained in full is in
-fp32, and computed in bf16 under autocast. Each round has other tokens, as training has, so
-that experts never have the same numbers of them; ours has the kernels kept that a rank has, stock
-as many as torch keeps by itself. Printed are medians of tokens per CPU second of one thread, the
-ratio of each round (median, least, most), the bytes that autograd keeps for the backward pass,
+A qwen3_moe of 4 layers and random weights is trained on the CPU in two processes: by stock
+transformers with peft (attention by its own kernel, experts by grouped_mm), and as hpc_tune
+computes it. They take turns at forward and backward passes of a full row. Full fine-tuning keeps
+weights in fp32, and for bf16 computes under autocast. Each round has other tokens, as in training,
+so that experts get different numbers of them; ours caches as many kernels as a rank does, stock as
+many as torch does by default. Printed are medians of tokens per CPU second of one thread, the
+ratios of the rounds (median, lowest, highest), the bytes that autograd keeps for the backward pass,
 weights included, and in how many rounds other processes took more than a tenth of the cores.
 """
 
@@ -56,7 +56,7 @@ Step = Callable[[Any], torch.Tensor]  # the loss of a row of tokens
 
 @dataclass(frozen=True)
 class Found:
-    """Of each round: tokens per CPU second of both, and what share of the cores others took."""
+    """For each round: tokens per CPU second of both, and the share of the cores others took."""
 
     stock: list[float]
     ours: list[float]
@@ -64,7 +64,7 @@ class Found:
     kept: tuple[int, int]  # bytes
 
     def row(self) -> str:
-        """Return the medians, and the ratios of rounds."""
+        """Return the medians, and the ratios of the rounds, as cells of a table."""
         ratios = [mine / theirs for mine, theirs in zip(self.ours, self.stock, strict=True)]
         theirs, mine, ratio = map(statistics.median, (self.stock, self.ours, ratios))
         mib = " | ".join(f"{kept / 2**20:.0f} MiB" for kept in self.kept)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def _measured(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int) -> Found:
-    """Do rounds of both in turn, the order reversed each time."""
+    """Run rounds of both in turn, in reversed order each time."""
     sides = {who: _start(who, folder, dtype, kind, num_tokens) for who in ("stock", "ours")}
     kept = {who: side.recv() for who, side in sides.items()}
     found = Found([], [], [], (kept["stock"], kept["ours"]))
@@ -131,13 +131,13 @@ def _measured(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int)
 
 
 def _start(who: str, folder: Path, dtype: str, kind: str, num_tokens: int) -> Connection:
-    """Start a process for one side; it sends its kept bytes, then seconds for each number."""
+    """Start a process for one side; it sends its kept bytes, then seconds for each round number."""
     mine, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=_serve, args=(theirs, who, folder, dtype, kind, num_tokens), daemon=True
     )
     before = dict(os.environ)
-    os.environ.update(OURS if who == "ours" else {})  # read by libraries as they are loaded
+    os.environ.update(OURS if who == "ours" else {})  # libraries read it when they are loaded
     process.start()
     os.environ.clear()
     os.environ.update(before)

@@ -1,12 +1,12 @@
-"""What people train with when there is no hpc_tune: the Hugging Face Trainer with peft.
+"""The peer of hpc_tune in benchmarks: the Hugging Face Trainer with peft.
 
     python bench_peer.py SETTINGS.json OUT_DIR          (N ranks: under torchrun)
 
 Started by tools/bench.py in an environment of its own. SETTINGS: model, tokens (a JSON file of
 [token ids, labels] per document), mode (ddp, zero2, zero3, fsdp2), dtype, rows, steps, save_at,
-cpu; random: only the model's config.json is there. Rank r leaves OUT_DIR/RANK.jsonl, a line per
-optimizer step: when it was done, the tokens of documents that it has trained on so far, the
-seconds that it has stood still for saves, and the peak of the GPU's allocator.
+cpu; random: only the model's config.json exists. Each rank writes OUT_DIR/RANK.jsonl, a line per
+optimizer step: when it was done, the document tokens trained on so far, the seconds spent on saves
+so far, and the peak of the GPU's allocator.
 """
 
 import json
@@ -31,7 +31,7 @@ Row = dict[str, list[int]]
 
 
 class Counting(Trainer):
-    """Counts the tokens that are no padding, and the seconds of saves."""
+    """Counts the tokens that are not padding, and the seconds of saves."""
 
     num_tokens = 0
     save_s = 0.0
@@ -55,7 +55,7 @@ class Lines(TrainerCallback):
         self.trainer: Counting | None = None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Write what has been done until now."""
+        """Write what has been done so far."""
         assert self.trainer is not None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -69,7 +69,7 @@ class Lines(TrainerCallback):
 
 
 def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Pad rows to the longest of them, as people do."""
+    """Pad rows to the longest of them, as is usual."""
     longest = max(len(row["input_ids"]) for row in rows)
 
     def padded(name: str, filler: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def main() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
-        # On a CPU the Trainer does it later than ZeRO-3 asks for it, which is while loading.
+        # On a CPU the Trainer does this too late for ZeRO-3, which needs it while loading.
         deepspeed.init_distributed(dist_backend="gloo")
     documents = json.loads(Path(settings["tokens"]).read_text(encoding="utf-8"))
     rows = [{"input_ids": tokens, "labels": labels} for tokens, labels in documents]

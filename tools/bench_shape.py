@@ -1,4 +1,4 @@
-"""tools/bench.py shape: a model of random weights, its speed and its peak beside the plan's."""
+"""tools/bench.py shape: a model of random weights, its speed, its peak and the planned one."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ class Found:
 
 
 def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
-    """Do the steps on ``asked.ranks`` ranks, plan the same, print both; return all figures."""
+    """Run the steps on ``asked.ranks`` ranks, plan them, print both; return all figures."""
     is_shape = asked.model.startswith("shape:")
     words = [
         f"model.path={asked.model if is_shape else Path(asked.model).resolve()}",
@@ -46,10 +46,10 @@ def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
         program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(asked.steps)]
         where = [f"run.device={asked.device}", f"run.dir={Path(folder) / 'run'}"]
         command = [*launch(asked.ranks), *program, *words, *where]
-        seen = watched(command, Path(folder), "cpu")  # the allocator tells its peak
+        seen = watched(command, Path(folder), "cpu")  # the allocator reports its own peak
         told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
-    devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's is of all its cores
+    devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's ceiling covers all its cores
     ceiling = devices * ceiling_of(told["dtype"], asked.device)
     planned = planned_bytes(words, asked.ranks, told["device_total"])
     limit = ceiling / told["flops_per_token"]
@@ -61,9 +61,9 @@ def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: Found) -> Iterator[str]:
-    """Yield what is shown of one model."""
+    """Yield the lines to print for one model."""
     share = found.tokens_per_s / found.limit
-    yield f"tokens/s     {found.tokens_per_s:.0f}, {share:.0%} of what matrix products would allow"
+    yield f"tokens/s     {found.tokens_per_s:.0f}, {share:.0%} of what matmuls would allow"
     yield f"host         {found.host_bytes / 1e9:.2f} GB"
     if found.device_bytes is not None and found.planned_bytes is not None:
         off = found.planned_bytes / found.device_bytes - 1
@@ -72,7 +72,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def planned_bytes(words: list[str], ranks: int, device_total: int | None) -> int | None:
-    """Return the traced peak of one GPU's allocator; on CPUs the weights would not be a file's."""
+    """Return the traced peak of one GPU's allocator; None on CPUs (no weight files)."""
     if device_total is None:
         return None
     plan = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--gpus-per-node", str(ranks)]

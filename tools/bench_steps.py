@@ -2,10 +2,10 @@
 
     [mpirun -np N] python tools/bench_steps.py OUT STEPS [key=value ...]
 
-The model is ``model.path``, of which only config.json is read: no file of weights is needed, and a
-70B model is made in 4 bits on the GPU piece by piece. Each row is one document of data.seq_len
-tokens, all with loss. Rank 0 writes OUT: seconds of each step, tokens per step, the loss of the
-last, the layout, flops per token; and of the GPU its name, bytes, and the allocator's peak.
+Only config.json of ``model.path`` is read: no weight files are needed, and a 70B model is made in
+4 bits on the GPU piece by piece. Each row is one document of data.seq_len tokens, all with loss.
+Rank 0 writes OUT: seconds of each step, tokens per step, the loss of the last step, the layout,
+flops per token; and the GPU's name, bytes, and allocator peak.
 """
 
 import json
@@ -40,7 +40,7 @@ NOISE_VALUES = 1 << 24
 
 
 class RandomIndex(ShapeIndex):
-    """A ``ShapeIndex`` with values to give: normal ones for matrices, ones for norms.
+    """A ``ShapeIndex`` that provides values: normally distributed for matrices, ones for norms.
 
     The normal values are drawn once per dtype and device and repeated, which takes the time of a
     copy. What the model computes from them means nothing; how long it takes does.
@@ -78,7 +78,7 @@ def main() -> None:
         if config.parallel.zero_stage is not None:
             raise ConfigError("parallel.zero_stage: only the native engine is measured here")
         comm = bootstrap(config.run)
-    except HpcTuneError as error:  # later ones are told by the rank that has them
+    except HpcTuneError as error:  # later errors are reported by the rank that has them
         sys.exit(str(error))
     found = run(config, comm, num_steps)
     if comm.is_rank_0:
@@ -100,9 +100,9 @@ class Steps:
     num_tokens: int
 
     def step(self, config: RunConfig, device: torch.device) -> tuple[float, StepResult]:
-        """Do one; return its seconds and its result."""
+        """Do one step; return its seconds and its result."""
         began_s = time.perf_counter()
-        # The loss is read at the end of a step: the device has done all of it.
+        # A step ends by reading the loss, so the device has finished it.
         batches = [self.batch.to(device)] * self.num_micro
         result = train_step(self.engine, batches, self.num_tokens, config.optim.peak_lr)
         return time.perf_counter() - began_s, result
@@ -116,7 +116,7 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
     size = measure(built.module)
     room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 60
-    machine = Machine(comm.world.size, 1, room, 0)  # copies within nodes are not looked for
+    machine = Machine(comm.world.size, 1, room, 0)  # no search for copies within nodes
     resolved = resolve(config.parallel, size, built.config, machine)
     layout = resolved.layout
     assert isinstance(built.index, ShapeIndex)

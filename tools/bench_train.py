@@ -43,11 +43,11 @@ OURS = "hpc_tune"
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of one contender; None where it does not tell. ``tokens_per_s`` are useful ones.
+    """One run of one contender; None if not reported. ``tokens_per_s`` counts useful tokens.
 
-    ``others_share``: of the cores, what other processes took until the first step or during the
-    counted ones, whichever is more. ``grown``: the peak of a rank's anonymous bytes after the first
-    step over that within it.
+    ``others_share``: the share of the cores that other processes took until the first step or
+    during the counted ones, whichever is more. ``grown``: the peak of a rank's anonymous bytes
+    after the first step, divided by the peak within it.
     """
 
     tokens_per_s: float
@@ -62,7 +62,7 @@ class Measured:
 
 
 Round = Mapping[str, Measured]  # by contender
-# What is compared: the best of the peers, and how it is called.
+# What is compared: how to choose the best peer, and what to call it.
 COMPARED: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "tokens_per_s": (max, "the tokens per second"),
     "first_s": (min, "the time to the first step"),
@@ -76,7 +76,7 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
     work: Path = asked.work
     work.mkdir(parents=True, exist_ok=True)
     if asked.device == "cpu" and "fsdp2" in asked.peers:
-        print("fsdp2 is left out: on CPUs the Trainer does not shard, whatever is asked for")
+        print("fsdp2 is left out: on CPUs the Trainer never shards")
         asked.peers = [peer for peer in asked.peers if peer != "fsdp2"]
     peer_python = asked.peer_python or (_peer_python(work) if asked.peers else "")
     rounds: list[Round] = []
@@ -90,7 +90,7 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
             ceilings.append(ceiling_of(asked.dtype, asked.device))
             found = contenders.round(number)
             if asked.quiet_wait and (names := disturbed([found])):
-                print(f"other processes took {names[1]}: this round once more", flush=True)
+                print(f"other processes took {names[1]}: repeating this round", flush=True)
                 found, other = quieter(found, contenders.round(number))
                 left_out.append(other)
             rounds.append(found)
@@ -98,7 +98,7 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
     ceiling = statistics.median(ceilings)
     limit = ceiling / flops
     print(
-        f"\nmatrix products {ceiling / 1e9:.0f} GFLOP/s, {flops / 1e6:.0f} MFLOP per token: "
+        f"\nmatmuls {ceiling / 1e9:.0f} GFLOP/s, {flops / 1e6:.0f} MFLOP per token: "
         f"at most {limit:.0f} tokens/s\n"
     )
     for line in table(rounds, limit):
@@ -136,7 +136,7 @@ class _Contenders:
         self._names = [OURS, *asked.peers]
 
     def round(self, number: int) -> Round:
-        """Run each contender once: from the first to the last, in the next round back again."""
+        """Run each contender once: from first to last, in the next round from last to first."""
         found = {}
         for name in self._names[:: 1 if number % 2 == 0 else -1]:
             out = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
@@ -146,8 +146,8 @@ class _Contenders:
             else:
                 try:
                     run = _run_peer(self._asked, name, self._python, self._tokens, out)
-                except SystemExit as error:  # the others are worth measuring all the same
-                    print(f"{error}\n{name} fails and is left out", flush=True)
+                except SystemExit as error:  # the others are still worth measuring
+                    print(f"{error}\n{name} failed and is left out", flush=True)
                     self._names.remove(name)
                     continue
             print(f"round {number + 1}/{self._asked.rounds} {name}: {sentence(run)}", flush=True)
@@ -194,7 +194,7 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
     saves = [e for e in events if e["kind"] == "checkpoint"]
     step_s = sum(step["step_s"] for step in counted)
     save_s = saves[0]["blocked_s"] if save_at and saves else None
-    # A row is written when its step is done and told.
+    # A row is written when its step has been done and reported.
     passed_s = steps[-1]["time"] - steps[WARM - 1]["time"] - (save_s or 0.0)
     times = [step["time"] for step in steps]
     return Measured(
@@ -211,13 +211,13 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
 
 
 def _others_share(seen: Watched, began: float, times: Sequence[float]) -> float:
-    """Return others' share until the first step was done or in the counted ones, the larger one."""
+    """Return others' share until the first step was done or in the counted steps, if larger."""
     parts = ((began, times[0]), (times[WARM - 1], times[-1]))
     return max(share_between(seen.readings, *part) for part in parts)
 
 
 def _grown(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return a rank's peak after the first step over that within it; None if it is not told."""
+    """Return a rank's peak after the first step over the peak within it; None if not reported."""
     told = [event["phases"] for event in events if event["kind"] == "memory"]
     if not told or not {"first step", "steady"} <= set(told[0]):
         return None
@@ -273,11 +273,11 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
     return flops_per_token(measure(built.module), built.config, asked.seq_len)
 
 
-# -- the documents that all contenders get: read, spread, tokenised once
+# -- the documents that all contenders get: read, spread, tokenized once
 
 
 def read_records(path: Path | None) -> list[Any]:
-    """Return the objects of a JSON array or of JSON lines; without a file those of builtin:pydocs.
+    """Return the objects of a JSON array or of JSON lines; builtin:pydocs if ``path`` is None.
 
     Raises:
         DataError: if the file holds anything else, or nothing.
@@ -302,13 +302,13 @@ def read_records(path: Path | None) -> list[Any]:
 
 
 def prepare(asked: argparse.Namespace, examples: list[Any], folder: Path) -> tuple[Path, Path]:
-    """Tokenise ``examples`` once for all; return hpc_tune's file and the peers'."""
+    """Tokenize ``examples`` once for all contenders; return hpc_tune's file and the peers'."""
     from hpc_tune.batch import IGNORED_LABEL  # they import torch
     from hpc_tune.data.hdf5_format import TokenStore
 
-    # Spread over the whole, so that a file that is ordered gives a fair part of itself.
+    # Spread over the whole file, so that an ordered file gives a fair sample.
     examples = examples[:: max(1, len(examples) // asked.examples)][: asked.examples]
-    if not asked.ragged:  # one long text is cut into rows, of which the last alone is shorter
+    if not asked.ragged:  # one long text is cut into rows; only the last is shorter
         examples = [{"text": "\n\n".join(word for one in examples for word in _words(one))}]
     raw, prepared, tokens = folder / "raw.jsonl", folder / "data.h5", folder / "tokens.json"
     raw.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
@@ -338,7 +338,7 @@ def _words(value: Any) -> Iterator[str]:
             yield from _words(inner)
 
 
-# -- what is said of the rounds: medians, spreads, the ratios of each round
+# -- what is printed of the rounds: medians, spreads, the ratios of each round
 
 
 def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
@@ -381,7 +381,7 @@ def by_contender(rounds: Sequence[Round]) -> dict[str, list[Measured]]:
 
 
 def ratios(rounds: Sequence[Round], name: str) -> list[float]:
-    """Return a figure of hpc_tune over that of the round's best peer, for each round with one."""
+    """Return hpc_tune's figure over that of the round's best peer, for each round with a peer."""
     best, found = COMPARED[name][0], []
     for one in rounds:
         peers = [getattr(run, name) for who, run in one.items() if who != OURS]
@@ -391,7 +391,7 @@ def ratios(rounds: Sequence[Round], name: str) -> list[float]:
 
 
 def disturbed(rounds: Sequence[Round]) -> dict[int, str]:
-    """Return the numbers of the rounds, from 1 on, in which others took much, and how much."""
+    """Return the rounds, numbered from 1, in which other processes took much, and how much."""
     found = {}
     for number, one in enumerate(rounds, 1):
         shares = [
@@ -405,13 +405,13 @@ def disturbed(rounds: Sequence[Round]) -> dict[int, str]:
 
 
 def quieter(first: Round, again: Round) -> tuple[Round, Round]:
-    """Return the round to keep and the one to leave out; speed is not asked."""
+    """Return the round to keep and the one to leave out, regardless of speed."""
     most = [max(run.others_share for run in one.values()) for one in (first, again)]
     return (first, again) if most[0] <= most[1] else (again, first)
 
 
 def sentence(one: Measured) -> str:
-    """Return what is said of a run as soon as it has ended."""
+    """Return the line to print about a run when it has ended."""
     return (
         f"{one.tokens_per_s:.0f} tokens/s, first step after {one.first_s:.1f} s, "
         f"{one.host_bytes / 1e9:.2f} GB, others: {one.others_share:.0%}"

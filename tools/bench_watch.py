@@ -1,9 +1,9 @@
-"""What tools/bench.py measures with: a run that is watched to its end, a large product, others.
+"""Measuring for tools/bench.py: runs watched to their end, a large matmul, other processes.
 
-    CPU seconds of the cores that this process may use - its own and those of all that it started
-    = CPU seconds of others; over the cores' seconds that is their share
+    CPU seconds of the cores that this process may use - those of its own and of its descendants
+    = CPU seconds of others; divided by the cores' wall seconds that is their share
 
-The hypervisor's are others too (steal). Children that have ended are in their parent's figures.
+The hypervisor counts among the others (steal). A parent's figures include its ended children.
 """
 
 import contextlib
@@ -24,25 +24,25 @@ import psutil
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
 WARM = 2  # steps whose time does not count
-QUIET, DISTURBED = 0.05, 0.10  # others' share until which one begins; above which one repeats
-WINDOW_S = 2.0  # the share over less is coarse: the kernel counts in hundredths of a second
+QUIET, DISTURBED = 0.05, 0.10  # others' share below which a run begins; above which it is repeated
+WINDOW_S = 2.0  # less gives a coarse share: the kernel counts in hundredths of a second
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The CPU seconds that others have had since the machine's start, at a ``time`` since 1970."""
+    """The CPU seconds that others have used since boot, at ``time`` (seconds since 1970)."""
 
     time: float
     others_s: float
 
 
 def read_others(pid: int | None = None) -> Reading:
-    """Read both now; others are all but ``pid``, else this process, and what it started."""
+    """Read both now; others are all but ``pid`` (default: this process) and its descendants."""
     cores, now = psutil.cpu_times(percpu=True), time.time()
     mine = [cores[core] for core in os.sched_getaffinity(0) if core < len(cores)]
     busy_s = sum(c.user + c.nice + c.system + c.irq + c.softirq + c.steal for c in mine)
     top = psutil.Process(pid)
-    # A child that ends in between is in its parent's figures, which are therefore read last.
+    # Parents are read last: their figures include a child that ends in between.
     for one in (*reversed(top.children(recursive=True)), top):
         with contextlib.suppress(psutil.NoSuchProcess):
             own = one.cpu_times()
@@ -52,7 +52,7 @@ def read_others(pid: int | None = None) -> Reading:
 
 @dataclass
 class Watched:
-    """What was seen of a run: peaks of host and device bytes, and what others took meanwhile."""
+    """What was seen of a run: peaks of host and device bytes, and readings of other processes."""
 
     host_bytes: int = 0
     device_bytes: int | None = None
@@ -60,7 +60,7 @@ class Watched:
 
 
 def launch(ranks: int) -> list[str]:
-    """Return what starts ``ranks`` ranks: the mpirun beside this Python, or that of the system."""
+    """Return the command that starts ``ranks`` ranks: mpirun beside this Python or on PATH."""
     if ranks == 1:
         return []
     beside = Path(sys.executable).with_name("mpirun")
@@ -70,10 +70,10 @@ def launch(ranks: int) -> list[str]:
 def watched(
     command: list[str], out: Path, device: str, extra: Mapping[str, str] | None = None
 ) -> Watched:
-    """Run to the end; return what was seen of it.
+    """Run ``command`` to its end; return what was seen of it.
 
     Raises:
-        SystemExit: with the end of what it printed, if it fails.
+        SystemExit: with the end of its output, if it fails.
     """
     log, seen = out / "log", Watched(readings=[read_others()])
     with log.open("wb") as file:
@@ -114,9 +114,9 @@ def _watch(pid: int, device: str, seen: Watched, finished: threading.Event) -> N
 
 
 def _own_share(pid: int) -> int:
-    """Return a process's anonymous and shared bytes, its part of those that others have too.
+    """Return a process's anonymous and shared bytes, and only its share of what others share.
 
-    psutil has no such sum: its figures hold mapped files too.
+    psutil has no such sum: its figures include mapped files.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -153,7 +153,7 @@ print(2 * size**3 / min(seconds))
 
 
 def ceiling_of(dtype: str, device: str) -> float:
-    """Return the flops per second of a large square product with all threads."""
+    """Return the flops per second of a large square matmul with all threads."""
     full = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
     command = [sys.executable, "-c", _CEILING, full, device]
     return float(
@@ -167,7 +167,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's optimizer steps, without those of evaluations."""
+    """Return the rows of a run's optimizer steps, without rows of evaluations."""
     return [row for row in lines_of(run_dir / "metrics.jsonl") if "step_s" in row]
 
 
@@ -189,7 +189,7 @@ def wait_for_quiet(
     look: Callable[[], Reading] = read_others,
     pause: Callable[[float], object] = time.sleep,
 ) -> bool:
-    """Wait until others take little, ``limit_s`` seconds at most; return whether they do.
+    """Wait until others take little, at most ``limit_s`` seconds; return whether they do.
 
     Says so if they do not.
     """
@@ -204,7 +204,7 @@ def wait_for_quiet(
         if waited_s >= limit_s:
             print(
                 f"not quiet after {waited_s:.0f} s: other processes take {share:.0%} of the cores,"
-                f" expected less than {QUIET:.0%}; measuring all the same",
+                f" expected less than {QUIET:.0%}; measuring anyway",
                 flush=True,
             )
             return False

@@ -1,7 +1,7 @@
 #!/bin/sh
-# ensure_launchers.sh VENV FOLDER: put the MPIs that clusters have into FOLDER, for the tests that
-# start ranks by each of them: MPICH from PyPI, Open MPI 4.1 and MPICH from Debian. They are unpacked
-# there and not installed, so that mpirun stays what it is for everything else.
+# ensure_launchers.sh VENV FOLDER: put the MPIs of clusters into FOLDER, for tests that start ranks
+# with each of them: MPICH from PyPI, Open MPI 4.1 and MPICH from Debian. They are unpacked there,
+# not installed, so that everything else keeps its mpirun.
 set -eu
 venv=$1
 folder=$2
@@ -17,13 +17,13 @@ if [ ! -x "$debian/usr/bin/mpirun.openmpi" ] && command -v apt-get >/dev/null 2>
     rm -rf "$folder/archives" "$folder/new"
     mkdir -p "$folder/archives/partial" "$folder/new"
     [ "$(id -u)" != 0 ] || apt-get update -q
-    # With what they need and is not installed; an own folder needs no lock.
+    # With dependencies that are not installed; a folder of our own needs no lock.
     apt-get install -y -q --download-only --reinstall --no-install-recommends \
         -o Debug::NoLocking=true -o Dir::Cache::archives="$(cd "$folder" && pwd)/archives" $packages
     for package in "$folder"/archives/*.deb; do
         dpkg-deb --extract "$package" "$folder/new"
     done
-    # mpi4py asks for MPICH by the name that all others give it.
+    # mpi4py looks for MPICH under the name that it has everywhere else.
     for library in "$folder"/new/usr/lib/*/libmpich.so.12; do
         ln -s libmpich.so.12 "${library%/*}/libmpi.so.12"
     done
@@ -31,5 +31,5 @@ if [ ! -x "$debian/usr/bin/mpirun.openmpi" ] && command -v apt-get >/dev/null 2>
     mv "$folder/new" "$debian"
 fi
 for launcher in "$mpich/bin/mpirun" "$debian/usr/bin/mpirun.openmpi" "$debian/usr/bin/mpirun.mpich"; do
-    [ -x "$launcher" ] || echo "no ${launcher#"$folder"/}: what needs it is skipped" >&2
+    [ -x "$launcher" ] || echo "no ${launcher#"$folder"/}: tests that need it are skipped" >&2
 done

@@ -1,7 +1,7 @@
 #!/bin/sh
-# ensure_mpirun.sh VENV: where the machine has no mpirun, install Open MPI's wheel into VENV and let
-# it start more ranks than there are cores, as a laptop or a CI machine needs. A site's own MPI is
-# left alone.
+# ensure_mpirun.sh VENV: if the machine has no mpirun, install Open MPI's wheel into VENV and let it
+# start more ranks than there are cores, as a laptop or a CI machine needs. A site's own MPI is left
+# alone.
 set -eu
 venv=$1
 conf=$venv/etc/prte-mca-params.conf

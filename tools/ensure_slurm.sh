@@ -1,6 +1,6 @@
 #!/bin/sh
-# ensure_slurm.sh: where root may install packages, install Slurm's daemons and programs, with which
-# the tests start a cluster of their own. Elsewhere say what is missing; those tests are skipped then.
+# ensure_slurm.sh: install Slurm's daemons and programs if root can install packages; tests start
+# a cluster of their own with them. Otherwise say what is missing; those tests are then skipped.
 set -eu
 has_slurm() {
     command -v slurmctld && command -v slurmd && command -v munged && command -v sbatch
@@ -14,6 +14,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
         slurmctld slurmd slurm-client munge
 fi
 if ! has_slurm; then
-    echo "no Slurm here, and only root of a Debian or Ubuntu can install it by this script" >&2
+    echo "no Slurm found; this script can install it only as root on Debian or Ubuntu" >&2
     exit 1
 fi

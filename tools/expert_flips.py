@@ -1,12 +1,12 @@
-"""How many tokens choose other experts in bf16 than in stock transformers' own forward pass.
+"""Count tokens that choose other experts in bf16 than in stock transformers' forward pass.
 
     python tools/expert_flips.py [--families mixtral ...] [--tokens 2048]
 
-The same weights and the same documents: by stock transformers one after the other (what is compared
-with), in packed rows, and with its eager attention, and by hpc_tune with new adapters, one document
-to a row and packed. In each layer a token flips that chooses another set of experts. The last two
-columns are flips of stock and ours, packed, from stock in fp32. Random values, 4 layers, 512 wide;
-the routers' weights have the deviation of all others or ten times as much.
+The same weights and documents are run by stock transformers one document at a time (the reference),
+in packed rows, and with eager attention; and by hpc_tune with new adapters, one document per row
+and packed. A token flips in a layer if it chooses another set of experts there. The last two
+columns count flips of stock and of ours, packed, against stock in fp32. Random weights, 4 layers,
+512 wide; the routers' weights have the standard deviation of all others, or ten times as much.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def _write(family: str, spread: int, folder: Path) -> None:
 
 
 def _row(folder: Path, num_tokens: int) -> str:
-    """Return how many choices there are, and how many of them flip in each way."""
+    """Return the number of choices, and how many of them flip in each comparison."""
     rows = -(-num_tokens // sum(LENGTHS))
     generator = torch.Generator().manual_seed(1)
     documents = [
@@ -134,7 +134,7 @@ def _flips(chosen: Chosen, others: Chosen) -> int:
 def _chosen(
     model: torch.nn.Module, run: Callable[[Any, Any], None], rows: list[list[torch.Tensor]]
 ) -> Chosen:
-    """Return which experts each token of ``rows`` chooses, in rising order, by router."""
+    """Return the experts that each token of ``rows`` chooses, sorted, by router."""
     with _watched(model) as seen:
         for row in rows:
             run(model, row)

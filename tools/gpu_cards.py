@@ -1,12 +1,12 @@
 """What GPUs reach, for tools/gpu_cost.py: rates of large kernels, not of data sheets.
 
-``matmul`` in flop/s of large products that run alone, by dtype. Data sheets promise 989 Tflop/s in
-bf16 for an H100, of which cuBLAS reaches about 640 at its power limit with random values; those of
-other cards are scaled like that where nothing was published. ``attention`` in flop/s of a causal
-forward and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7).
-FlashAttention 3, which Hopper alone has, is 1.5 to 2 and 1.5 to 1.75 times as fast there by its
-paper (arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_s`` is what nccl-tests calls
-bus bandwidth of large messages within a node. None of it was measured by this project.
+``matmul``: flop/s of large matmuls that run alone, by dtype. Data sheets promise 989 Tflop/s (bf16)
+for an H100, of which cuBLAS reaches about 640 at its power limit with random values; figures of
+other cards are scaled likewise where none were published. ``attention``: flop/s of a causal forward
+and a backward pass with heads of 128 (FlashAttention 2: arXiv:2307.08691, figure 7). FlashAttention
+3, available on Hopper only, is 1.5 to 2 and 1.5 to 1.75 times as fast there, by its paper
+(arXiv:2407.08608): ``FLASH_3`` is near the lower ends. ``link_s``: what nccl-tests calls the bus
+bandwidth of large messages within a node. None of it was measured by this project.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ import torch
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _FP8 = torch.float8_e4m3fn
-LEAST_US = 2.0  # of any kernel, however small: until it has begun and its results can be read
+LEAST_US = 2.0  # of any kernel, however small, until its results can be read
 FLASH_3 = (1.6, 1.5)
-THIN_SHARE = 0.6  # of the memory's rate: what products with a side of 16 to 64 reach
+THIN_SHARE = 0.6  # of the memory's rate: what matmuls with a side of 16 to 64 reach
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. ``bytes_s``: of its memory by large copies, about nine tenths of the data sheet's.
+    """A GPU. ``bytes_s``: its memory's rate in large copies, about 90% of the data sheet's.
 
     ``launch_us``: what the host takes to launch a kernel from Python, autograd included.
     """
@@ -36,7 +36,7 @@ class Card:
 
     @property
     def multiplies_e4m3(self) -> bool:
-        """Whether it has products of the float8 that tune.base_dtype=fp8 keeps; AMD's MI300 not."""
+        """Whether it multiplies the float8 type of tune.base_dtype=fp8; AMD's MI300 does not."""
         return _FP8 in self.matmul and self.name != "MI300X"
 
 
@@ -58,7 +58,7 @@ CARDS = {
 
 
 def matmul_rate(card: Card, dtype: torch.dtype) -> float:
-    """Return the flop/s of products in ``dtype``; fp8 without such units is made bf16 first."""
+    """Return the flop/s of matmuls in ``dtype``; a card without fp8 units computes it in bf16."""
     if dtype.itemsize == 1:  # both kinds of float8
         dtype = _FP8
     if dtype in card.matmul:

@@ -2,11 +2,11 @@
 
     python tools/gpu_check.py [--minutes 8] [--out gpu-check] [--device cpu] [--only NAME[,NAME]]
 
-Parts run one after the other, those that tell most first. Each has a limit of its own, after which
-it is killed, and goes on when one before it has failed. What is not installed is left out, by name.
+Parts run one after the other, the most informative first, even if an earlier one has failed. Each
+has its own limit, after which it is killed. Parts whose packages are missing are skipped, by name.
 OUT/gpu-check.json has all figures, and is replaced whenever there is a new one; OUT/gpu-check.log
 has what was printed. Exit code 0: all that could be tried has passed; 1: something failed, or was
-cut off. With --device cpu every part runs at toy size, which tests this tool and tells no figure.
+cut off. With --device cpu every part runs at toy size, which tests this tool but measures nothing.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _program(name: str, *words: str) -> tuple[str, ...]:
     return (str(TOOLS / f"gpu_{name}.py"), *words)
 
 
-# By worth: what is cut off at the end is what is missed least.
+# By value: if time runs out, the least important parts are cut off.
 PARTS = (
     Part(
         "doctor",
@@ -67,7 +67,7 @@ PARTS = (
     Part(
         "trainer",
         60,
-        "the same by transformers' Trainer with peft",
+        "the same with transformers' Trainer and peft",
         _program("trainer"),
         ("torch", "transformers", "peft", "accelerate"),
     ),
@@ -88,7 +88,7 @@ PARTS = (
     Part(
         "ladder",
         80,
-        "a run on a device that is too small for it goes on, or stops and can be resumed",
+        "a run on a device that is too small continues, or stops and can be resumed",
         _program("ladder"),
         (*TRAINING, "peft"),
     ),
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave by way of ``finally``, where the part's processes are ended."""
+    """Exit through ``finally``, which ends the part's processes."""
     sys.exit(128 + number)
 
 

@@ -2,12 +2,12 @@
 
     python tools/gpu_cost.py llama3-8b [tune.method=qlora ...] [--card h100] [--json]
 
-The engine runs one step on fake CUDA tensors; each kernel takes the longer of its flops at the rate
-that the card reaches and its bytes at the rate of its memory. Streams, their waits for each other
-and what the host takes to launch are played through in order, which gives the messages that nothing
-hides and the time in which the GPU waits for the host. It is arithmetic and no measurement.
+The engine runs one step on fake CUDA tensors. A kernel takes the time of its flops at the card's
+rate or of its bytes at the memory's rate, whichever is longer. Streams, their waits for each other
+and the host's launch times are simulated in order: this gives the messages that nothing hides and
+the time that the GPU waits for the host. It is arithmetic, not a measurement.
 
-With train.compile=true element-wise work of a decoder block and of the loss counts as joined: see
+With train.compile=true element-wise work of a decoder block and of the loss counts as fused: see
 gpu_fusion.py.
 """
 
@@ -60,7 +60,7 @@ AXES = ("replicate", "shard", "tensor", "pipeline", "expert", "context")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Microseconds per token of a rank, and what else was counted per token."""
+    """Microseconds per token of a rank, and other counts per token."""
 
     us: dict[str, float]
     exposed_us: float
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tuple[Steps, int]:
-    """Return what a rank runs in a step, and its tokens in it."""
+    """Return what a rank runs in a step, and its number of tokens in the step."""
     path = shape if Path(shape).is_dir() else f"shape:{shape.removeprefix('shape:')}"
     config = load_config(None, [f"model.path={path}", *USUAL, *settings])
     parallel = config.parallel
@@ -120,7 +120,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
     rows = config.batch.micro_size if isinstance(config.batch.micro_size, int) else 1
     built = build(shape_directory(path), DTYPES[config.model.dtype], config.tune, 0, weights=False)
     trials: Any = varlen_attention
-    trials.varlen_kernel_fault = lambda *_, **__: ""  # it computes
+    trials.varlen_kernel_fault = lambda *_, **__: ""  # the real check computes
     trials = float8
     trials.why_no_float8_matmuls = lambda *_: "" if card.multiplies_e4m3 else "none"
     functional: Any = F
@@ -135,7 +135,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
         watch.told = recorder.note
         _note_waits(recorder)
         with recorder:
-            for _ in range(2):  # the first step makes moments
+            for _ in range(2):  # the first step allocates the optimizer's moments
                 recorder.begin()
                 watch.begin()
                 train_step(engine, batches, num_micro * batch.num_tokens, 1e-4)
@@ -146,7 +146,7 @@ def recorded(shape: str, settings: list[str], num_micro: int, card: Card) -> tup
 
 
 def _engine(built: Any, settings: EngineSettings) -> NativeEngine:
-    """Make an engine that computes what a compiled one does, and is not compiled."""
+    """Make an engine that computes what a compiled one does, but is not compiled."""
 
     def as_if_compiled(module: Any) -> None:
         module.logits_kernels = LogitsKernels(write_exponentials_fusible)
@@ -204,7 +204,7 @@ def cost(steps: Steps, card: Card, tokens: int, compiled: bool = False) -> Cost:
 
 
 def _computing_stream(kernels: list[Kernel]) -> int:
-    """Return the stream that multiplies; copies for messages have others, beside it."""
+    """Return the stream of matmuls; copies for messages run on other streams beside it."""
     return next(kernel.stream for kernel in kernels if kernel.kind == "base products")
 
 
@@ -230,7 +230,7 @@ def _join(
     seconds: dict[int, float],
     launched: set[int],
 ) -> None:
-    """Give each joined kernel its share of the joint one's time, and one launch to all."""
+    """Give each fused kernel its share of the fused time, and one launch to all of them."""
     for group in joined(kernels, alive):
         before = sum(kernels[n].num_bytes for n in group.members)
         whole_s = max(group.num_bytes / card.bytes_s, LEAST_US * 1e-6)
@@ -248,7 +248,7 @@ def _played(
     launched: set[int],
     messages: bool,
 ) -> float:
-    """Return when the last stream ends; without ``messages`` these take no time."""
+    """Return when the last stream ends; if not ``messages``, messages take no time."""
     host_s, messages_s = 0.0, 0.0
     streams: dict[int, float] = defaultdict(float)
     recorded_s: dict[int, float] = defaultdict(float)
@@ -278,7 +278,7 @@ def _played(
 
 
 def table(cost: Cost, card: Card) -> str:
-    """Return the table in words."""
+    """Return the table as text."""
     rows = [*cost.us.items(), ("messages, exposed", cost.exposed_us), ("host", cost.host_us)]
     lines = [f"{card.name}: microseconds per token, counted and not measured"]
     lines += [f"  {name:26} {us:8.2f}" for name, us in rows if us >= 0.005]
@@ -291,7 +291,7 @@ def table(cost: Cost, card: Card) -> str:
 
 
 def costliest(steps: Steps, card: Card, tokens: int, num: int) -> str:
-    """Return the kernels of which all of one name and kind cost most."""
+    """Return the costliest kernels, summed by kind, name, dtype and pass."""
     us: dict[tuple[str, ...], float] = defaultdict(float)
     times: Counter[tuple[str, ...]] = Counter()
     for kernel in (event for event in steps.events if isinstance(event, Kernel)):

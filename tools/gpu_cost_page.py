@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _COMPILED = "train.compile=true"
-# A rank of 70B holds an eighth of the weights, and recomputes; experts are spread over eight.
+# 70B: eight ranks shard the weights and recompute. 30B-A3B: experts are spread over eight too.
 _OF_70B = ("llama3-70b", "parallel.shard=8", "parallel.recompute=full")
 _OF_30B = ("qwen3-30b-a3b", "parallel.shard=8", "parallel.expert=8")
 CASES = {
@@ -90,7 +90,7 @@ def page(results: list[dict[str, Any]]) -> str:
         cells = [f"{sum(us.get(kind, 0) for kind in kinds):.1f}" for kinds in _GROUPS.values()]
         cells += [f"{cost['exposed_us']:.1f}", f"{max(cost['host_us'], 0):.1f}"]
         total = cost["total_us"]
-        # What a compiler keeps was not counted.
+        # What a compiled model keeps was not counted.
         kept = "" if "compiled" in name else f"{cost['kept_bytes'] / 1024:,.0f}"
         cells += [f"**{total:.1f}**", f"{1e6 / total:,.0f}", kept]
         if len(results) > 1:

@@ -1,11 +1,11 @@
-"""Which element-wise kernels a compiler joins, and what the joint ones read and write.
+"""Which element-wise kernels a compiler fuses, and what the fused kernels read and write.
 
-The rule, which follows what torch's compiler does and is simpler: an element-wise kernel joins the
-kernels whose results it reads, or that read what it reads, if it can run as early as they do (all
-that it needs is there by then) or they as late as it (no product needs their results before). A
-joint kernel reads once what was made elsewhere, and writes what is read elsewhere. What a forward
-one makes for joint kernels of the backward pass alone is made again there, of what the forward one
-read, where that moves fewer bytes.
+The rule is a simple version of what torch's compiler does. An element-wise kernel is fused with
+kernels whose results it reads, or that read what it reads, if it can run as early as they do (its
+inputs exist by then) or they can run as late as it (no other kernel needs their results before).
+A fused kernel reads each outside input once, and writes only what is read outside. If only fused
+kernels of the backward pass use a result of the forward pass, they recompute it from the forward
+kernel's inputs where that moves fewer bytes.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from gpu_kernels import Kernel
 
-NEAR = 32  # groups that are looked at
+NEAR = 32  # number of earlier groups that are considered
 
 
 @dataclass(eq=False)
 class Group:
-    """Kernels that are joined, by their numbers; bytes that it reads and writes, by storage."""
+    """Fused kernels, by number, and the bytes that they read and write together, by storage."""
 
     members: list[int]
     reads: dict[int, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Group:
 
 
 def joined(kernels: list[Kernel], alive: set[int]) -> list[Group]:
-    """Return the joint kernels; ``alive`` are the storages that stay behind the step."""
+    """Return the fused kernels; ``alive`` are the storages that outlive the step."""
     readers: dict[int, list[int]] = defaultdict(list)
     for number, kernel in enumerate(kernels):
         for storage in kernel.reads:
@@ -78,7 +78,7 @@ def _shares(kernels: list[Kernel], group: Group, kernel: Kernel) -> bool:
 def _needed_before(
     kernels: list[Kernel], group: Group, number: int, readers: dict[int, list[int]]
 ) -> bool:
-    """Whether a kernel outside of a group reads its results before kernel ``number`` does."""
+    """Whether a kernel outside a group reads its results before kernel ``number`` does."""
     first, members = group.members[0], set(group.members)
     return any(
         first < reader < number and reader not in members

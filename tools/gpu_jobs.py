@@ -3,8 +3,8 @@
     python tools/gpu_jobs.py JOBS.json RESULTS FIRST
 
 JOBS.json is a list of jobs. The process trains each of them, from number FIRST on, as ``python -m
-hpc_tune`` would, and appends its exit code to RESULTS. One that fails ends the process; ``Launch``
-then goes on behind it in another.
+hpc_tune`` would, and appends its exit code to RESULTS. A job that crashes ends the process;
+``Launch`` then continues with the next job in another process.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).resolve()
-# Seconds of training of builtin:tiny.
+# Trains builtin:tiny for a few seconds.
 SMALL = (
     "data.path=builtin:pydocs:heldout",
     "data.eval_path=null",
@@ -28,8 +28,8 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Job:
-    """A run by its settings. ``taken``: actions of the governor that hold from its start on.
-    ``levels``: what its governor is told of host memory, step by step, as in ``faults.Faults``.
+    """A run by its settings. ``taken``: actions of the governor that are in effect from its start.
+    ``levels``: host memory levels told to its governor, step by step, as in ``faults.Faults``.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Job:
 
 
 class Launch:
-    """The jobs of one process after the other; ``look`` keeps them going."""
+    """Jobs of one process, one after the other; ``look`` restarts it after a crash."""
 
     def __init__(self, name: str, jobs: Sequence[Job], folder: Path) -> None:
-        """Begin with the first. Runs are in ``folder``, below their names."""
+        """Start the first job. Runs are in ``folder``, below their names."""
         self.jobs, self._folder = list(jobs), folder
         self._file, self._results = folder / f"{name}.json", folder / f"{name}.results"
         self._results.write_text("", encoding="utf-8")
@@ -56,7 +56,7 @@ class Launch:
         return len(self.codes) == len(self.jobs)
 
     def look(self) -> None:
-        """Take in what has ended; go on behind a job that has ended its process."""
+        """Read new exit codes; if a job has ended its process, continue after it in a new one."""
         code = self._process.poll()
         new = self._results.read_text(encoding="utf-8").split()[len(self.codes) :]
         self.codes += map(int, new)
@@ -78,7 +78,7 @@ class Launch:
 
 
 def job_of(fields: Mapping[str, Any]) -> Job:
-    """Return a job from what JSON has kept of it."""
+    """Return the job that JSON ``fields`` describe."""
     words = (tuple(fields[key]) for key in ("settings", "taken", "levels"))
     return Job(fields["name"], *words)
 
@@ -89,7 +89,7 @@ def run_of(folder: Path, name: str) -> Path:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what a run wrote of its steps, one row for each."""
+    """Return the rows that a run wrote about its steps."""
     try:
         text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     except OSError:
@@ -112,7 +112,7 @@ def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(run_dir: Path) -> dict[str, Any]:
-    """Return outcome.json, empty where there is none."""
+    """Return outcome.json, or an empty dict if there is none."""
     try:
         found: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def outcome_of(run_dir: Path) -> dict[str, Any]:
 
 
 def gap_of(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference of two loss curves; infinite if they are not of one length."""
+    """Return the largest difference of two loss curves; infinite if their lengths differ."""
     if len(one) != len(other) or not one:
         return float("inf")
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
@@ -135,7 +135,7 @@ def train(job: Job, folder: Path) -> int:
     from hpc_tune.train.run import run
 
     run_dir, left = run_of(folder, job.name), list(job.levels)
-    if job.taken:  # as a run leaves it that had taken them
+    if job.taken:  # as left by a run that had taken them
         run_dir.mkdir(parents=True, exist_ok=True)
         write_outcome(
             stopped_outcome("to begin with them", None, {"governor": list(job.taken)}), run_dir
@@ -150,7 +150,7 @@ def train(job: Job, folder: Path) -> int:
 
 
 def main() -> None:
-    """Do the jobs that are left."""
+    """Do the remaining jobs."""
     file, results, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     for fields in json.loads(file.read_text(encoding="utf-8"))[first:]:
         job = job_of(fields)

@@ -1,10 +1,10 @@
-"""The kernels of a training step, recorded on fake CUDA tensors: no GPU, and no number computed.
+"""The kernels of a training step, recorded on fake CUDA tensors without a GPU or any values.
 
     torch's operations -> Kernel(what it does, flops, bytes read and written, stream), in order
                        -> with waits of streams for each other, and of the host
 
-An operation that is no view is one kernel. What it is for is known by the code that called it, and
-in the backward pass by the forward operation that it is the gradient of: autograd numbers both.
+Each operation except views is one kernel. Its kind follows from the code that called it, and in the
+backward pass from the forward operation whose gradient it computes: autograd numbers both.
 """
 
 import sys
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-MAX_RANK = 256  # a product of which no side is longer is an adapter's
-# Where a file's operations belong, the innermost frame that is listed decides.
+MAX_RANK = 256  # a matmul with a side of at most this length is an adapter's
+# The kind of a file's operations; the innermost listed frame decides.
 _FILES = {
     "varlen_attention.py": "attention",
     "packed_attention.py": "attention",
@@ -39,7 +39,7 @@ _FILES = {
     "adamw.py": "update",
     "native.py": "update",
 }
-# By parts of a function's qualified name, ours in faster_layers.py too.
+# By parts of a function's qualified name; includes our functions in faster_layers.py.
 _FUNCTIONS = (
     ("_RmsNorm.", "norms"),
     ("_rms_norm_forward", "norms"),
@@ -65,14 +65,14 @@ _FUNCTIONS = (
 )
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear")
 _ATTENTION = ("_varlen_attn", "_flash_attention_forward", "_scaled_dot_product")
-# Neither read nor write anything on the device.
+# These neither read nor write anything on the device.
 _FREE = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"),
     *("lift_fresh", "is_pinned", "_local_scalar_dense", "device", "set_", "record_stream"),
     *("resize_", "_unsafe_view", "view", "as_strided", "_reshape_alias", "is_same_size"),
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-# Compiled beside decoder blocks: of the loss.
+# Functions of the loss, which are compiled as decoder blocks are.
 _COMPILED_TOO = ("write_exponentials_fusible", "cross_entropies")
 _FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
 
@@ -81,8 +81,8 @@ _FUSIBLE_NOT = ("embedding", "sort", "topk", "nonzero", "index_put", "scatter")
 class Kernel:
     """One kernel. ``reads`` and ``writes``: bytes by the number of a storage.
 
-    ``message``: bytes that this rank sends, of a collective; ``waits_for_it``: the stream that
-    issued it waits until it is done. ``in_block``: of a decoder block or of the loss; these are
+    ``message``: bytes that this rank sends in a collective; ``waits_for_it``: the issuing stream
+    waits until it is done. ``in_block``: it belongs to a decoder block or the loss, which are
     compiled.
     """
 
@@ -120,7 +120,7 @@ class Steps:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs inside; ``watch`` is that of ``tests.support.fake_cuda``."""
+    """Records what runs inside a block; ``watch`` comes from ``tests.support.fake_cuda``."""
 
     def __init__(self, watch: Any, documents: Iterable[int]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # it comes again with the tensors inside
+            return NotImplemented  # called again with the inner tensors
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         if node is not None and not self._in_backward:
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _narrow(self, name: str, args: Any, out: Any, reads: dict[int, int]) -> None:
-        """Count what is read of a table that rows are taken from."""
+        """Count only the rows that are read from a table."""
         if name in ("embedding", "index_select", "gather", "index"):
             table = args[0] if isinstance(args[0], torch.Tensor) else args[1]
             number = self._number_of_storage(table)
@@ -248,9 +248,9 @@ class Recorder(TorchDispatchMode):
             query = args[1] if is_backward else args[0]
             tokens, heads, values = query.shape
             pairs = sum(length * (length + 1) / 2 for length in self._documents)
-            own = tokens / sum(self._documents)  # less than 1 where ranks gather keys
+            own = tokens / sum(self._documents)  # below 1 if ranks gather keys
             return (10 if is_backward else 4) * own * pairs * heads * values
-        if "gemm_4bit" in name:  # it makes values of a weight and multiplies with these
+        if "gemm_4bit" in name:  # it dequantizes a weight and multiplies by it
             return 2.0 * out.numel() * args[0].shape[-1]
         if name == "_grouped_mm":
             a, b = args[0], args[1]
@@ -290,26 +290,26 @@ class Recorder(TorchDispatchMode):
         if isinstance(thing, (int, str)):
             return thing
         if id(thing) not in self._streams:
-            self._held.append(thing)  # its id stays its own
+            self._held.append(thing)  # so that its id stays unique
             self._streams[id(thing)] = len(self._streams)
         return self._streams[id(thing)]
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """F.rms_norm as a GPU computes it, one kernel for each pass; fake tensors would take it apart.
+    """F.rms_norm as on a GPU: one kernel per pass, where fake tensors would decompose it.
 
     Values do not matter here.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Read x, write as much."""
+        """Read x and write as many bytes."""
         ctx.save_for_backward(x, weight)
         return torch.mul(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Read x and the gradient, write as much."""
+        """Read x and the gradient, and write as many bytes as x has."""
         x, weight = ctx.saved_tensors
         grad_weight = grad.sum(0).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return torch.addcmul(grad, x, weight), grad_weight
@@ -340,7 +340,7 @@ def _product_kind(name: str, args: Any, kind: str) -> str:
 
 
 def _message_of(func: Any, args: Any, kwargs: Any) -> tuple[float, bool]:
-    """Return the bytes that a rank sends by the ring algorithms, and whether its stream waits."""
+    """Return the bytes that a rank sends (ring algorithms), and whether its stream waits."""
     if func.namespace != "c10d":
         return 0.0, True
     values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -354,7 +354,7 @@ def _message_of(func: Any, args: Any, kwargs: Any) -> tuple[float, bool]:
 
 
 def _place() -> tuple[str, bool]:
-    """Return what the running code computes, and whether it is called by a decoder block."""
+    """Return what the running code computes, and whether a decoder block or the loss calls it."""
     kind, in_block = "", False
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:

@@ -1,12 +1,12 @@
 """A part of tools/gpu_check.py: a run on a device that is too small for it.
 
-    a run with all of the device -> its peak -> the same with a share of that peak, which the
-    allocator refuses to exceed -> it goes on, or stops with 75 and is started again
+    a run with all of the device -> its peak -> the same run limited to a share of that peak by the
+    allocator -> it continues, or stops with exit code 75 and is started again
 
     python tools/gpu_ladder.py --start SPEC.json     one start, in a process of its own
 
-It passes if it comes to its end with the same losses, and no start ends in another way than these
-two. On CPUs, where no allocator has a limit, the governor is told that memory is short.
+It passes if the run finishes with the same losses, and every start ends in one of these two ways.
+On CPUs, whose allocator has no limit, the governor is told that memory is short.
 """
 
 import json
@@ -32,18 +32,18 @@ from gpu_task import Task
 
 DONE, RESUMABLE = 0, 75
 MAX_STARTS = 5
-START_S = 20.0  # what one takes, more or less
+START_S = 20.0  # about what one takes
 SHARE, LITTLE = 0.6, 0.1  # of the peak
 BOUND = 0.02  # bf16, other micro-batches
 FREE, LIMITED, HOPELESS = "all of the device", "60% of the peak", "a tenth of the peak"
-# On CPUs: long enough for every rung.
+# On CPUs: enough steps for every rung.
 LEVELS = ("CALM", *["HIGH"] * 14, "CALM")
 
 
 @dataclass(frozen=True)
 class Start:
-    """``limited``: with ``share`` of the device; 0: of the peak that ``free`` has had in this same
-    process.
+    """One start. ``limited`` gets ``share`` of the device; 0: a share of the peak that ``free`` had
+    in the same process.
     """
 
     folder: str
@@ -54,7 +54,7 @@ class Start:
 
 
 def main() -> None:
-    """Start the run until it is done; tell of each start."""
+    """Start the run until it is done; report each start."""
     if sys.argv[1] == "--start":
         start(Start(**json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
         return
@@ -88,7 +88,7 @@ def _settings(task: Task) -> tuple[str, ...]:
 
 
 def _started(task: Task, free: Job | None, limited: Job, times: float = 1.0) -> int:
-    """Start a process with the runs; return its exit code. ``times``: less than the usual share."""
+    """Start a process with the runs; return its exit code. ``times`` scales the usual share."""
     share = 0.0 if free else times * _facts(task).get("share", 1.0)
     jobs = asdict(free) if free else None, asdict(limited)
     spec = task.work / "start.json"
@@ -99,7 +99,7 @@ def _started(task: Task, free: Job | None, limited: Job, times: float = 1.0) -> 
 
 
 def _facts(task: Task) -> dict[str, Any]:
-    """Return what the first start has written of the device."""
+    """Return what the first start has written about the device."""
     try:
         found = json.loads((task.work / "device.json").read_text(encoding="utf-8"))
     except OSError:
@@ -117,13 +117,13 @@ def _tell(task: Task, codes: list[int], reasons: list[str]) -> None:
     rungs, gap = _rungs(task.work, LIMITED), gap_of(losses_of(free), losses_of(limited))
     wrong = ""
     if any(code not in (DONE, RESUMABLE) for code in codes) or not losses_of(free):
-        wrong = "a start ended in another way than done or to be resumed"
+        wrong = "a start ended neither done nor resumable"
     elif codes[-1] != DONE:
         wrong = f"it was not done after {len(codes)} starts"
     elif len(codes) == 1 and not rungs:
         wrong = "it never met the limit"
     elif gap > BOUND:
-        wrong = f"the losses are {gap:.3g} from those with all of the device"
+        wrong = f"the losses differ by {gap:.3g} from those with all of the device"
     found = {"starts": codes, "reasons": reasons, "rungs": rungs, "gap": gap, "bound": BOUND}
     found |= _facts(task) | {"governor": outcome_of(limited).get("governor")}
     words = f"{', '.join(rungs) or 'no rung'} in {len(codes)} starts"
@@ -131,7 +131,7 @@ def _tell(task: Task, codes: list[int], reasons: list[str]) -> None:
 
 
 def start(asked: Start) -> None:
-    """Do the free run, if it is asked for, then the limited one; end as the last one does."""
+    """Do the free run if there is one, then the limited run; exit with the code of the last."""
     folder, share = Path(asked.folder), asked.share
     if asked.free is not None:
         code = train(job_of(asked.free), folder)
@@ -148,7 +148,7 @@ def start(asked: Start) -> None:
 
 
 def _share_of_peak(folder: Path) -> float:
-    """Return SHARE of the free run's peak as a share of the device, and write it down."""
+    """Return SHARE of the free run's peak as a share of the device, and save it to a file."""
     import gc
 
     import torch

@@ -1,10 +1,10 @@
-"""A part of tools/gpu_check.py: the losses of builtin:tiny on the GPU beside those of the CPU.
+"""A part of tools/gpu_check.py: losses of builtin:tiny on the GPU compared with the CPU.
 
     three processes at once:  references on the CPU, eager on the device, compiled on the device
-    a run and its references done -> their largest difference, beside a bound
+    a run and its references done -> their largest difference, compared with a bound
 
-fp32 is compared with fp32 of the CPU, without TF32. bf16 is too: it may be a few times as far from
-it as the CPU's own bf16. float8 has about two digits.
+All runs are compared with fp32 on the CPU; fp32 runs use no TF32. bf16 may be a few times as far
+away as the CPU's own bf16. float8 has about two digits.
 """
 
 import importlib.util
@@ -18,11 +18,11 @@ from gpu_jobs import SMALL, Job, Launch, gap_of, losses_of, run_of
 from gpu_task import Task
 
 FP32_BOUND = 1e-4
-FOUR_BITS_BOUND = 1e-3  # the quantisers of CPU and GPU may round ties to other codes
-BF16_TIMES, BF16_LEAST = 4.0, 1e-3  # of the CPU's own distance, and more
+FOUR_BITS_BOUND = 1e-3  # CPU and GPU may round ties to different codes
+BF16_TIMES, BF16_LEAST = 4.0, 1e-3  # times the CPU's own distance, plus this
 FLOAT8_BOUND = 0.02  # of the loss
-TOYS = 9  # of the eager ones, on CPUs
-END_S = 4.0  # before the limit: what is not done by then is told
+TOYS = 9  # how many of the eager runs, on CPUs
+END_S = 4.0  # before the limit, to report what is not done
 NEEDS = {"lora": ("peft",), "dora": ("peft",), "qlora": ("peft", "bitsandbytes"), "full": ()}
 OFFLOAD = ("parallel.offload_params=cpu",)
 MOVED = ("move_optimizer",)
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What it is called in the results."""
+        """Its name in the results."""
         words = [f"{self.method} {'float8' if self.float8 else self.dtype}"]
         words.append("packed" if self.packed else "unpacked")
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
@@ -85,7 +85,7 @@ EAGER = (
     Variant("dora", "bf16", False, "full"),
     Variant("full", "bf16", False),
     Variant("qlora", "fp32", True, taken=MOVED),
-    # Last: the process stays deterministic.
+    # Last, because the process stays deterministic.
     Variant("lora", "bf16", True, again=1),
     Variant("lora", "bf16", True, again=2),
 )
@@ -99,13 +99,13 @@ COMPILED = (
 
 
 def main() -> None:
-    """Train all of them, and tell of each when it can be compared."""
+    """Train all of them, and report each as soon as it can be compared."""
     task = Task.of_arguments()
-    # torch asks for cuBLAS's once, at the first product of a process.
+    # torch reads cuBLAS's variable once, at the first matmul of a process.
     os.environ |= {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE"}
     groups = {"eager": EAGER, "compiled": COMPILED}
-    if not task.on_gpu:  # each kind once; compiling takes longer than all of them
+    if not task.on_gpu:  # each kind once; compiling takes longer than all others
         groups["eager"] = (*EAGER[:TOYS], *EAGER[-2:])
         groups["compiled"] = (Variant("lora", "fp32", True, compiled=True),)
     groups = {name: tuple(_possible(task, some)) for name, some in groups.items()}
@@ -125,7 +125,7 @@ def main() -> None:
         time.sleep(0.2)
     for name, one in waiting:
         if runs.is_under_way(name, one):
-            task.tell(one.name, "failed", "it was under way when the time was over")
+            task.tell(one.name, "failed", "it was still running when time ran out")
         else:
             task.tell(one.name, "skipped", "no time was left")
     runs.end()
@@ -135,7 +135,7 @@ class Runs:
     """The processes by name, and what they have trained."""
 
     def __init__(self, work: Path) -> None:
-        """Runs are below ``work``, each process's in a folder of its own."""
+        """Runs are below ``work``, in one folder per process."""
         self._work = work
         self._launches: dict[str, tuple[Sequence[Variant], Launch]] = {}
 
@@ -147,7 +147,7 @@ class Runs:
             self._launches[name] = variants, Launch(name, jobs, folder)
 
     def look(self) -> None:
-        """Take in what has ended."""
+        """Read the exit codes of runs that have ended."""
         for _, launch in self._launches.values():
             launch.look()
 
@@ -180,15 +180,15 @@ class Runs:
 
 
 def references_of(variant: Variant) -> list[Variant]:
-    """Return the CPU's runs that a run is compared with: fp32 first."""
+    """Return the CPU runs that a run is compared with, fp32 first."""
     dtypes = ["fp32"] if variant.dtype == "fp32" or variant.float8 else ["fp32", "bf16"]
     return [Variant(variant.method, dtype, variant.packed) for dtype in dtypes]
 
 
 def bound_of(variant: Variant, exact: Sequence[float], own_gap: float) -> float:
-    """Return how far a run's losses may be from ``exact``, the CPU's in fp32.
+    """Return how far a run's losses may be from ``exact``, the CPU's losses in fp32.
 
-    ``own_gap``: how far the CPU's are in the dtype of the run.
+    ``own_gap``: how far from them the CPU's losses in the run's dtype are.
     """
     if variant.float8:
         return FLOAT8_BOUND * max(exact, default=0.0)
@@ -210,7 +210,7 @@ def _tell(task: Task, runs: Runs, name: str, variant: Variant) -> None:
     gap, bound = gap_of(losses, exact), bound_of(variant, exact, own_gap)
     passed, reason = gap <= bound, ""
     if variant.again == 2 and losses != runs.losses(name, replace(variant, again=1)):
-        passed, reason = False, "the same run twice had other bits"
+        passed, reason = False, "the same run gave other bits the second time"
     said = {"gap": gap, "bound": bound, "last_loss": losses[-1] if losses else None}
     task.tell(variant.name, "passed" if passed else "failed", reason, **said)
 
@@ -220,13 +220,13 @@ def _settings(task: Task) -> tuple[str, ...]:
     if not task.on_gpu:
         size = (size[0], "batch.global_size=2", "batch.micro_size=1", "train.max_steps=2")
     caches = (f"data.cache={task.work / 'data'}", f"run.compile_cache={task.work / 'compiled'}")
-    # Three processes at once: threads that wait for a core spin.
+    # Three processes run at once, and threads that wait for a core spin.
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     return (*SMALL, *size, *caches, f"run.threads={threads}", "optim.lr=1e-3")
 
 
 def _possible(task: Task, variants: Sequence[Variant]) -> Iterator[Variant]:
-    """Yield those that can be tried here; tell of the others."""
+    """Yield those that can be tried here; report the others as skipped."""
     why_no_float8 = _why_no_float8(task) if any(one.float8 for one in variants) else ""
     for one in variants:
         missing = [name for name in NEEDS[one.method] if importlib.util.find_spec(name) is None]

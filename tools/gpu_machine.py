@@ -15,7 +15,7 @@ PACKAGES = ("triton", "bitsandbytes", "torchao", "accelerate", "pytest", "nvidia
 
 
 def main() -> None:
-    """Tell of the card at once, then what the doctor finds."""
+    """Report the card at once, then what the doctor finds."""
     task = Task.of_arguments()
     words = ["doctor", "--json", f"run.device={task.device}", f"run.dir={task.work / 'run'}"]
     doctor = subprocess.Popen(
@@ -32,7 +32,7 @@ def main() -> None:
     except ValueError:
         told = None
     if not told:
-        task.tell("doctor", "failed", f"doctor ended with {doctor.returncode} and told nothing")
+        task.tell("doctor", "failed", f"doctor ended with {doctor.returncode} and reported nothing")
         return
     [rank], findings = told["ranks"], told["findings"]
     errors = [one for one in findings if one["level"] == "error"]

@@ -1,9 +1,9 @@
-"""Runs the parts of tools/gpu_check.py: each in a process with a limit, all results in one JSON.
+"""Runs the parts of tools/gpu_check.py, each in a process with a limit; writes one JSON file.
 
-    parts, seconds -> one process after the other -> what each has told -> the JSON, written anew
+    parts, seconds -> one process after the other -> what each reports -> the JSON, rewritten
 
-The JSON is replaced whole whenever a part has told something more, so that a check that is cut off
-at any moment has given what it had.
+The JSON is rewritten whenever a part reports something, so that a check that is cut off at any
+moment has saved all that was reported.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from hpc_tune.files import write_file
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "HPC_TUNE_GPU_CHECK"  # in the environment of every process of a part
-MACHINE = "machine"  # what a part tells under this name is of the whole check
+MACHINE = "machine"  # what a part reports under this name goes to the top of the JSON
 POLL_S = 0.2
-TAIL = 3000  # letters of what a part that failed printed last
-MIN_S = 5.0  # a part is not begun with less
-KILL_LIMIT_S = 10.0  # a process that the driver holds does not end
+TAIL = 3000  # characters kept of the last output of a failed part
+MIN_S = 5.0  # a part is not started with less time
+KILL_LIMIT_S = 10.0  # a process that hangs in the driver cannot be ended
 ON_CPU = 3.0  # times the limits: toys need no time, but a test's machine may be slow
 Status = Literal["passed", "failed", "cut", "skipped", "running"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is tried in one process: the words after ``python``, and the modules it cannot do
-    without. ``limit_s``: it is killed after so many seconds.
+    """What is tried in one process. ``program``: the words after ``python``; ``needs``: the modules
+    that it requires; ``limit_s``: it is killed after this many seconds.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass
 class Result:
-    """How a part ended. cut: killed at a limit, or not begun for want of time."""
+    """How a part ended. cut: killed at its limit, or not started for lack of time."""
 
     name: str
     status: Status
@@ -64,7 +64,7 @@ class Check:
     """The folder of one check: its JSON, its log, what was found so far."""
 
     def __init__(self, folder: Path, device: str, minutes: float, facts: Mapping[str, Any]) -> None:
-        """Begin a check in ``folder``, in place of one before; ``facts`` stand in the JSON."""
+        """Begin a check in ``folder``, replacing an earlier one; ``facts`` go into the JSON."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.device = folder.resolve(), device
         self.results: list[Result] = []
@@ -97,12 +97,12 @@ class Check:
 
     @property
     def has_no_gpu(self) -> bool:
-        """Whether a part has looked for a GPU in vain."""
+        """Whether a part has looked for a GPU and found none."""
         looked = any(told["name"] == MACHINE for r in self.results for told in r.figures)
         return self.device == "cuda" and looked and not self._facts.get("card")
 
     def total(self) -> str:
-        """Return how the parts ended, in a line."""
+        """Return one line that says how the parts ended."""
         names: dict[str, list[str]] = {}
         for one in self.results:
             why = f" ({one.reason})" if one.status in ("skipped", "cut") and one.reason else ""
@@ -112,7 +112,7 @@ class Check:
 
 
 def run_parts(parts: Sequence[Part], check: Check) -> bool:
-    """Run one part after the other; return whether all have passed or were skipped by name."""
+    """Run one part after the other; return whether all have passed or were skipped."""
     for part in parts:
         left_s = check.left_s()
         times = ON_CPU if check.device == "cpu" else 1.0
@@ -206,7 +206,7 @@ def _verdict(result: Result, code: int | None) -> tuple[Status, str]:
         return "failed", f"ended with {code}"
     skipped = [told for told in result.figures if told["status"] == "skipped"]
     if not result.figures:
-        return "failed", "it told nothing"
+        return "failed", "it reported nothing"
     if len(skipped) == len(result.figures):
         return "skipped", "; ".join(dict.fromkeys(told.get("reason", "") for told in skipped))
     without = f"without {', '.join(told['name'] for told in skipped)}" if skipped else ""
@@ -218,7 +218,7 @@ def _environment(mark: str, device: str) -> dict[str, str]:
     paths = [str(ROOT), *(os.path.abspath(path) for path in given if path)]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
     own |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
-    # Of several GPUs the first: the Trainer would use all.
+    # Use the first of several GPUs: the Trainer would use all.
     one = {"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {}
     return {**one, **os.environ, **own}
 
@@ -226,7 +226,7 @@ def _environment(mark: str, device: str) -> dict[str, str]:
 def kill_marked(mark: str) -> None:
     """Kill every process of a part, those in sessions of their own included."""
     until_s = time.monotonic() + KILL_LIMIT_S
-    # One that is killed may have started another meanwhile.
+    # A killed process may have started another one before it died.
     while (pids := _marked(mark)) and time.monotonic() < until_s:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -244,7 +244,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def shown(told: Mapping[str, Any]) -> str:
-    """Return what a part told, in a line."""
+    """Return one line of what a part reported."""
     words = []
     for name, value in told.items():
         if name in ("name", "status", "reason") or isinstance(value, dict | list) or value is None:

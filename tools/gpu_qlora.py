@@ -1,7 +1,7 @@
 """A part of tools/gpu_check.py: QLoRA of Llama 3 70B's decoder blocks, as many as fit.
 
-2 blocks and 8 of them tell what one more takes of memory and time, most of which is quantising it.
-From that follows how many are measured at last: up to all 80.
+Runs with 2 and with 8 blocks show the memory and the time of one more block, most of which is
+quantizing it. From this follows how many can be measured in a last run: up to all 80.
 """
 
 import json
@@ -14,12 +14,12 @@ from gpu_task import Task
 
 SHAPE = "shape:llama3-70b"
 FEW, MORE = 2, 8
-MARGIN_S = 12.0  # for the end of the process, and what takes longer than the blocks before
+MARGIN_S = 12.0  # for the end of the process, and for blocks that take longer
 USED_SHARE = 0.9  # of the device
 
 
 def main() -> None:
-    """Measure few blocks, then as many as fit."""
+    """Measure a few blocks, then as many as fit."""
     task = Task.of_arguments()
     num_steps = 5 if task.on_gpu else 3
     few, more = (FEW, MORE) if task.on_gpu else (1, 2)
@@ -49,7 +49,7 @@ def most_blocks(
 ) -> int:
     """Return how many blocks can be measured in ``left_s`` and ``room_bytes``.
 
-    ``found`` has what two numbers of blocks took; more take more in proportion.
+    ``found`` has the measurements of two numbers of blocks, for linear extrapolation.
     """
     (few, less), (more, most) = sorted(found.items())
 

@@ -1,6 +1,6 @@
 """A part of tools/gpu_check.py: how long training stands still for a save and for MOVE_OPTIMIZER.
 
-full fine-tuning of a random model -> a save beside training, and one for which it waits
+full fine-tuning of a random model -> a save in the background, and one that training waits for
 the same model in the engine       -> its optimizer state to the host and back: seconds, bytes
 """
 
@@ -31,7 +31,7 @@ END_S = 5.0
 
 
 def main() -> None:
-    """Measure saves by whole runs, then the lever."""
+    """Measure saves in whole runs, then MOVE_OPTIMIZER."""
     task = Task.of_arguments()
     model = task.work / "model"
     write_tiny(model)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _make_larger(model: Path) -> None:
-    """Give the model SHAPE, and random weights."""
+    """Give the model the sizes in SHAPE, and random weights."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,7 +84,7 @@ def _tell_saves(task: Task, common: tuple[str, ...]) -> None:
             task.tell(job.name, "failed", said)
             continue
         rows = rows_of(run_dir)
-        # By the clock: from the end of a step to the end of the next, whatever is between.
+        # Wall time from the end of a step to the end of the next, with all that is between.
         between = [b["time"] - a["time"] for a, b in zip(rows, rows[1:], strict=False)]
         task.tell(
             job.name,

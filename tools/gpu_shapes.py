@@ -1,4 +1,4 @@
-"""Models of random weights for the parts of tools/gpu_check.py: how fast, how full, as planned?
+"""Models of random weights for the parts of tools/gpu_check.py: speed, memory, and the plan.
 
 a shape's config.json, perhaps of fewer blocks -> bench_steps.run -> tokens/s, MFU, the peak
                                                -> plan, in a process beside it
@@ -24,14 +24,14 @@ from hpc_tune.model.config_json import shape_directory
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
-SIDE = 8192  # of the matrix product that stands for what the card can do
+SIDE = 8192  # of the matmul that measures what the card can do
 PLAN_WAIT_S = 30.0
 
 
 def config_of(task: Task, shape: str, num_blocks: int | None = None) -> Path:
-    """Return a folder with the config.json of a shape; on CPUs that of builtin:tiny.
+    """Return a folder with the config.json of a shape, or of builtin:tiny on CPUs.
 
-    ``num_blocks``: of so many decoder blocks.
+    ``num_blocks``: change it to this many decoder blocks.
     """
     directory = shape_directory(shape)
     if not task.on_gpu:
@@ -48,7 +48,7 @@ def config_of(task: Task, shape: str, num_blocks: int | None = None) -> Path:
 
 
 class Shapes:
-    """Measures one after the other in this process, which is a world of one rank."""
+    """Measures models one after the other in this process, which is a world of one rank."""
 
     def __init__(self, task: Task) -> None:
         """Form the world."""
@@ -65,7 +65,7 @@ class Shapes:
         return [*words, "batch.micro_size=1", "batch.global_size=1", *more]
 
     def plan(self, settings: list[str]) -> "Future[int | None]":
-        """Begin to plan the peak of the GPU's allocator, in a process of its own."""
+        """Start planning the peak of the GPU's allocator in a process of its own."""
         total = torch.cuda.mem_get_info()[1] if self._task.on_gpu else None
         return self._plans.submit(planned_bytes, settings, 1, total)
 
@@ -77,12 +77,12 @@ class Shapes:
         planned: "Future[int | None]",
         counted: float | None = None,
     ) -> dict[str, Any] | None:
-        """Do the steps, tell what was found and return it; None if they failed.
+        """Do the steps, report what was found and return it; None if they failed.
 
-        ``counted``: tokens/s by tools/gpu_cost.py, to be told beside what is measured.
+        ``counted``: tokens/s by tools/gpu_cost.py, to report beside the measurement.
         """
         device = self.comm.device
-        gc.collect()  # an engine is in cycles
+        gc.collect()  # an engine has reference cycles
         if self._task.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -91,7 +91,7 @@ class Shapes:
         began_s = time.monotonic()
         try:
             told: dict[str, Any] = run(config, self.comm, num_steps)
-        except Exception as error:  # the next one is worth measuring all the same
+        except Exception as error:  # the next one is still worth measuring
             self._task.tell(name, "failed", f"{type(error).__name__}: {error}")
             return None
         all_s = time.monotonic() - began_s
@@ -140,7 +140,7 @@ def _beside(peak_bytes: int | None, planned: int | None) -> dict[str, Any]:
 
 
 def _ceiling(device: torch.device) -> float:
-    """Return the flops per second of a large product in bf16."""
+    """Return the flops per second of a large matmul in bf16."""
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
     for _ in range(8):

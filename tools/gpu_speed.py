@@ -1,6 +1,6 @@
 """A part of tools/gpu_check.py: LoRA of Llama 3 8B at 4,096 tokens, random weights, one row.
 
-Beside what is measured stands what tools/gpu_cost.py counted for this card, if it did.
+Reports what tools/gpu_cost.py counted for this card beside the measurement, if it did.
 """
 
 import json
@@ -22,7 +22,7 @@ VARIANTS = {
     "float8, compiled": (*COMPILED, "train.float8=true"),
     "base fp8, compiled": (*COMPILED, "tune.base_dtype=fp8"),
 }
-CASES = {  # of gpu_cost_page.py
+CASES = {  # names in gpu_cost_page.py
     "bf16": "8B lora",
     "bf16, compiled": "8B lora, compiled",
     "float8, compiled": "8B lora, float8, compiled",
@@ -31,7 +31,7 @@ CASES = {  # of gpu_cost_page.py
 
 
 def main() -> None:
-    """Measure each variant, the plan's figure beside it."""
+    """Measure each variant, and report the planned peak beside it."""
     task = Task.of_arguments()
     seq_len, num_steps = (4096, 10) if task.on_gpu else (64, 3)
     model, shapes, possible = config_of(task, SHAPE), Shapes(task), {}
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _counted(card: str) -> dict[str, float]:
-    """Return the tokens/s that were counted for a card, by the name of the variant."""
+    """Return the tokens/s that were counted for a card, by name of the variant."""
     file = next((f for f in COUNTED.glob("cost-*.json") if f.stem[5:].upper() in card), None)
     if file is None:
         return {}
@@ -63,7 +63,7 @@ def _why_not(task: Task, more: tuple[str, ...]) -> str:
         except ConfigError as error:
             return str(error)
     if COMPILED[0] in more and not task.on_gpu:
-        return "compiling takes longer than all of this on a CPU; the part losses does it"
+        return "on a CPU compiling takes longer than all else here; the part losses does it"
     return ""
 
 

@@ -1,9 +1,9 @@
-"""What a part of tools/gpu_check.py is told, and how it tells what it found.
+"""What a part of tools/gpu_check.py is given, and how it reports what it found.
 
     python tools/gpu_X.py FIGURES WORK DEVICE SECONDS
 
-A part appends a JSON line to FIGURES for each thing that it has tried, as soon as it has: what it
-found stays if it is cut off.
+A part appends a JSON line to FIGURES as soon as it has tried something, so that its results are
+kept if it is cut off.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "skipped"]
-MAX_WORDS = 600  # letters of a reason: the log has the rest
+MAX_WORDS = 600  # characters of a reason; the log has the rest
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part's own folder for what it writes, its device, and when (``time.monotonic``) it must be
+    """A part's task: its folder ``work``, its device, and when (``time.monotonic``) it must be
     done.
     """
 
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the check of a GPU, and not its test at toy size."""
+        """Whether this checks a GPU, rather than testing the tool at toy size."""
         return self.device == "cuda"
 
     def left_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A part of tools/gpu_check.py: the tests of tests/gpu, each function when it is done."""
+"""A part of tools/gpu_check.py: runs tests/gpu and reports each test function when it is done."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from gpu_task import Status, Task
 
 
 class Told:
-    """A plugin of pytest: tells of each test function when all of its cases are done."""
+    """A pytest plugin that reports each test function when all of its cases are done."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._name = task, ""
@@ -17,7 +17,7 @@ class Told:
         self._seconds = 0.0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Take in a phase of a case: of those that pass only the call counts."""
+        """Note a phase of a case; of passed phases, only the call counts."""
         name = report.nodeid.partition("[")[0].removeprefix("tests/gpu/")
         if name != self._name:
             self._tell()
@@ -31,7 +31,7 @@ class Told:
             self._ended.append(("passed", ""))
 
     def pytest_sessionfinish(self) -> None:
-        """Tell of the last one."""
+        """Report the last function."""
         self._tell()
 
     def _tell(self) -> None:

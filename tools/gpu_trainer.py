@@ -1,4 +1,4 @@
-"""A part of tools/gpu_check.py: what speed measures, by transformers' Trainer with peft."""
+"""A part of tools/gpu_check.py: measures what speed does, with transformers' Trainer and peft."""
 
 import json
 import random
@@ -18,7 +18,7 @@ WARM = 2  # steps whose time does not count
 
 
 def main() -> int:
-    """Train a few steps of random rows; tell how fast, beside hpc_tune where it was measured."""
+    """Train a few steps of random rows; report the speed, with hpc_tune's if it was measured."""
     task = Task.of_arguments()
     seq_len, steps = (4096, 10) if task.on_gpu else (64, 4)
     model = SHAPES / "llama3-8b"
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _beside(task: Task, tokens_per_s: float) -> dict[str, Any]:
-    """Return the MFU, and hpc_tune's speed over the Trainer's, by what the part speed has told."""
+    """Return the MFU, and hpc_tune's speed over the Trainer's, from results of the part speed."""
     check = json.loads((task.figures.parent / "gpu-check.json").read_text(encoding="utf-8"))
     told = [one for part in check["parts"] if part["name"] == "speed" for one in part["figures"]]
     ours = next((one for one in told if one["name"] == "bf16" and "tokens_per_s" in one), None)

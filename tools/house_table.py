@@ -1,8 +1,8 @@
-"""Count how the package is built, beside what it is to become: a Markdown table.
+"""Print code metrics of the package beside their goals, as a Markdown table.
 
     python tools/house_table.py
 
-tests/unit/repository/test_architecture.py holds most of it, and names what is over a limit.
+tests/unit/repository/test_architecture.py enforces most of them, and names what exceeds a limit.
 """
 
 import ast
@@ -64,7 +64,7 @@ def functions_in(trees: Trees) -> list[Function]:
 
 
 def imports_of(file: Path) -> set[str]:
-    """Every dotted name that a file imports, inside functions and for types alone, too."""
+    """Return every dotted name that a file imports, also in functions or only for types."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def circles_in(package: Path) -> list[list[str]]:
         own = ".".join(file.relative_to(package.parent).with_suffix("").parts)
         reached[own.removesuffix(".__init__")] = imports_of(file)
     for own, names in reached.items():
-        # Of "a.b.c" either c is a file, or something in the file a.b.
+        # In "a.b.c", c is either a file or something in the file a.b.
         files = {name if name in reached else name.rpartition(".")[0] for name in names}
         reached[own] = (files & reached.keys()) - {own}
     for middle, beyond in reached.items():
@@ -95,8 +95,8 @@ def circles_in(package: Path) -> list[list[str]]:
 def module_state(trees: Trees) -> list[str]:
     """Return "file NAME" for each name at the top of a file whose value changes.
 
-    By ``global``, an attribute, an item, a method of MUTATING, or because its class changes itself.
-    Names are compared, not scopes: a local name that is at the top of some file counts as that one.
+    It changes by ``global``, an attribute, an item, a method in MUTATING, or because its class
+    changes itself. Scopes are ignored: a local name that some file has at its top counts as that.
     """
     changed = set[str]().union(*map(_changed_in, trees.values()))
     found = []
@@ -109,7 +109,7 @@ def module_state(trees: Trees) -> list[str]:
 
 
 def _changed_in(tree: ast.AST) -> set[str]:
-    """Return names whose values are changed, and of classes that change themselves."""
+    """Return names whose values are changed, and names of classes that change themselves."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:

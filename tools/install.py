@@ -1,16 +1,16 @@
-"""Install hpc_tune beside the torch that a centre provides, and leave that torch as it is.
+"""Install hpc_tune beside the torch that a center provides, and leave that torch as it is.
 
-    module load python pytorch        # or enter the container: whatever brings the centre's torch
+    module load python pytorch        # or enter the container: whatever brings the center's torch
     python3 tools/install.py          # makes .venv over this Python
     source .venv/bin/activate
 
-The environment sees all packages of this Python. Into it goes only what is missing or too old; no
-torch, no library of CUDA or ROCm. `pip install .` alone would put PyPI's torch in front of the
-centre's where a package asks for another version, and on many machines that one sees no GPU.
-Needs nothing but Python's own modules and pip.
+The environment sees all packages of this Python. Only what is missing or too old is installed into
+it, but no torch and no CUDA or ROCm library. `pip install .` alone would put PyPI's torch in front
+of the center's if a package needs another version, and on many machines that one sees no GPU.
+Needs only Python's own modules and pip.
 """
 
-from __future__ import annotations  # to say of an older Python that it is too old
+from __future__ import annotations  # so that an older Python can be told that it is too old
 
 import argparse
 import ast
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-# What a site compiles against its own torch, MPI or CPUs, and what belongs to a torch.
+# What a site compiles against its own torch, MPI or CPUs; below, what belongs to a torch.
 _OF_THE_SITE = ("torch", "triton", "pytorch-triton-rocm", "numpy", "mpi4py", "h5py")
 _OF_TORCH = re.compile(r"(torch|triton|pytorch-triton.*|nvidia-(?!ml-py).*|cuda-.*)")
 _PIP = ("-m", "pip", "--disable-pip-version-check")
@@ -54,12 +54,12 @@ _FOLDERS = "import json, sys; print(json.dumps([f for f in sys.path if f.endswit
 
 
 class InstallError(Exception):
-    """The installation cannot go on; the message says why, and what to do."""
+    """The installation cannot continue; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch that a Python imports: its version, file, what it is built for, GPUs seen."""
+    """The torch that a Python imports: its version, file, build, and the number of GPUs it sees."""
 
     version: str
     file: str
@@ -105,11 +105,11 @@ def _install(args: argparse.Namespace) -> None:
     if torch is None:
         raise InstallError(
             f"{sys.executable} has no torch to keep: load the centre's module or enter its "
-            "container first. Where there is none, `pip install .` brings PyPI's"
+            "container first. If there is none, `pip install .` installs PyPI's"
         )
     print(f"found {torch}")
     if not torch.gpus:
-        print("it sees no GPU here; on a login node that is usual")
+        print("it sees no GPU here, which is usual on a login node")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         venv = folder / "venv" if args.dry_run else args.venv
@@ -140,17 +140,17 @@ def _install_into(venv: Path, torch: Torch, args: argparse.Namespace, scratch: P
         _check(python, torch, venv)
     kept = [name for name in sorted(map(_name, wanted)) if name in site and name not in missing]
     of_site = [f"torch {torch.version}", *(f"{name} {site[name][0]}" for name in kept)]
-    print(f"of the site: {', '.join(of_site)}")
+    print(f"kept from the site: {', '.join(of_site)}")
 
 
 def _environment(venv: Path, torch: Torch) -> str:
-    """Make the environment, so that it imports what this Python does; return its Python."""
+    """Make an environment that imports what this Python does; return its Python."""
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         _run([sys.executable, "-m", "venv", "--system-site-packages", str(venv)], os.environ)
     own = Path(_asked(python, _PURELIB))
-    # What this Python has from an environment of its own, or by PYTHONPATH, comes behind what the
-    # new one has; an activated environment does not see PYTHONPATH itself, which would come first.
+    # Folders of this Python's own environment and of PYTHONPATH come after those of the new one.
+    # Activation unsets PYTHONPATH, whose folders would otherwise come first.
     theirs = [f for f in _asked(sys.executable, _FOLDERS, dict(os.environ)) if Path(f) != own]
     theirs += [f for f in os.environ.get("PYTHONPATH", "").split(os.pathsep) if f]
     have = _asked(python, _FOLDERS)
@@ -162,14 +162,14 @@ def _environment(venv: Path, torch: Torch) -> str:
         activate.write_text(activate.read_text() + line)
     if (now := _torch_of(python)) is None or now.file != torch.file:
         raise InstallError(
-            f"{venv} has {now or 'no torch'}, not the site's: remove it (rm -r {venv}), and start "
+            f"{venv} has {now or 'no torch'}, not the site's: remove it (rm -r {venv}), and run "
             "this again"
         )
     return python
 
 
 def _wanted(args: argparse.Namespace) -> list[str]:
-    """Return the requirements of setup.py without torch, and of DeepSpeed what is asked for."""
+    """Return the requirements of setup.py without torch, and with DeepSpeed only if asked for."""
     tree = ast.parse((HERE / "setup.py").read_text(encoding="utf-8"))
     call = next(
         n for n in ast.walk(tree) if isinstance(n, ast.Call) and "setup" in ast.dump(n.func)
@@ -186,19 +186,19 @@ def _wanted(args: argparse.Namespace) -> list[str]:
 
 
 def _held(site: dict[str, Any], wanted: Sequence[str], torch: Torch) -> dict[str, str]:
-    """Return the versions of the site that stay. numpy stays where it is new enough."""
+    """Return the site's versions to keep: those that are new enough, and always torch."""
     held = {name: site[name][0] for name in _OF_THE_SITE if name in site}
     for requirement in wanted:
         name, _, least = requirement.partition(">=")
         if name in held and _numbers(held[name]) < _numbers(least.partition(",")[0]):
             del held[name]
-    return {"torch": torch.version} | held  # pip's word may lack the +cu128 of torch's own
+    return {"torch": torch.version} | held  # metadata may lack torch's suffix, such as +cu128
 
 
 def _missing(
     python: str, wanted: Sequence[str], constraints: Path, wheels: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield name and version of what pip would install for these requirements, save torch's own."""
+    """Yield (name, version) of what pip would install for ``wanted``, except packages of torch."""
     report = constraints.with_name("report.json")
     options = ["--dry-run", "--quiet", "--report", str(report), *wheels]
     if "torch" not in _asked(python, _INSTALLED):
@@ -213,8 +213,9 @@ def _missing(
 
 
 def _write_empty_torch(folder: Path, version: str) -> None:
-    """Write a wheel without files, for pip to reckon with: a torch that was built without pip is
-    unknown to it, and it would fetch another with all its libraries. It is not installed.
+    """Write a wheel without files for pip's resolver; it is not installed.
+
+    pip does not see a torch that was built without it, and would fetch one with all its libraries.
     """
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
@@ -240,7 +241,7 @@ def _check(python: str, torch: Torch, venv: Path) -> None:
 
 
 def _torch_of(python: str) -> Torch | None:
-    """Return the torch that a Python imports, or None where it has none.
+    """Return the torch that a Python imports, or None if it has none.
 
     Raises:
         InstallError: if there is one that cannot be imported.
@@ -262,7 +263,7 @@ def _asked(python: str, code: str, environ: dict[str, str] | None = None) -> Any
 
 
 def _pip(python: str, *arguments: str) -> None:
-    # A container may fix versions for pip (PIP_CONSTRAINT), among them some that are too old.
+    # A container may pin versions for pip (PIP_CONSTRAINT), some of them too old.
     environ = {k: v for k, v in _without_pythonpath().items() if k != "PIP_CONSTRAINT"}
     _run([python, *_PIP, *arguments], environ)
 
@@ -275,7 +276,7 @@ def _run(argv: Sequence[str], environ: Any) -> str:
     """Run a command and return its output.
 
     Raises:
-        InstallError: with its last lines, if it fails.
+        InstallError: with the command's last lines, if it fails.
     """
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode != 0:

@@ -1,8 +1,8 @@
-"""Print constraints by which pip installs the oldest versions that setup.py takes.
+"""Print constraints that make pip install the oldest versions that setup.py allows.
 
     python tools/lowest.py >constraints.txt
 
-Tools of the tests stay as constraints.txt has them.
+The tests' tools keep their versions in constraints.txt.
 """
 
 import re
@@ -20,7 +20,7 @@ def main() -> int:
     lowest = dict(_LOWER.findall(needed))
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name, pinned, version = line.partition("==")
-        # What the oldest of the others do not take is left to pip.
+        # pip chooses these, since the oldest versions of the others may refuse the pinned ones.
         if pinned and name in (*lowest, "datasets", "huggingface_hub", "tokenizers", "torchao"):
             continue
         print(line)

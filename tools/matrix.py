@@ -1,12 +1,12 @@
-"""Which architectures are trained right, in which way: tried, and written down as docs/models.md.
+"""Try which architectures train correctly, by method and layout, and write docs/models.md.
 
     python tools/matrix.py [--only NAME ...] [--methods ...] [--layouts ...] [--out docs/models.md]
 
-Each architecture is made small (see hpc_tune/model/stock_reference.py), with random values. Stock
-transformers and peft with torch's AdamW train it for some steps, one document at a time; hpc_tune
-does, in every method and layout, from the same files. A cell is the largest gap between the losses
-of a step, relative; a gap of more than 1e-4 after steps, or a crash, is an error, and the exit code
-is 1. What hpc_tune refuses is named with its reason. A page that is there keeps what was not tried.
+Each architecture is made small (see hpc_tune/model/stock_reference.py), with random weights. Stock
+transformers and peft with torch's AdamW train it for a few steps, one document at a time; so does
+hpc_tune, from the same files, in every method and layout. A cell is the largest relative gap
+between losses of a step. A gap of more than 1e-4, or a crash, is an error, and the exit code is 1.
+What hpc_tune refuses is listed with the reason. An existing page keeps what was not tried.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from hpc_tune.step.slices import slicing_problems
 from hpc_tune.train.startup.architecture_check import ArchitectureCheck, check_architecture_cached
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = [sys.executable]  # what runs a rank
+PYTHON = [sys.executable]  # the command that runs a rank
 JITTER = 1e-7
-TOLERANCE = 1e-4  # after steps of AdamW, which makes much of little gradients
+TOLERANCE = 1e-4  # after steps of AdamW, which amplifies small gradients
 LAUNCH_S = 3600.0
 QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -53,7 +53,7 @@ QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_d
 def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     """Return the losses of stock transformers, peft and AdamW, one document at a time.
 
-    ``jitter``: weights are off by so much, relative, as rounding would have it.
+    ``jitter``: relative noise on the weights, like rounding.
     """
     from transformers import BitsAndBytesConfig
 
@@ -94,7 +94,7 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
 
 
 def _stock_once(directory: Path, method: str) -> list[float]:
-    """Return what ``stock`` does, kept beside the model."""
+    """Return the result of ``stock``, cached beside the model."""
     kept = directory / f"stock-{method}.json"
     if not kept.exists():
         kept.write_text(json.dumps(stock(directory, method)))
@@ -104,9 +104,9 @@ def _stock_once(directory: Path, method: str) -> list[float]:
 
 @torch.no_grad()
 def _round(model: Any, quantised: Any) -> None:
-    """Give a model the values that bitsandbytes makes in 4 bits of its linear layers and experts.
+    """Round a model's linear layers and experts to the values of bitsandbytes' 4-bit format.
 
-    It quantises the former alone, and on CPUs computes in bf16 with some, whatever it is told.
+    bitsandbytes quantizes only linear layers, and on CPUs computes some in bf16 regardless.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -117,14 +117,14 @@ def _round(model: Any, quantised: Any) -> None:
         for name in stack_names(experts):
             for matrix in experts.get_parameter(name):
                 _round_matrix(matrix)
-    # As of each quantised model: some layers with a state call then what they else read.
+    # As in every quantized model: some layers with a state then call modules, not read weights.
     model.config.get_text_config()._is_quantized = True
 
 
 def _round_matrix(matrix: torch.Tensor) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    # As one row: of rows that are no whole blocks it takes wrong scales on CPUs with AVX512.
+    # As one row: on CPUs with AVX512 it uses wrong scales for rows that are not whole blocks.
     packed = quantize_4bit(
         matrix.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True
     )
@@ -132,10 +132,10 @@ def _round_matrix(matrix: torch.Tensor) -> None:
 
 
 def _linears_outside_blocks(model: Any) -> list[str]:
-    """Return the names of the linear layers that hpc_tune does not quantise.
+    """Return the names of the linear layers that hpc_tune does not quantize.
 
-    The decoder's blocks without routers and special layers: those of parts for images may be more
-    and larger.
+    It quantizes those in the decoder's blocks, except routers and special layers. The blocks of
+    parts for images, which may be more and larger, do not count.
     """
     blocks = find_blocks(find_decoder(model))
     whole = {*find_routers(blocks), *find_uncalled_linears(blocks)}
@@ -148,7 +148,7 @@ def _linears_outside_blocks(model: Any) -> list[str]:
 
 
 def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
-    """Put peft's adapters around a model, with the first values that hpc_tune gives them."""
+    """Add peft's adapters to a model, with the initial values that hpc_tune gives them."""
     from matrix_ranks import settings
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
@@ -160,7 +160,7 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
     values = {saved: parameters[name].detach() for name, saved in ours.saved_names.items()}
     targets = resolve_targets(model, settings(row).tune)
     modules = targets.modules
-    if not isinstance(modules, str):  # of a head within a part of it the whole model does not know
+    if not isinstance(modules, str):  # the whole model does not know a head inside a part
         modules = [name for name in modules if not name.endswith(".lm_head")]
     adapters = LoraConfig(
         r=8,
@@ -178,9 +178,9 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
 
 
 def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str, Any]]:
-    """Train rows in as few launches as can be; a row that ends its launch is a crash.
+    """Train rows in as few launches as possible; a row that ends its launch is a crash.
 
-    Of rows that were begun before in ``work``, those that are left.
+    If the same rows were begun before in ``work``, train only the remaining ones.
     """
     listed, results = work / f"rows-{ranks}.json", work / f"results-{ranks}.jsonl"
     if not listed.exists() or json.loads(listed.read_text()) != rows:
@@ -211,8 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--work", type=Path, help="keep what was done there, and go on from it")
-    parser.add_argument("--out", type=Path, help="write the page there, too")
+    parser.add_argument("--work", type=Path, help="keep results there, and resume from them")
+    parser.add_argument("--out", type=Path, help="also write the page there")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(name: str, work: Path) -> ArchitectureCheck:
-    """Write the small model of an architecture and return what its trial shows."""
+    """Write the small model of an architecture and return the result of its check."""
     print(f"trying {name}", file=sys.stderr, flush=True)
     try:
         config = config_of(name)
@@ -263,7 +263,7 @@ def _prepare(name: str, work: Path) -> ArchitectureCheck:
 
 
 def _refused(name: str, proof: ArchitectureCheck, layout: str, directory: Path) -> str:
-    """Return why a layout is not for an architecture; nothing if it is."""
+    """Return why a layout does not suit an architecture, or an empty string."""
     if layout not in ("tensor", "pipeline"):
         return ""
     config = read_language_config(directory)
@@ -273,7 +273,7 @@ def _refused(name: str, proof: ArchitectureCheck, layout: str, directory: Path) 
 
 
 def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str], str]:
-    """Return the word for each row: the gap to stock, or what is said instead of it."""
+    """Return the cell of each row: the gap to stock, or the text that replaces it."""
     cells: dict[tuple[str, str, str], str] = {}
     wanted: dict[tuple[str, str], list[float] | str] = {}
     noise: dict[tuple[str, str], float] = {}
@@ -285,7 +285,7 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
                 wanted[key] = _stock_once(Path(row["directory"]), row["method"])
             except HpcTuneError as error:
                 wanted[key] = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
                 wanted[key] = f"stock fails: {type(error).__name__}: {str(error)[:120]}"
     tried = [row for row in rows if not isinstance(wanted[row["name"], row["method"]], str)]
     for ranks in sorted(set(RANKS.values())):
@@ -326,7 +326,7 @@ def _page(
     methods: Sequence[str],
     work: Path,
 ) -> Page:
-    """Return the rows, and what is refused of them."""
+    """Return the page: its rows, and notes on what is refused."""
     page = Page()
     for name, proof in proofs.items():
         if proof.loss:

@@ -1,7 +1,7 @@
 """The architectures of the matrix: transformers' configurations, as published models set them.
 
-``config_of`` gives each its scales: a factor of 1, as many configurations have by default, would
-hide that it is forgotten.
+``config_of`` changes scaling factors of 1, the default of many configurations: they would hide that
+a factor is not applied.
 """
 
 from typing import Any
@@ -99,13 +99,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
 }
 
-# Draws in which no choice of experts of stock's own steps is near a tie: AFMoE has one of nine. In
-# the first of hy_v4 one expert is another in shards on some CPUs (2.4e-4), in the next two on none.
+# Seeds with no choice of experts near a tie in stock's own steps: AFMoE has one in nine. With the
+# first of hy_v4, shards choose another expert on some CPUs (2.4e-4), with the next two on none.
 SEEDS = {"afmoe": 2, "hy_v4": 1}
 
 
 def config_of(name: str) -> Any:
-    """Return the configuration of an architecture; some have a name for one of two kinds."""
+    """Return the configuration of an architecture, or of one of its kinds that has its own name."""
     config = AutoConfig.for_model(**{"model_type": name} | MODELS[name])
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and value == 1.0 and ("multiplier" in key or "scal" in key):

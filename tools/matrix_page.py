@@ -1,6 +1,6 @@
 """docs/models.md: the table of tools/matrix.py and what is refused, read and written.
 
-A matrix of some architectures, methods or layouts replaces their cells and leaves those of others.
+A matrix of some architectures, methods or layouts replaces only their cells.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 METHODS = ("lora", "experts", "full", "dora", "qlora")
-# By the names of rows and notes: what heads its column.
+# Headings of columns, by the names in rows and notes.
 LAYOUTS = {
     "one": "one rank",
     "shard": "shard 2",
@@ -36,7 +36,7 @@ expert. An empty cell was not tried.
 
 
 class Note(NamedTuple):
-    """Why an architecture is refused in a method, a layout or both: ``about``; or "" in all."""
+    """Why an architecture is refused in ``about``: a method, a layout or both; or "" for all."""
 
     name: str
     about: str
@@ -45,7 +45,7 @@ class Note(NamedTuple):
 
 @dataclass
 class Page:
-    """Cells by architecture and method, the first of them whether it is packed; and notes."""
+    """Cells by architecture and method, of which the first says if rows are packed; and notes."""
 
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Page:
         methods: Collection[str],
         layouts: Collection[str],
     ) -> "Page":
-        """Return the page with what a matrix of these architectures, methods and layouts says."""
+        """Return this page, updated with a matrix of these architectures, methods and layouts."""
 
         def is_kept(note: Note) -> bool:
             return note.name not in names or any(
@@ -95,7 +95,7 @@ class Page:
         return Page(rows, list(dict.fromkeys([*notes, *new.notes])))
 
     def text(self, versions: str, known: Sequence[str]) -> str:
-        """Return the page as it is written, its architectures in the order of ``known``."""
+        """Return the page as Markdown, with architectures in the order of ``known``."""
         order = {name: number for number, name in enumerate(known)}
         rows = sorted(self.rows, key=lambda key: (order[key[0]], METHODS.index(key[1])))
         lines = [

@@ -1,11 +1,11 @@
-"""For the ranks of one launch: some steps of each row of the matrix, by the engines themselves.
+"""A program for ranks: a few steps of each row of the matrix, by the engines themselves.
 
     mpirun -np N python tools/matrix_ranks.py ROWS.json RESULTS FIRST
 
 ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}; rank 0 appends a
-line to RESULTS for each from number FIRST on: {"losses": [...]} or {"error": text}. Each row makes
-process groups, which gloo keeps with a thread for each peer, and a heap keeps its holes: a launch
-ends after ROWS_PER_LAUNCH rows, or where one of its ranks has MOST_BYTES.
+line to RESULTS for each row from number FIRST on: {"losses": [...]} or {"error": text}. Each row
+makes process groups, for which gloo keeps a thread per peer, and the heap becomes fragmented: so a
+launch ends after ROWS_PER_LAUNCH rows, or when one of its ranks has MOST_BYTES.
 """
 
 import gc
@@ -38,11 +38,11 @@ MOST_BYTES = 1.5 * 2**30
 RANKS = {layout: 2 for layout in LAYOUTS} | {"one": 1, "expert4": 4}
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
-EXPERTS = {"jetmoe": "input_linear, output_linear"}  # of other names than experts
+EXPERTS = {"jetmoe": "input_linear, output_linear"}  # whose names differ from experts
 
 
 def documents() -> list[torch.Tensor]:
-    """Return the documents of each step, of T tokens each."""
+    """Return the documents of each step, as tensors of T tokens."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
 
@@ -67,7 +67,7 @@ def settings(row: dict[str, Any]) -> RunConfig:
 
 
 def layout_of(row: dict[str, Any], size: int) -> Layout:
-    """Return how ``size`` ranks train a row: all of them along its axis."""
+    """Return the layout of a row on ``size`` ranks: all of them along its axis."""
     name = row["layout"]
     return Layout(
         1 if name != "one" else size,
@@ -117,7 +117,7 @@ def main() -> None:
         int(sys.argv[3]),
     )
     comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
-    # lazy_imports would freeze a row's engine, which then stays forever.
+    # lazy_imports would freeze a row's engine, which would then never be freed.
     freeze, gc.freeze = gc.freeze, lambda: None
     for row in rows[first : first + ROWS_PER_LAUNCH]:
         told: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def main() -> None:
         if comm.is_rank_0:
             with results.open("a") as out:
                 out.write(json.dumps(told) + "\n")
-        gc.collect()  # engines hold themselves in circles
+        gc.collect()  # engines have reference cycles
         freeze()
         if comm.max([float(psutil.Process().memory_info().rss)])[0] > MOST_BYTES:
             break

@@ -1,15 +1,15 @@
-"""A fact at a depth of a long text, asked for at its end: rows to learn it from, and a score.
+"""Find a fact at some depth of a long text: write rows to train on, and score a model.
 
     python tools/needle.py write FOLDER [--length 256] [--rows 2000] [--held-out 40] [--digits 2]
     python tools/needle.py score MODEL FOLDER
 
-It is the passkey retrieval of Mohtashami and Jaggi (arXiv:2305.16300): filler of sentences that say
-nothing, in it a line with a number, and behind it the question for that number. ``write`` makes
-train.jsonl, with depths drawn evenly, and a file of held-out rows for each of five depths
-(depth-000.jsonl is the beginning of the text, depth-100.jsonl its end), whose numbers are not those
-of the training rows. Each row has its depth and its length in characters, which are tokens of
-builtin:tiny. ``score`` loads a model's folder, such as an export --to merged, by transformers and
-prints the share of the numbers that it answers in full, by depth.
+This is the passkey retrieval of Mohtashami and Jaggi (arXiv:2305.16300): meaningless filler
+sentences, a line with a number among them, and a question for that number at the end. ``write``
+makes train.jsonl, with uniformly drawn depths, and a file of held-out rows for each of five depths
+(depth-000.jsonl is the beginning of the text, depth-100.jsonl its end), with numbers that no
+training row has. Each row has its depth and its length in characters, which are the tokens of
+builtin:tiny. ``score`` loads a model's folder, such as one from export --to merged, by transformers
+and prints by depth how many numbers it answers completely.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def _write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def score_by_depth(model: Path, folder: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield each depth in percent, how many numbers ``model`` says in full there, of how many."""
+    """Yield (depth in percent, numbers that ``model`` answers completely, numbers asked for)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Write docs/settings.md, every setting, and in docs/files.md every field of the files of lines.
+"""Write docs/settings.md, with every setting, and every field of JSON lines in docs/files.md.
 
 python tools/reference.py [--out docs]
 """
@@ -63,7 +63,7 @@ def settings_page() -> str:
 
 
 def files_page(page: str) -> str:
-    """Return the page of files with the sections of the files of lines as they are declared."""
+    """Return the page of files with its sections on files of JSON lines as declared in code."""
     sections = {name: _lines_of(kinds) for name, kinds in LINES.items()}
     for name, lines in {**sections, "events.jsonl": _events()}.items():
         before, head, rest = page.partition(f"## {name}\n")

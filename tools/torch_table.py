@@ -1,12 +1,12 @@
-"""The same short runs with several torches: how far their losses are apart.
+"""Run the same short runs with several torch versions and compare their losses.
 
     python tools/torch_table.py .venv-torch-2.9.1 .venv-torch-2.15.0 [--only lora,ZeRO-3]
 
 Each folder is an environment with hpc_tune's dependencies (``make test TORCH=2.9.1`` makes one).
-The reference is the Python that runs this. Every method is trained for four steps on one rank and
-in each layout on two. Printed is the largest difference of a loss for each run and torch, and at
-the end the line by which a run was refused. The exit code is 1 if a run that the reference finishes
-fails, or is more than 1e-5 off.
+The reference is the Python that runs this. Every method is trained for four steps on one rank, and
+in each layout on two ranks. It prints the largest loss difference for each run and torch, and at
+the end the messages of refused runs. The exit code is 1 if a run that the reference finishes fails,
+or is more than 1e-5 off.
 """
 
 import argparse
@@ -43,7 +43,7 @@ METHODS = {
     "compile": ["train.compile=true"],
     "float8 emulated": ["train.compile=true", "train.float8=true", "model.dtype=bf16"],
 }
-# float8 as it is rounded on the GPUs that have it, by torchao on any device.
+# float8 rounding as on GPUs that have it, emulated by torchao on any device.
 EMULATED = """
 import functools, sys
 from hpc_tune.__main__ import main
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _losses(python: Path, files: Path, method: str, layout: str) -> list[float] | str:
-    """Return the losses of a run, or the line by which it was refused."""
+    """Return the losses of a run, or the message of its refusal."""
     run_dir = Path(tempfile.mkdtemp(dir=files))
     model = str(files / "experts") if method == "experts" else "builtin:tiny"
     data = str(files / "pairs.jsonl") if method == "dpo" else "builtin:pydocs"

@@ -8,7 +8,7 @@ from spack.package import *
 class PyHpcTune(PythonPackage):
     """Fine-tunes large language models on HPC clusters. mpirun or Slurm starts the ranks."""
 
-    # There is no page of the project yet: write the one you have the sources from.
+    # The project has no page yet: put in the address that you got the sources from.
     homepage = "https://example.org/hpc_tune"
     git = "https://example.org/hpc_tune.git"
 
@@ -41,9 +41,9 @@ class PyHpcTune(PythonPackage):
         depends_on("py-tensorboard@2.16.2:")
         depends_on("py-mpi4py@4.1:", when="+mpi")
         depends_on("py-nvidia-ml-py@12.535.77:", when="+cuda")
-        # Each torch is built for the GPUs of one maker.
+        # A build of torch is for the GPUs of one vendor.
         depends_on("py-torch +cuda +nccl", when="+cuda")
 
     def patch(self):
-        # pip would look for what is optional here: DeepSpeed is for ZeRO and NVMe alone.
+        # Drop optional requirements, or pip looks for them: only ZeRO and NVMe need DeepSpeed.
         filter_file(r'^\s*"(deepspeed|mpi4py|nvidia-ml-py)>=.*\n', "", "setup.py")

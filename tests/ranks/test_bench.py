@@ -74,7 +74,7 @@ def test_a_configuration_on_one_and_two_ranks(tmp_path):
     )
     assert set(told["ranks"]) == {"1", "2"}
     assert "speed-up" in shown
-    assert "use 1: 2 ranks are " in shown or "up to 2 ranks each added one pays" in shown
+    assert "use 1: 2 ranks are " in shown or "every added rank pays off up to 2" in shown
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
     # Random weights know as much as chance does.
     vocab_size = json.loads((tmp_path / "tiny" / "config.json").read_text())["vocab_size"]
     assert told["loss"] == pytest.approx(math.log(vocab_size), rel=0.1)
-    assert "% of what matrix products would allow" in shown
+    assert "% of what matmuls would allow" in shown
     assert "planned" not in shown, "that is for GPUs"
 
 
@@ -127,7 +127,7 @@ def test_the_planned_peak_stands_beside_the_allocators():
     found = bench_shape.Found(9000.0, 12000.0, int(4e9), int(60e9), int(57e9))
     lines = [" ".join(line.split()) for line in bench_shape.table(found)]
     assert lines == [
-        "tokens/s 9000, 75% of what matrix products would allow",
+        "tokens/s 9000, 75% of what matmuls would allow",
         "host 4.00 GB",
         "device 60.00 GB at the allocator's peak",
         "planned 57.00 GB, -5.0%",
@@ -140,7 +140,7 @@ def test_the_verdict_names_the_last_number_of_ranks_that_pays():
     *_, verdict = bench.scale_table({1: (100.0, 0.0), 2: (80.0, 0.05)})
     assert verdict == "use 1: 2 ranks are 0.80 x as fast (shared cores, or too few rows per rank)"
     *_, verdict = bench.scale_table({2: (100.0, 0.0), 4: (180.0, 0.05)})
-    assert verdict == "up to 4 ranks each added one pays: try more"
+    assert verdict == "every added rank pays off up to 4: try more ranks"
 
 
 def measured(tokens_per_s, first_s=8.0, host_bytes=3e9, others=0.0, grown=None):
@@ -203,7 +203,7 @@ def test_a_disturbed_round_is_run_once_more(tmp_path, monkeypatch, capsys):
     assert told["ratios"]["tokens_per_s"] == [103 / 104, 106 / 105]
     assert told["disturbed"] == {}
     shown = capsys.readouterr().out
-    assert "other processes took 30% beside ddp: this round once more" in shown
+    assert "other processes took 30% beside ddp: repeating this round" in shown
     assert "disturbed" not in shown
 
 

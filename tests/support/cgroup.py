@@ -1,4 +1,4 @@
-"""A real memory cgroup with a limit, for the tests that let the kernel kill."""
+"""A real memory cgroup with a limit, for tests in which the kernel kills processes."""
 
 import contextlib
 import os
@@ -24,9 +24,9 @@ class Group:
     def run(
         self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run the command of ``n`` ranks in it, beside another one if asked.
+        """Run a command of ``n`` ranks in the group, beside ``neighbour`` if given.
 
-        The command is what the kernel kills first; the neighbour is spared.
+        The kernel kills the command first and spares the neighbour.
         """
         with contextlib.ExitStack() as stack:
             if neighbour is not None:
@@ -35,7 +35,7 @@ class Group:
             return run_ranks(self.inside(argv), rank_environment(n), timeout)
 
     def inside(self, argv: Sequence[str], spared: bool = False) -> list[str]:
-        """Return the command line that runs a command in it."""
+        """Return the command line that runs a command in the group."""
         enter = 'echo $$ > "$0"/cgroup.procs; exec "$@"'
         if not spared:
             enter = "echo 1000 > /proc/self/oom_score_adj; " + enter
@@ -43,7 +43,7 @@ class Group:
 
     @contextlib.contextmanager
     def below(self, *names: str) -> Iterator["Group"]:
-        """Make a group in it, with others between."""
+        """Make a group below this one, nested once for each name."""
         folders = [self.folder.joinpath(*names[: i + 1]) for i in range(len(names))]
         for folder in folders:
             folder.mkdir()
@@ -55,19 +55,19 @@ class Group:
 
     @property
     def charged_bytes(self) -> int:
-        """What it has in use, page cache too: exact at any time."""
+        """Bytes in use by the group, page cache included: exact at any time."""
         names = ("memory.usage_in_bytes", "memory.current")
         return int(next(f for name in names if (f := self.folder / name).exists()).read_text())
 
     @property
     def kills(self) -> int:
-        """How often the kernel has killed in it."""
+        """How often the kernel has killed a process in the group."""
         return oom_kills(HostLimit(1, "", self.folder))
 
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Group]:
-    """Make a cgroup below this process's; skip the test where that is not allowed."""
+    """Make a cgroup with a limit below the root group; skip the test if that is not allowed."""
     if os.geteuid() != 0:
         pytest.skip("a memory cgroup needs root")
     v1 = V1.is_dir()

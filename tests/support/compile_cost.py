@@ -2,8 +2,8 @@
 
     python -m tests.support.compile_cost KEY=VALUE ...
 
-The last line is JSON: the seconds that the steps took beyond the last one's, and how many graphs
-were compiled and how many came from the cache.
+The last line is JSON: the seconds that the steps took beyond the last step's time, how many graphs
+were compiled, and how many came from the cache.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Configs of other tools, as those that they ship or document; and what comes of them."""
+"""Configs of other tools, like those that they ship or document, and what convert makes of them."""
 
 import re
 
@@ -297,7 +297,7 @@ CONFIGS = {
 
 
 def theirs(text, **changes):
-    """Return a config with values changed, by key with __ for the dot; None takes one out."""
+    """Return a config with changed values; keys have __ for the dot, and None removes a key."""
     tree = yaml.safe_load(text)
     for key, value in changes.items():
         *parts, name = key.split("__")
@@ -320,7 +320,7 @@ def on_four_ranks(text, changes):
 
 
 def line_of(lines, key):
-    """Return the line that has a key, by itself or among others with the same remark."""
+    """Return the line that names a key, alone or with others that share its remark."""
     for line in lines:
         shown = "\n".join(getattr(line, "keys", (str(line),)))
         if re.search(rf"^{re.escape(key)}( =| \(|:|$)", shown, re.MULTILINE):

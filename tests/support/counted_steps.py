@@ -1,11 +1,11 @@
-"""A program for the ranks of one launch: training runs of which each step's messages are counted.
+"""A program for the ranks of one launch: training runs whose messages are counted per step.
 
     python -m tests.support.counted_steps JOBS.json RESULTS FIRST     (as many_runs.py)
 
-Rank 0 writes ``messages.json`` into the run directory: by number of a step, from the boundary
-before it to the one after it, the calls of each process group's collectives. ``control``: those of
-``Comm``, which go over gloo; ``device``: the others, which are NCCL's on GPUs, with how many ranks
-their group has.
+Rank 0 writes ``messages.json`` into the run directory: for each step, from the boundary before it
+to the one after it, how often each collective was called. ``control`` calls are those of ``Comm``,
+which go over gloo. ``device`` calls are all others, which use NCCL on GPUs; they name the number of
+ranks in their group.
 """
 
 import functools
@@ -26,7 +26,7 @@ CONTROL = ("world/comm.py", "world/watch.py")
 
 
 class Steps:
-    """The messages of this rank since the last boundary, and those of each step."""
+    """Counts of this rank's messages since the last boundary, and in each step."""
 
     def __init__(self) -> None:
         self.of_steps: dict[int, Counter[str]] = {}
@@ -42,7 +42,7 @@ class Steps:
 
 
 def install(steps: Steps) -> None:
-    """Count what is called of the process groups of this process."""
+    """Count the calls on the process groups of this process."""
 
     def counted(name: str) -> Any:
         made = getattr(ProcessGroup, name)

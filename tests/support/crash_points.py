@@ -2,8 +2,8 @@
 
     python -m tests.support.crash_points OUT.json WAY EVERY STEP key=value ...
 
-When the save of STEP begins, the process forks once per point, of which it tries each EVERY-th and
-the last; the child does the save. WAY is what happens at its point:
+When the save of STEP begins, the process forks a child for each EVERY-th point and for the last
+one; the child does the save. WAY is what happens at its point:
 
     end     the child dies: before an operation on files, after it, or in the middle of a write
     fill    the disk, which should be a small tmpfs, is filled to the last byte before the operation
@@ -37,7 +37,7 @@ EXIT_AT_POINT, EXIT_REFUSED = 99, 98
 
 
 class Tripwire:
-    """Lists the operations on files that this process does, and does ``at_point`` at one."""
+    """Lists this process's operations on files, and calls ``at_point`` at one of them."""
 
     def __init__(
         self, target: int | None = None, kind: str = "", at_point: Any = lambda: None
@@ -137,7 +137,7 @@ def fill(folder: Path) -> Path:
 
 def try_points(folder: Path, save: Any, way: str, every: int) -> list[dict[str, Any]]:
     """Save in one child per point; return what was found after each."""
-    # Not on the disk that is to be full.
+    # Not on the disk that will be full.
     notes = Path(tempfile.mkdtemp())
     backup, note, said = notes / "backup", notes / "operations", notes / "said"
     shutil.copytree(folder, backup)
@@ -205,7 +205,7 @@ def main() -> None:
         save()
 
     Saver.start = start  # type: ignore[method-assign]
-    # Its thread may hold a lock while this process forks, which the copy then waits for.
+    # The governor's thread may hold a lock during a fork; the child would wait for it forever.
     sys.exit(run(load_config(None, [*overrides, "memory.governor=off"])))
 
 

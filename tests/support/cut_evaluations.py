@@ -1,4 +1,4 @@
-"""many_runs.py whose jobs may be asked to stop in the middle of an evaluation.
+"""many_runs.py with jobs that can be asked to stop in the middle of an evaluation.
 
     python -m tests.support.cut_evaluations JOBS.json RESULTS FIRST
 
@@ -14,14 +14,14 @@ from tests.support.many_runs import StopAfter, main
 
 
 class StopInEvaluation(StopAfter):
-    """Asks to leave from the ``batches``-th question on that an evaluation asks."""
+    """Requests a stop from the ``batches``-th time on that an evaluation checks for one."""
 
     def __init__(self, batches: int | None) -> None:
         super().__init__(None)
         self._batches = batches
 
     def is_requested(self, margin_s: float = 0.0) -> bool:
-        # The start is watched by a thread of its own.
+        # During the start another thread checks too, which does not count.
         if self._batches and threading.current_thread() is threading.main_thread():
             self._batches -= 1
         return self._batches == 0

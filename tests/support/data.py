@@ -21,7 +21,7 @@ CHATML = (
 
 
 def byte_tokenizer(template: str | None = CHATML, bos: bool = False) -> PreTrainedTokenizerFast:
-    """A token per byte, and the two marks of ChatML."""
+    """Return a tokenizer with a token per byte and the two markers of ChatML."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,6 +88,6 @@ def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
 
 
 def chat(*turns: str) -> dict[str, Any]:
-    """User and assistant in turn."""
+    """Return a chat of user and assistant in turn."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[n % 2], "content": t} for n, t in enumerate(turns)]}

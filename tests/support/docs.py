@@ -1,10 +1,10 @@
 """Reads the README and the pages of docs/: their commands, the output that they show, links.
 
     page -> fenced blocks -> commands, each with its place and the output that the page shows
-    a run of the commands -> output by command -> which shown lines did not come
+    a run of the commands -> output by command -> which shown lines were not printed
 
-A ``console`` block has commands behind ``$`` and output below, a ``bash`` block is one command.
-Where ``<!-- not run: REASON -->`` stands above a block it is only checked.
+A ``console`` block has commands after ``$`` and their output below; a ``bash`` block is one
+command. A block below ``<!-- not run: REASON -->`` is only checked.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _DURATION = re.compile(r"\b0h0m\b|\b0m0s\b|\b0s\b")
 class Command:
     """What a reader types at once, and the lines of output that the page shows below it.
 
-    ``place`` is the page and the line; ``not_run`` the reason for which it is only checked.
+    ``place`` is the page and the line; ``not_run`` the reason why it is only checked.
     """
 
     text: str
@@ -60,7 +60,7 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Return the pages of docs/, by name, those of single centres, and the README."""
+    """Return the pages of docs/ by name, then those of single centers and the README."""
     return [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("sites/*.md")), ROOT / "README.md"]
 
 
@@ -68,7 +68,7 @@ def commands_of(page: Path) -> list[Command]:
     """Return the commands of a page in order.
 
     Raises:
-        ValueError: if a block is left open, or a mark stands above none.
+        ValueError: if a block is left open, or a mark is not right above a block.
     """
     found: list[Command] = []
     language: str | None = None
@@ -109,15 +109,15 @@ def files_of(commands: Sequence[Command]) -> dict[str, str]:
 
 
 def outputs_of(printed: str) -> list[str]:
-    """Return what each command that was begun has printed."""
+    """Return the output of each command that was started."""
     return re.split(rf"^{MARK}\d+\n", printed, flags=re.MULTILINE)[1:]
 
 
 def missing_lines(shown: Sequence[str], printed: str) -> list[str]:
-    """Return the first shown line that did not come, in the order in which lines are shown.
+    """Return the first shown line that was not printed, in the order of the page.
 
-    Numbers, their units and widths of columns may differ; ``...`` stands for anything, alone on a
-    line for any lines. What is printed between two shown lines is an error, but for that.
+    Numbers, their units and column widths may differ. ``...`` stands for any text, and alone on a
+    line for any lines. Other output between two shown lines is an error.
     """
     came = [_plain(line) for line in printed.splitlines() if line.strip()]
     at, is_free = 0, True
@@ -137,7 +137,7 @@ def missing_lines(shown: Sequence[str], printed: str) -> list[str]:
 
 
 def problems_of(text: str, folder: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with commands, in the folder of their page; nothing is run."""
+    """Return what is wrong with the commands of a page in ``folder``; run nothing."""
     text = _HEREDOC.sub("", text)
     found = []
     for words in _simple_commands(text, environ):
@@ -155,7 +155,7 @@ def problems_of(text: str, folder: Path, environ: Mapping[str, str]) -> list[str
 
 
 def unknown_settings(text: str) -> list[str]:
-    """Return the settings and options that a page names in its text and that do not exist."""
+    """Return the settings and options that the text of a page names but that do not exist."""
     known = set(field_names())
     found = []
     for code in _CODE.findall(text):
@@ -225,7 +225,7 @@ def _simple_commands(text: str, environ: Mapping[str, str]) -> Iterator[list[str
 
 
 def _problems_of_call(words: Sequence[str]) -> list[str]:
-    """Parse the arguments of a command as it does, and validate its settings; start nothing."""
+    """Parse the arguments as the command does, and validate its settings; start nothing."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
             cli.parse(words)
@@ -249,7 +249,7 @@ def _problems_of_script(words: Sequence[str]) -> list[str]:
 
 
 def _missing_paths(text: str, folder: Path) -> list[str]:
-    """Return the words that name files of the repository and are none."""
+    """Return the words that look like files of the repository but are not there."""
     homes = "configs|docs|hpc_tune|pbs|slurm|tests|tools|benchmarks"
     named = re.findall(rf"(?<![\w./-])(?:{homes})/[\w./-]+", text)
     return [name for name in named if not (folder / name).exists() and not (ROOT / name).exists()]

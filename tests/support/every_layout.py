@@ -1,9 +1,9 @@
-"""Run by every rank: parallel=auto chooses, then each layout of all ranks trains some steps.
+"""A program for ranks: parallel=auto chooses, then each layout of all ranks trains a few steps.
 
     every_layout.py key=value ...
 
-Rank 0 prints a JSON object: what was chosen, and seconds of a step of each layout, predicted and
-measured. All layouts have the ranks in the order that was chosen.
+Rank 0 prints a JSON object: what was chosen, and for each layout the predicted and the measured
+seconds of a step. All layouts have the ranks in the order that was chosen.
 """
 
 import gc
@@ -38,7 +38,7 @@ WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
 
 
 def batches_of(config, layout, rank):
-    """Return this rank's micro-batches of full rows, and the tokens of all."""
+    """Return this rank's micro-batches of full rows, and the tokens of all ranks."""
     rows = config.batch.global_size // layout.data_size
     micro, length = config.batch.micro_size, config.data.seq_len
     batches = []
@@ -52,7 +52,7 @@ def batches_of(config, layout, rank):
 
 
 def steps_of(config, built, layout, reshard, comm):
-    """Return the seconds of each step, and those in which this rank waited for messages."""
+    """Return the seconds of each step, and how many of them this rank waited for messages."""
     parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
     plan = StepPlan.for_model(built, layout, parallel)
     engine = NativeEngine(built, EngineSettings(plan, comm.device, config.optim))

@@ -1,10 +1,10 @@
-"""Trains as ``python -m hpc_tune`` does, but for one rank the model's files are cut off.
+"""Trains as ``python -m hpc_tune`` does, but one rank reads truncated model files.
 
     python -m tests.support.failing_load RANK FOLDER [key=value ...]
 
-Each rank reads the model of its own working folder, by way of /proc/self/cwd. Before it loads, RANK
-goes to FOLDER, which has the same files cut off. A collective where a rank may fail alone is an
-error.
+Each rank reads the model in its own working folder, through /proc/self/cwd. Before it loads, RANK
+changes to FOLDER, which has the same files truncated. A collective is an error where a rank may
+fail alone.
 """
 
 import os
@@ -35,7 +35,7 @@ COLLECTIVES = (
 
 
 def refuse_collectives_alone() -> None:
-    """Make torch's own collectives errors within ``Comm.run_and_agree``; ``Comm``'s are anyway."""
+    """Make torch's collectives raise within ``Comm.run_and_agree``; those of ``Comm`` always do."""
     alone: list[str] = []
     run_and_agree = Comm.run_and_agree
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.failing_rank HOW RANK PLACE STEP [key=value ...]
 
-HOW is ``raise``, an exception that nobody expects; ``stop``: the process is there and answers no
-more; or ``sleep``: it does not come for an hour. PLACE and STEP are those of ``hpc_tune.faults``.
+HOW is ``raise``: an unexpected exception; ``stop``: the process exists but no longer responds; or
+``sleep``: it comes an hour late. PLACE and STEP are those of ``hpc_tune.faults``.
 """
 
 import os

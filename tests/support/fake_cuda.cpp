@@ -1,4 +1,4 @@
-// What torch's autograd and generators ask of CUDA, answered as by one device without memory.
+// Answers what torch's autograd and generators ask of CUDA, as one device without memory would.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

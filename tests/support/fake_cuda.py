@@ -1,8 +1,8 @@
-"""A CUDA device that is not there: its tensors are fake, and what would wait for it is noted.
+"""A fake CUDA device: its tensors hold no values, and whatever would wait for it is recorded.
 
-torch's FakeTensorMode has the shapes, dtypes and devices of tensors and refuses what mixes devices
-or depends on values. Of CUDA it lacks what ``fake_cuda.cpp`` adds for autograd, which must be
-loaded before torch is imported, and streams, events and pinned memory, which are stand-ins here.
+torch's FakeTensorMode tracks shapes, dtypes and devices of tensors, and refuses what mixes devices
+or depends on values. ``fake_cuda.cpp`` adds what autograd needs of CUDA; it must be loaded before
+torch is imported. Streams, events and pinned memory have stand-ins here.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ NOTES = ("waits", "races", "unrecorded", "late", "copies")
 
 
 def load_native() -> None:
-    """Load what torch's C++ asks of CUDA; torch must not be imported yet."""
+    """Load the library that answers for CUDA in torch's C++; torch must not be imported yet."""
     assert "torch" not in sys.modules
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -38,7 +38,7 @@ def load_native() -> None:
 
 
 def _compiled(torch_dir: Path) -> Path:
-    """Return the library; it is compiled once for a source, a torch and a command."""
+    """Return the library; it is compiled once for each source, torch version and command."""
     command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_dir / 'include'}"]
     command += [str(NATIVE), f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
     key = hashlib.sha256(NATIVE.read_bytes())
@@ -54,7 +54,7 @@ def _compiled(torch_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[Any]:
-    """Have ``torch.device("cuda")`` within a block; yields the ``Watch``."""
+    """Provide ``torch.device("cuda")`` within a block; yield the ``Watch``."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.tensor import DTensor
@@ -64,12 +64,12 @@ def fake_cuda() -> Iterator[Any]:
     aten = torch.ops.aten
 
     class Watch(TorchDispatchMode):
-        """Notes where the host waits for the device, and what is used before it is there.
+        """Records where the host waits for the device, and what is used before it is ready.
 
-        ``waits`` are the places in hpc_tune, ``races`` those that use what another stream writes
-        without having waited for it, ``copies`` the bytes copied to the device by dtype, ``late``
-        the batches that are copied by the stream that computes, and ``unrecorded`` the uses of a
-        batch's tensors of which their stream does not know.
+        ``waits`` are the places in hpc_tune; ``races`` the places that use what another stream
+        writes without waiting for it; ``copies`` the bytes copied to the device by dtype; ``late``
+        the copies of batches that the computing stream makes itself; and ``unrecorded`` the uses of
+        a batch's tensors that were not announced by ``record_stream``.
         """
 
         def __init__(self) -> None:
@@ -81,7 +81,7 @@ def fake_cuda() -> Iterator[Any]:
             self.late: list[str] = []
             self.copies: Counter[str] = Counter()
             self.now = self.waited_at = 0  # the number of an operation
-            self.told = lambda *_: None  # of waits: what, who, for whom
+            self.told = lambda *_: None  # called at each wait: what, who, for whom
             self.pinned = _HostAllocator()
             self._pinned = _Storages()
             self._of_streams = _Storages()
@@ -93,7 +93,7 @@ def fake_cuda() -> Iterator[Any]:
                 getattr(self, name).clear()
 
         def wait(self, what: str) -> None:
-            """The host waits until the device has done all that it was given."""
+            """Record that the host waits until the device has done all its work."""
             self.waits.append(f"{what} in {_place()}")
             self.told("host", what, 0)
             self.waited_at = self.now
@@ -113,7 +113,7 @@ def fake_cuda() -> Iterator[Any]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented  # it comes again with the local tensors
+                return NotImplemented  # called again with the local tensors
             kwargs, self.now = dict(kwargs or {}), self.now + 1
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             self._check_uses(tensors)
@@ -126,7 +126,7 @@ def fake_cuda() -> Iterator[Any]:
             pins = kwargs.pop("pin_memory", False)
             if func is aten._pin_memory.default:
                 out, pins = aten.empty_like.default(args[0]), True
-                out.constant = None  # real values, of at most one, are for no fake device
+                out.constant = None  # the fake device keeps no values, not even a scalar
             else:
                 out = func(*args, **kwargs)
             if pins:
@@ -232,7 +232,7 @@ def fake_cuda() -> Iterator[Any]:
         out = real_tensor(*args, **options)
         if device is None or torch.device(device).type == "cpu":
             return out
-        return out.to(device)  # which is what torch does with values of Python
+        return out.to(device)  # as torch does with Python values
 
     watch = Watch()
     real_tensor = torch.tensor
@@ -246,7 +246,7 @@ def fake_cuda() -> Iterator[Any]:
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         *((torch.cuda, name, nothing) for name in ("_lazy_init", "manual_seed_all", "set_device")),
         (torch.cuda, "synchronize", lambda *_: watch.wait("the device is waited for")),
-        # Of the generator, which is on the host.
+        # The state of the generator, which is on the host.
         (torch.cuda, "get_rng_state", lambda *_: real_tensor([0], dtype=torch.uint8)),
         (torch.cuda, "set_rng_state", nothing),
         (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
@@ -275,7 +275,7 @@ def fake_cuda() -> Iterator[Any]:
 
 
 class _HostAllocator:
-    """torch's pinned memory: a block of a power of two for each request, kept when it is freed."""
+    """torch's pinned memory: each request gets a power-of-two block, which is cached when freed."""
 
     def __init__(self) -> None:
         self.num_bytes = self.num_made = 0
@@ -300,7 +300,7 @@ class _HostAllocator:
 
 
 class _Storages:
-    """What is known of the memory of tensors, for as long as it is there."""
+    """What is known about the storages of tensors, for as long as they exist."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
@@ -316,7 +316,7 @@ class _Storages:
 
 
 def _place() -> str:
-    """Return the innermost function of hpc_tune that runs, or of torch where it calls by itself."""
+    """Return the innermost running function of hpc_tune, or of torch if none called it."""
     frame: FrameType | None = sys._getframe(2)
     first = ""
     while frame is not None:

@@ -1,10 +1,10 @@
-"""A program: pinned host memory of runs that offload, and of saves, on a CUDA device not there.
+"""A program: pinned host memory of runs that offload, and of saves, on the fake CUDA device.
 
     python -m tests.support.fake_cuda_pinned FOLDER
 
-Prints one JSON object with bytes: of tensors, of blocks of powers of two for each of them, and of
-the blocks that are made. The shapes are those of Qwen2.5-7B, whose matrices are just above powers
-of two, in six blocks over eight ranks.
+Prints one JSON object with bytes: of the tensors, of one power-of-two block for each of them, and
+of the blocks that are made. The shapes are those of Qwen2.5-7B, whose matrices are just above
+powers of two: six decoder blocks over eight ranks.
 """
 
 import json
@@ -50,7 +50,7 @@ def main() -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(QWEN_7B))
     shape = ModelShape(directory, torch.bfloat16, TuneConfig(method="full"), 0)
-    varlen_attention.varlen_kernel_fault = lambda *_: ""  # its check computes
+    varlen_attention.varlen_kernel_fault = lambda *_: ""  # the real check computes
     native.send_large_messages = lambda *_: None
     print(
         json.dumps(
@@ -73,7 +73,7 @@ def step(engine):
 
 
 def offloaded(built):
-    """Return what pinned blocks take with parallel.offload_params=cpu, and what a plan adds."""
+    """Return bytes of pinned blocks with parallel.offload_params=cpu, and what a plan expects."""
     with _fake_world(0, RANKS), fake_cuda() as watch:
         engine = engine_of(built, offload_params="cpu")
         told = {"loaded": watch.pinned.num_bytes}
@@ -89,7 +89,7 @@ def offloaded(built):
 
 
 def moved(built):
-    """Return what pinned blocks take while MOVE_OPTIMIZER holds, and when it is undone."""
+    """Return bytes of pinned blocks while MOVE_OPTIMIZER is in effect, and after it is undone."""
     with _fake_world(0, RANKS), fake_cuda() as watch:
         engine = engine_of(built)
         lever, before = engine.levers[Action.MOVE_OPTIMIZER].set_level, watch.pinned.num_bytes
@@ -112,7 +112,7 @@ def moved(built):
 
 
 def saved():
-    """Return the blocks that each of three saves makes, and what stays when they are given back."""
+    """Return the blocks that each of five saves makes, and bytes held after it and a release."""
     told = {"made": [], "held": []}
     with fake_cuda() as watch:
         kept = PinnedBlockPool()
@@ -130,7 +130,7 @@ def saved():
 
 
 def copy_all(kept, num_blocks):
-    """Copy as the thread of a save does."""
+    """Copy blocks as the thread of a save does."""
     device = CudaStagingDevice(kept)
     for _ in range(num_blocks):
         block = device.block()

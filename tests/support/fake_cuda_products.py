@@ -1,8 +1,8 @@
-"""A program: the doctor's products of matrices on a CUDA device that is not there.
+"""A program: the doctor's matrix multiplications on the fake CUDA device.
 
     python -m tests.support.fake_cuda_products
 
-Prints what was measured, and where the host waited; each product takes 2 ms by its events.
+Prints what was measured, and where the host waited; each matmul takes 2 ms by its events.
 """
 
 import json

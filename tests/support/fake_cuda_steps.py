@@ -1,11 +1,11 @@
-"""A program: steps of each layout, method and recompute on a CUDA device that is not there.
+"""A program: steps of each layout, method and recompute on the fake CUDA device.
 
     python -m tests.support.fake_cuda_steps FOLDER [LAYOUT ... | more]
 
-Prints a JSON object per case, of a sample or of those that are not in it (more): where the host
-waited in a step, in an evaluation and in the copies of a save, what was used before it was there,
-and where optimizer state lay before, while and after it was moved. One rank of each world is run;
-the process group is torch's fake one.
+Prints a JSON object for each case of a sample, or of the other cases (``more``): where the host
+waited in a step, in an evaluation and in the copies of a save, what was used before it was ready,
+and where optimizer state was before, during and after its move. One rank of each world runs, on
+torch's fake process group.
 """
 
 import contextlib
@@ -74,12 +74,12 @@ LAYOUTS = {
     "mixture, expert 2": {"shard": 2, "expert": 2},
 }
 AXES = ("replicate", "shard", "tensor", "pipeline", "expert", "context")
-# Its adapters are on its experts too.
+# Its experts have adapters too.
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
 
 PREFERENCES = {"dpo": "pairs", "kto": "labels"}
-# The method of which a layout cuts, gathers or moves more; the other one is for make test-all.
+# Layouts that split, gather or move more with method full; make test-all tries lora for them.
 IN_FULL = (
     *("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_params=cpu"),
     "mixture, shard 2",
@@ -87,7 +87,7 @@ IN_FULL = (
 
 
 def cases():
-    """(layout, method, recompute, dtype): of recompute what layouts do not change."""
+    """Yield (layout, method, recompute, dtype); few layouts have other values of recompute."""
     for layout in LAYOUTS:
         method, recompute = "full" if _is_in_full(layout) else "lora", _recompute(layout)
         yield layout, method, recompute, "bf16"
@@ -125,7 +125,7 @@ def main() -> None:
     stores = {"sft": TokenStore.open(data)}
     for objective, form in PREFERENCES.items():
         stores[objective] = prepared(folder, model, objective, form)
-    varlen_attention.varlen_kernel_fault = lambda *_: ""  # its check computes
+    varlen_attention.varlen_kernel_fault = lambda *_: ""  # the real check computes
     for layout, method, recompute, dtype in more_cases() if more else cases():
         if layout not in chosen and not more:
             continue
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def noting_groups():
-    """Return what sends small messages instead of large ones, and a list that fills with sizes."""
+    """Return a function that sends small messages, not large ones, and a list of group sizes."""
     first = []
 
     def send(mesh, *more):
@@ -222,10 +222,10 @@ def run(engine, store, world, rank, watch):
 
 @contextlib.contextmanager
 def timed(engine, watch):
-    """Yield what fills with the kinds of what a step times, from and to which streams.
+    """Yield two lists to fill: the kinds of streams that a step times, and its untimed waits.
 
-    And with the places where the computing stream waits for messages of others and nothing times
-    it: waits for events of streams that gather or sum, or that come after them.
+    The latter are places where the computing stream waits for messages and nothing times it: waits
+    for events of streams that gather or reduce, or that come after them.
     """
     found, collectives = set(), engine._collectives
     take, pairs, waits, sent = collectives.pop_totals, [], [], {}
@@ -274,7 +274,7 @@ def timed(engine, watch):
 
 
 def state_of(engine, watch):
-    """Return the kinds of the moments and where they are."""
+    """Return the types of the moments and their devices."""
     found = set()
     for state in engine._adamw.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -286,7 +286,7 @@ def state_of(engine, watch):
 
 
 def copied(engine):
-    """Copy what a rank writes to the host, as a writer does; return where the values were."""
+    """Copy a rank's regions to the host, as a writer does; return where the values were."""
     places = {}
     for region in engine.regions():
         values = region.values()

@@ -1,13 +1,13 @@
-"""A program: ranks of a world that is not there do a whole run one by one, and it is counted.
+"""A program: single ranks of a fake world do a whole run, and what they do is counted.
 
     python -m tests.support.fake_world FOLDER SIZE [SIZE ...]
 
-Ranks are taken to be alike: a sum is their number times this rank's part, and what is gathered are
-copies of this rank's. What rank 0 broadcasts, the last rank is given, in the same order. Prints
+All ranks are assumed to be alike: a sum is the number of ranks times this rank's part, and a gather
+returns copies of this rank's. The last rank gets what rank 0 broadcast, in the same order. Prints
 JSON: per size, for rank 0 and the last, what happened before the first step ("start"), in a steady
 step ("step") and from the last step to the end ("end", with a checkpoint): calls of torch's
 collectives by name, bytes of objects that came from other ranks, process groups made, files opened
-below FOLDER. Files of the governor's clock (last words) are left out.
+below FOLDER. Files that the governor writes by the clock (last words) are left out.
 """
 
 import json
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def count_libraries(counts: Counts) -> None:
-    """Count the files of those that open them without Python's open."""
+    """Count the files that libraries open without Python's ``open``."""
     import h5py
     import safetensors
 
@@ -116,7 +116,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -> None:
-    """Do the run as one rank; ``said`` takes what rank 0 broadcasts, and gives it to another."""
+    """Do the run as one rank; ``said`` keeps what rank 0 broadcasts, for the other rank."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -183,7 +183,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         (dist, "broadcast_object_list", broadcast_object_list),
         (dist, "all_gather_object", all_gather_object),
         (Comm, "gather_numbers", gather_numbers),
-        # With whole weights on each rank, the first alone writes.
+        # Each rank has the whole weights, so only the first one writes.
         (SaveReports, "collect", lambda self, own, between: [own] + [SaveReport()] * (size - 1)),
         counted(dist, "barrier", "barrier"),
         counted(dist, "new_group", "groups"),

@@ -1,11 +1,11 @@
-"""A device as a value, and a program for ranks of which one's device is too small.
+"""A device that reports given samples, and a program for ranks, one with too small a device.
 
     python -m tests.support.full_device JOBS.json RESULTS FIRST   (see many_runs.py)
 
 JOBS.json is a list of {"overrides": [...], "where": "forward", "backward", "zero" or null}: where
 the last rank's device runs out of memory, if a micro-batch has more than two rows ("zero": in a
-pass of DeepSpeed). "step K" and "evaluation K": there, once, in the K-th pass of step 2 or of what
-is evaluated after it. The error is raised where torch's allocator would; all that follows is real.
+pass of DeepSpeed). "step K" and "evaluation K": only once, in the K-th pass of step 2 or of the
+evaluation after it. The error is raised where torch's allocator would; all that follows is real.
 """
 
 import os
@@ -33,7 +33,7 @@ ROOM_ROWS, LAST_RANK = 2, 1
 
 
 class Device:
-    """Tells ``samples`` one after the other, and the last one from then on."""
+    """Returns ``samples`` one after the other, and the last one from then on."""
 
     def __init__(self, *samples: DeviceSample) -> None:
         self._samples = list(samples) or [SAMPLE]
@@ -46,12 +46,12 @@ class Device:
 
 
 def sample_at(share: float, retries: int = 0) -> DeviceSample:
-    """Return a sample with this share of the limit in use at the peak, and retries so far."""
+    """Return a sample whose peak is ``share`` of the limit, with ``retries`` so far."""
     return replace(SAMPLE, used_bytes=int(share * SAMPLE.limit_bytes), retries=retries)
 
 
 def with_room_for(rows: int) -> Faults:
-    """Return a device on which a larger micro-batch runs out in its forward pass."""
+    """Return a device that runs out in the forward pass of a micro-batch of more than ``rows``."""
 
     def compute(num_rows: int) -> None:
         if torch.is_grad_enabled() and num_rows > rows:
@@ -61,7 +61,7 @@ def with_room_for(rows: int) -> Faults:
 
 
 def with_room_in_forward() -> Faults:
-    """Return one on which it runs out in the step's last backward pass, half of it reduced."""
+    """Return one that runs out in a step's last backward pass, when half of it is reduced."""
     done, rows = OverlappedAllReduce._on_gradient, 0
 
     def compute(num_rows: int) -> None:
@@ -78,7 +78,7 @@ def with_room_in_forward() -> Faults:
 
 
 def with_room_under_zero() -> Faults:
-    """Return one on which it runs out in DeepSpeed's passes."""
+    """Return one that runs out in DeepSpeed's passes."""
     backward = ZeroEngine._backward
 
     def run_out(engine: ZeroEngine, batch: Batch, scale: float) -> torch.Tensor:
@@ -91,7 +91,7 @@ def with_room_under_zero() -> Faults:
 
 
 class Once:
-    """A device that runs out in one pass of step 2, or of what is evaluated after it."""
+    """A device that runs out in one pass of step 2, or of the evaluation after it."""
 
     def __init__(self, phase: str, number: int) -> None:
         self._begins, self._left = (
@@ -114,7 +114,7 @@ class Once:
 
 
 def faults_of(job: dict[str, Any]) -> Faults:
-    """Return what happens on this rank."""
+    """Return the faults of this rank."""
     last = min(LAST_RANK, int(job.get("ranks", 2)) - 1)
     where = job["where"] if rank_hint(os.environ) == last else None
     if where and where.split()[0] in ("step", "evaluation"):
@@ -131,5 +131,5 @@ def faults_of(job: dict[str, Any]) -> Faults:
 
 
 if __name__ == "__main__":
-    gradients.GRADIENT_PIECE_BYTES = 1 << 16  # several pieces of a tiny model
+    gradients.GRADIENT_PIECE_BYTES = 1 << 16  # a tiny model then has several
     many_runs.main(lambda job: many_runs.train(job, faults_of(job)))

@@ -1,6 +1,6 @@
-"""Tests that try what hypothesis draws: few examples in make test, twenty times as many in soak.
+"""Tests of values that hypothesis draws: few examples in make test, twenty times as many in soak.
 
-HPC_TUNE_FUZZ=N makes N the number of examples of the latter.
+HPC_TUNE_FUZZ=N sets the number of examples in soak.
 """
 
 import os
@@ -34,7 +34,7 @@ JSON = st.recursive(
 
 
 def fuzz(strategy: st.SearchStrategy, few: int = FEW):
-    """Make a test of a function of (a folder, a drawn value), with few examples and with many."""
+    """Make a test from a function of (folder, drawn value), with few examples and with many."""
 
     def decorate(check):
         @pytest.mark.timeout(1800)
@@ -67,7 +67,7 @@ def fuzz(strategy: st.SearchStrategy, few: int = FEW):
     return decorate
 
 
-# Pieces of YAML that are more than trees of scalars.
+# Pieces of YAML that go beyond trees of scalars.
 YAML_PIECES = (
     *("a: ", "model: ", "path: ", "x", "1", "\n", "\n  ", "\n    ", "- ", "[", "]", "{", "}", ", "),
     *(": ", "? ", "&a ", "*a", "<<: ", "!!int ", "!!float ", "!!bool ", "!!null ", "!!timestamp "),
@@ -80,14 +80,14 @@ YAML_TEXTS = st.lists(st.sampled_from(YAML_PIECES), max_size=14).map("".join)
 
 
 def said(error: Exception, word: str = "") -> None:
-    """A message is there with a word that must be in it, and no traceback."""
+    """Check that an error has a message with ``word`` in it and no traceback."""
     assert str(error).strip()
     assert word in str(error)
     assert "Traceback" not in str(error)
 
 
 def flips(size):
-    """Places and values of bytes that are changed, and where the file is cut."""
+    """Draw the places and values of changed bytes, and where the file is cut."""
     change = st.tuples(st.integers(0, size - 1), st.integers(0, 255))
     return st.tuples(st.lists(change, min_size=1, max_size=8), st.integers(size // 2, size))
 

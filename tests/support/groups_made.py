@@ -2,10 +2,10 @@
 
     python -m tests.support.groups_made FOLDER SIZE [SIZE ...]
 
-Ranks of a world that is not there make the engine one by one, over torch's fake process group.
-Prints a JSON object per layout and kind of training: for each rank what it does in turn, as the
-ranks of a group that is made with it, or of one that others make while it stands aside, and whether
-it is in it; and the sizes of all groups that torch knows in the end.
+Each rank of a fake world makes the engine by itself, over torch's fake process group. Prints a JSON
+object per layout and kind of training: for each rank the groups that are made, in order, as their
+ranks and whether this rank makes the group or stands aside while others do; and the sizes of all
+groups that torch knows in the end.
 """
 
 import itertools
@@ -34,7 +34,7 @@ MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "nu
 
 
 def layouts(size: int) -> list[Layout]:
-    """Return all layouts of ``size`` ranks; experts are spread where no axis cuts them."""
+    """Return all layouts of ``size`` ranks; experts are spread where no other axis splits them."""
     numbers = range(1, size + 1)
     found = []
     for replicate, shard, tensor, pipeline in itertools.product(numbers, repeat=4):
@@ -46,7 +46,7 @@ def layouts(size: int) -> list[Layout]:
 
 
 def kinds(layout: Layout) -> list[tuple[str, dict[str, Any]]]:
-    """Return the methods and settings that make other groups than others do."""
+    """Return the methods and settings that differ in the groups that they make."""
     each = [("full", {}), ("lora", {"offload_params": "cpu"}), ("full", {"offload_params": "cpu"})]
     if layout.pipeline > 1:
         each.append(("full", {"stages_per_rank": 2}))
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def made_by(rank: int, layout: Layout, model: Path, method: str, said: dict[str, Any]) -> Any:
-    """Return what one rank does in turn, and the sizes of the groups that there are then."""
+    """Return what one rank does in order, and the sizes of the groups that exist afterwards."""
     targets = {"targets": ["q_proj", "experts"]} if layout.expert > 1 else {}
     built = build(model, torch.float32, TuneConfig(method=method, **targets), 0, weights=False)
     plan = StepPlan.for_model(built, layout, ParallelConfig(reshard="block", **said))

@@ -2,7 +2,7 @@
 
     python -m tests.support.held_saves SECONDS [key=value ...]
 
-Each piece that the thread of a save writes waits for SECONDS first.
+The thread of a save waits for SECONDS before each piece that it writes.
 """
 
 import sys

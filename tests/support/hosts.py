@@ -25,7 +25,7 @@ class Hosts:
         return [str(self.agent), self.names[index], *argv]
 
     def cut(self, index: int) -> None:
-        """Cut a host off: what runs on it goes on, and no packet comes or goes."""
+        """Cut a host off: its processes keep running, but no packet gets in or out."""
         _ip(f"link set {_outer(self.names[index])} down")
 
     def mend(self, index: int) -> None:
@@ -37,10 +37,10 @@ class Hosts:
 def hosts(
     num: int, folder: Path, rate: str | None = None, dead_first: bool = False
 ) -> Iterator[Hosts]:
-    """Make hosts with an eth0 each on one network; skip the test where that is not allowed.
+    """Make hosts with an eth0 each on one network; skip the test if that is not allowed.
 
-    ``rate``, such as ``100mbit``, bounds what each host sends and what it receives. With
-    ``dead_first`` each has an interface before eth0, eno1, that is up and has no cable.
+    ``rate``, such as ``100mbit``, limits what each host sends and what it receives. With
+    ``dead_first`` each has an interface eno1 before eth0, which is up but has no cable.
     """
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -94,7 +94,7 @@ def hosts(
 
 
 def _outer(name: str) -> str:
-    """Return what the machine's end of a host's link is called."""
+    """Return the name of the machine's end of a host's link."""
     return name.replace("ht", "hv")
 
 
@@ -108,7 +108,7 @@ def add_stray(host: str, interface: str, address: str) -> None:
 
 def _remove(names: tuple[str, ...], bridge: str) -> None:
     for name in names:
-        # A deleted namespace takes its links along only some time later.
+        # The links of a deleted namespace disappear only some time later.
         subprocess.run(["ip", "link", "del", _outer(name)], capture_output=True)
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
         for pid in listed.stdout.split():

@@ -1,10 +1,10 @@
-"""Folders as the hub's cache has them."""
+"""Folders as in the cache of the Hugging Face hub."""
 
 import os
 
 
 def cache(root, revisions, main=None):
-    """A folder of the hub's cache: {revision: {file: content}}."""
+    """Make a folder of the hub's cache from {revision: {file: content}}."""
     (root / "blobs").mkdir(parents=True)
     (root / "refs").mkdir()
     for revision, files in revisions.items():

@@ -1,4 +1,4 @@
-"""Submits the scripts of slurm/ as users do, and reads what becomes of the jobs and their runs."""
+"""Submits the scripts of slurm/ as users do, and follows the jobs and their runs."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from tests.support.slurm import STILL_THERE, Slurm
 from tests.support.training import rows
 
 STEPS = 30
-# A second of training of builtin:tiny.
+# Trains builtin:tiny for about a second.
 SETTINGS = [
     f"train.max_steps={STEPS}",
     "checkpoint.every_steps=4",
@@ -33,7 +33,7 @@ JOB_S = 240.0
 
 
 def launch_by(launcher: str) -> str:
-    """Return what starts four ranks on a machine of fewer cores."""
+    """Return the command that starts four ranks on a machine with fewer cores."""
     if launcher == "srun":
         return "srun --kill-on-bad-exit=1 --overcommit"
     return f"{find_mpirun()} -np 4 --map-by :oversubscribe --bind-to none"
@@ -45,14 +45,14 @@ def for_users(cluster: Slurm) -> None:
     cluster.environment["SLURM_CONF"] = str(cluster.folder / "slurm.conf")
     cluster.environment["HPC_TUNE_VENV"] = sys.prefix
     cluster.environment["HPC_TUNE_LAUNCH"] = launch_by("srun")
-    # A killed mpirun leaves its session folder, and a later one of its number fails at it.
+    # A killed mpirun leaves its session folder; a later one with the same pid would fail on it.
     sessions = cluster.folder / "mpi"
     sessions.mkdir()
     cluster.environment["PRTE_MCA_prte_tmpdir_base"] = str(sessions)
 
 
 def clone(folder: Path) -> Path:
-    """Return a folder to submit from, as a user's clone: what scripts name by relative paths."""
+    """Return a folder to submit from, with all that scripts name by relative paths."""
     folder.mkdir(parents=True)
     for name in ("configs", "slurm", "pbs"):
         (folder / name).symlink_to(ROOT / name)
@@ -79,7 +79,7 @@ class Job:
     ) -> None:
         """Submit it with settings ``words`` and ``options`` of sbatch.
 
-        ``through`` is what the launcher starts Python with, as a container.
+        ``through`` is a command that the launcher runs Python by, such as a container's.
         """
         self.cluster, self.run_dir, self.output = cluster, folder / "run", folder / "output"
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class Job:
         self.number = cluster.submit(*options, str(ROOT / "slurm" / script), *words)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the run has done so many steps."""
+        """Wait until the run has done ``step`` steps."""
         wait_for_step(self.cluster, self.number, self.run_dir, self.output, step)
 
     def signal(self, name: str, *options: str) -> None:
@@ -102,12 +102,12 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What the job printed, of all its starts."""
+        """What the job printed in all its starts."""
         return _text(self.output)
 
 
 def wait_for_step(cluster: Slurm, number: str, run_dir: Path, output: Path, step: int) -> None:
-    """Wait until the run of a job, or of one task of an array, has done so many steps."""
+    """Wait until the run of a job, or of one task of an array, has done ``step`` steps."""
     until_s = time.monotonic() + JOB_S
     while True:
         with contextlib.suppress(FileNotFoundError):

@@ -28,7 +28,7 @@ NAMES = (
 class Launcher:
     """How ranks are started: the words before and after their number, and what they need.
 
-    ``told`` is what a rank's World calls it.
+    ``told`` is its name in a rank's World.
     """
 
     before: tuple[str, ...]
@@ -42,9 +42,9 @@ class Launcher:
 
 
 def launcher(name: str) -> Launcher:
-    """Return a launcher, or skip the test where it is not there.
+    """Return a launcher, or skip the test if it is not installed.
 
-    What begins with srun needs the environment of a cluster besides.
+    Those that use srun also need the environment of a cluster.
     """
     debian, mpich = UNPACKED / "debian" / "usr", UNPACKED / "mpich"
     python = (sys.executable,)
@@ -56,7 +56,7 @@ def launcher(name: str) -> Launcher:
                 debian / "bin" / "mpirun.openmpi",
                 "openmpi",
                 {
-                    # It looks for its parts where it was built to be.
+                    # It looks for its parts where it was built to be installed.
                     "OPAL_PREFIX": str(debian),
                     "LD_LIBRARY_PATH": _library(debian, "libmpi.so.40").parent.as_posix(),
                     "MPI4PY_LIBMPI": str(_library(debian, "libmpi.so.40")),
@@ -102,7 +102,7 @@ ACROSS = tuple(_ACROSS)
 def across(name: str, made: Hosts, on: Sequence[int], per_host: int) -> Launcher:
     """Return a launcher that runs on the first of the hosts ``on`` and deals ranks to all of them.
 
-    Skips the test where it is not there.
+    Skips the test if it is not installed.
     """
     found, names = launcher(name), [made.names[index] for index in on]
     made.hostfile.write_text("".join(f"{host} slots={per_host}\n" for host in names))
@@ -114,7 +114,7 @@ def across(name: str, made: Hosts, on: Sequence[int], per_host: int) -> Launcher
         slots=",".join(f"{host}:{per_host}" for host in names),
     )
     mpirun, number = found.before
-    # The daemons elsewhere come from where mpirun does.
+    # The daemons on other hosts come from the same folder as mpirun.
     path = f"{Path(mpirun).parent}{os.pathsep}{os.environ['PATH']}"
     before = made.on(on[0], mpirun, *options.split(), number)
     return replace(found, before=tuple(before), environment={**found.environment, "PATH": path})
@@ -135,5 +135,5 @@ def _needs(file: Path) -> None:
 
 
 def _library(prefix: Path, name: str) -> Path:
-    """Return a library of an unpacked package, whatever the machine is called there."""
+    """Return a library of an unpacked package, for whatever architecture it is."""
     return next(prefix.glob(f"lib/*/{name}"), prefix / "lib" / name)

@@ -1,11 +1,11 @@
-"""A program for ranks: what a layout costs all ranks together in host memory, phase by phase.
+"""A program for ranks: how much host memory a layout takes on all ranks together, by phase.
 
     python -m tests.support.load_memory MODEL_DIR [FIELD=VALUE ...]
 
 FIELDs are those of ``parallel``. Prints JSON: model_bytes, layout; the growth of anonymous + shared
 bytes, summed over the ranks, at the peak of each phase (loading, step, saving) and when all is
-loaded; and read_bytes, what came from the disk until the end of the first step (the page cache is
-dropped first).
+loaded; and read_bytes, what was read from the disk until the end of the first step (the page cache
+is dropped first).
 """
 
 import json
@@ -31,7 +31,7 @@ def drop_from_page_cache(files: Iterable[Path]) -> None:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has had fetched from a disk."""
+    """Return the bytes that this process has read from a disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
@@ -64,7 +64,7 @@ def main() -> None:
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:
-        # What libraries take is not the model's.
+        # Imported first, since the memory of libraries is not the model's.
         import deepspeed.runtime.engine
         import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - with torch's compiler
 

@@ -24,7 +24,7 @@ ROW = "== run"
 
 
 class StopAfter(StopFlag):
-    """Asks to leave after ``steps`` steps of this start, and hears nothing else."""
+    """Requests a stop after ``steps`` steps of this start, and for no other reason."""
 
     def __init__(self, steps: int | None) -> None:
         super().__init__(environ={})

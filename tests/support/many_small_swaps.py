@@ -1,8 +1,8 @@
-"""many_runs.py with DeepSpeed's NVMe swapping of tensors as small as those of builtin:tiny.
+"""many_runs.py where DeepSpeed swaps to NVMe even tensors as small as those of builtin:tiny.
 
     python -m tests.support.many_small_swaps JOBS.json
 
-DeepSpeed leaves what is below 1 MiB in memory, so that nothing of a small model would be swapped.
+DeepSpeed keeps tensors below 1 MiB in memory, so nothing of a small model would be swapped.
 """
 
 from typing import Any

@@ -24,12 +24,12 @@ _SLOW_S = 6.0
 
 
 def take(num_bytes: int) -> torch.Tensor:
-    """Return memory that was written to: only that counts."""
+    """Return memory that has been written to, since only that counts."""
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
 class Hog:
-    """What is planted, and the memory that it holds. Steps are those of this start."""
+    """The planted faults, and the memory that they hold. Steps count from this start."""
 
     def __init__(self, way: str, num_bytes: int) -> None:
         self._num_bytes, self._steps = num_bytes, 0
@@ -73,7 +73,7 @@ class Hog:
             del taken
 
     def _slowly(self, index: int, copies: Set[int]) -> None:
-        # Training makes its copies while the first value is read, and goes on at the second.
+        # Holds value 0 until training has made its copies, and value 2 until two steps later.
         until_s, step = time.monotonic() + _SLOW_S, self._steps
         while index == 0 and not copies and time.monotonic() < until_s:
             time.sleep(0.01)

@@ -44,9 +44,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_mixture(family: str, directory: Path, **said: Any) -> Path:
-    """Write a mixture with random values and a tokenizer of bytes into ``directory``.
+    """Write a mixture with random weights and a byte tokenizer into ``directory``.
 
-    ``said``: fields of its config.json, before it is made small.
+    ``said``: fields of its config.json, set before the model is made small.
     """
     with fast_imports():
         from transformers import AutoConfig
@@ -59,7 +59,7 @@ def write_mixture(family: str, directory: Path, **said: Any) -> Path:
 
 
 def write_large_mixture(family: str, directory: Path, **said: Any) -> Path:
-    """Do the same in the sizes that are said, in fp32."""
+    """Write a mixture likewise, but in fp32 and in exactly the sizes given."""
     with fast_imports():
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def write_large_mixture(family: str, directory: Path, **said: Any) -> Path:
 
 
 def spread_experts(directory: Path) -> None:
-    """Make routers choose more evenly: their values are larger than first values are."""
+    """Make routers choose more evenly, with weights larger than initial ones."""
     from safetensors.torch import load_file, save_file
 
     file = directory / "model.safetensors"
@@ -86,7 +86,7 @@ def spread_experts(directory: Path) -> None:
 def merged_and_own_logits(
     merged: Path, module: LossModel, tokens_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of what stock transformers loads of ``merged``, all of it, and ours."""
+    """Return logits of ``merged`` as stock transformers loads it, completely, and our own."""
     with fast_imports():
         from transformers import AutoModelForCausalLM
 

@@ -1,26 +1,26 @@
-"""NCCL's rules on top of gloo: what would wait for ever on GPUs ends here after seconds, by name.
+"""NCCL's rules on top of gloo: what would hang on GPUs ends here after seconds, and says why.
 
     python -m tests.support.nccl_rules JOBS.json RESULTS FIRST     (as runs_at_levels.py)
     python -m tests.support.nccl_rules COMMAND ...                 (as hpc_tune)
 
 The default process group and those made from it keep these rules (torch's ProcessGroupNCCL.cpp and
-NCCL's own source), the control group stays gloo:
+NCCL's own source); the control group stays gloo:
 
 - A communicator is made by the first operation on it. That call holds the host until every rank of
   the communicator has called.
-- ``HPC_TUNE_TEST_NCCL_MODE=lazy`` (the default): collectives, barriers and batches of messages have
-  the group's communicator, a message outside of a batch one of its two ranks alone. ``eager`` (a
-  device was given to ``init_process_group``): the group's communicator is made with the group, out
-  of the world's, which all ranks of the world take part in; messages use it too.
-- The first message between two ranks of a communicator holds the host of either until the other
-  has called: the connection is made then.
-- The operations of a communicator run one after another in the order of the calls, and a send is
-  over when it is received. A batch is one operation.
-- No group is of one rank: its communicator would take memory and time, and send nothing.
-- Data of the control plane on such a group, or of the data plane on the control group, is an error.
+- ``HPC_TUNE_TEST_NCCL_MODE=lazy`` (the default): collectives, barriers and batches of messages use
+  the group's communicator; a message outside a batch uses one of its two ranks alone. ``eager`` (a
+  device was given to ``init_process_group``): the group's communicator is made with the group, by a
+  split of the world's in which all ranks of the world take part; messages use it too.
+- The first message between two ranks of a communicator holds both hosts until both ranks have
+  called, since the connection is made then.
+- The operations of a communicator run one after another in the order of the calls, and a send ends
+  when it is received. A batch is one operation.
+- No group has a single rank: its communicator would take memory and time, and send nothing.
+- Control traffic on such a group, or data of an engine on the control group, is an error.
 
-``wait`` holds the host, where NCCL's holds the stream: a program that needs a call after a wait to
-end that wait for another rank ends here too, though a GPU would go on.
+``wait`` holds the host, whereas NCCL's holds the stream. A program that makes another rank wait for
+a call that comes after such a ``wait`` fails here too, though it would continue on a GPU.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ _COLLECTIVES = (
 
 
 class RuleError(RuntimeError):
-    """What NCCL would wait for without end, or would not do."""
+    """A call on which NCCL would hang, or which it would refuse."""
 
 
 def _calls() -> str:
@@ -89,7 +89,7 @@ def _calls() -> str:
 
 
 def _callers() -> Iterator[str]:
-    """Yield the files of the package that are calling, from its folder on, the innermost first."""
+    """Yield the calling files of the package, relative to its folder, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         head, found, name = frame.f_code.co_filename.rpartition(f"{os.sep}hpc_tune{os.sep}")
@@ -99,7 +99,7 @@ def _callers() -> Iterator[str]:
 
 
 def _meet(store: Any, what: str, ranks: Sequence[int], me: int) -> None:
-    """Hold the host until all ``ranks`` have come here."""
+    """Hold the host until all ``ranks`` have called this."""
     store.set(f"{what}/{me}", "")
     until_s = time.monotonic() + LIMIT_S
     missing = [rank for rank in ranks if rank != me]
@@ -157,10 +157,10 @@ class Communicator:
         return self._append(name, lambda: call().wait())
 
     def messages(self, ops: Sequence[tuple[str, list[torch.Tensor], int, int]]) -> RuledWork:
-        """Send and receive as one operation; each is (send or recv, tensors, world rank, tag)."""
+        """Send and receive as one operation; an op is (send or recv, tensors, world rank, tag)."""
         peers = sorted({peer for _, _, peer, _ in ops} - self._connected)
         pairs = [sorted((self._me, peer)) for peer in peers]
-        for low, high in pairs:  # first tell all, as one group call does
+        for low, high in pairs:  # announce all first, as one group call does
             self._store.set(self._pair(low, high) + f"/{self._me}", "")
         for pair in pairs:
             _meet(self._store, self._pair(*pair), pair, self._me)
@@ -176,7 +176,7 @@ class Communicator:
         return f"the first message between ranks {low} and {high} on communicator {self.name}"
 
     def _exchange(self, ops: Sequence[tuple[str, list[torch.Tensor], int, int]]) -> None:
-        # A send is over when its receiver has it, and says so on a second tag.
+        # A send ends when its receiver has it and says so on a second tag.
         answers = {"send": "recv", "recv": "send"}
         words = [(answers[kind], [torch.zeros(1)], peer, tag) for kind, _, peer, tag in ops]
         for second, moves in ((0, ops), (1, words)):
@@ -196,7 +196,7 @@ class Communicator:
         while (item := self._calls.get()) is not None:
             work, call = item
             try:
-                with torch.no_grad():  # as where a pass sends from; a thread has a mode of its own
+                with torch.no_grad():  # as in the calling pass; grad mode is per thread
                     call()
             except RuntimeError as error:
                 work.error = error
@@ -205,7 +205,7 @@ class Communicator:
 
 
 class _NamedGroup(ProcessGroup):
-    """A process group in Python: torch keeps a name in a backend, which this has not."""
+    """A process group in Python, which keeps its name itself: torch keeps it in a backend."""
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
@@ -241,7 +241,7 @@ class RuledGroup(_NamedGroup):
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[RuledWork]]:
-        """Make the messages of the block one operation; its work is put into what is yielded."""
+        """Make the messages of a block one operation; its work is added to the yielded list."""
         self._batch, works = [], []
         yield works
         ops, self._batch = self._batch, None
@@ -278,7 +278,7 @@ class RuledGroup(_NamedGroup):
     def _check_caller(self) -> None:
         callers = dict.fromkeys(_callers())
         caller, above, *_ = *callers, "", ""
-        # An engine may ask its own group for objects: torch sends them as the device's.
+        # An engine may gather objects over its own group: torch sends them as tensors.
         if caller == "world/comm.py" and not above.startswith("engine/"):
             raise RuleError(f"{above} sends control traffic over the device's group: {_calls()}")
 
@@ -310,7 +310,7 @@ for _name in _COLLECTIVES:
 
 
 def install(eager: bool) -> None:
-    """Put every world of this process under the rules."""
+    """Apply the rules to every world of this process."""
     made: dict[str, Any] = {"splits": 0}
     real_aside = mesh.mirror_group_creation
     real_init, real_new, real_batch = (

@@ -1,11 +1,11 @@
-"""The values of weights in 4 bits, by what bitsandbytes documents of its format, in plain torch."""
+"""Decodes weights in 4 bits in plain torch, as bitsandbytes documents its format."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-# QLoRA (arXiv:2305.14314), appendix E: one of these times the largest of a block of 64 values.
+# QLoRA (arXiv:2305.14314), appendix E: one of these times the largest value of its block of 64.
 CODEBOOK = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -15,9 +15,9 @@ CODEBOOK = (
 
 
 def values_of(packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """Return the values of packed codes, the first of two in the upper half of a byte.
+    """Return the values of packed codes; the first of two is in the upper half of a byte.
 
-    ``state``: bitsandbytes' own, with doubly quantised scales.
+    ``state``: bitsandbytes' own, with doubly quantized scales.
     """
     codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten().long()
     large = state.state2.absmax.repeat_interleave(256)[: state.absmax.numel()]
@@ -28,9 +28,9 @@ def values_of(packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def unpack_linears(model: nn.Module) -> None:
-    """Put linear layers with the values of bitsandbytes' own in the place of these.
+    """Replace bitsandbytes' linear layers with plain ones of the same values.
 
-    Its kernel for CPUs with AVX512 takes wrong scales where a row is no whole blocks of 64.
+    Its kernel for CPUs with AVX512 uses wrong scales if rows are not whole blocks of 64.
     """
     from bitsandbytes.nn import Linear4bit
 

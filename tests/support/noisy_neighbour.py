@@ -2,9 +2,9 @@
 
     python -m tests.support.noisy_neighbour METRICS BYTES [KIND FILE]
 
-When METRICS has three lines it takes BYTES at 100 MB/s: of its own memory, which it holds until it
-is ended, or as FILE (tmpfs), which should be on one; then it leaves. With KIND cached it writes as
-much to FILE on a disk before it takes memory, so that page cache fills the limit.
+Once METRICS has three lines, it takes BYTES at 100 MB/s: as its own memory, which it holds until it
+is killed, or with KIND tmpfs as FILE, which must be on a tmpfs; then it exits. With KIND cached it
+first writes as much to FILE on a disk, so that page cache fills the limit.
 """
 
 import os

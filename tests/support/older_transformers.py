@@ -1,4 +1,4 @@
-"""What an older transformers lacks: tests that need it are skipped, and say since when it is."""
+"""Skips tests of what an older transformers lacks, and says which version has it."""
 
 import pytest
 import transformers
@@ -6,7 +6,7 @@ import transformers
 from hpc_tune.packages import parse_release
 
 RELEASE = parse_release(transformers.__version__)
-# The first version with a family, of those that setup.py takes.
+# The first version that has a family, among the versions that setup.py allows.
 SINCE = {
     "nemotron_h_omni": "5.18",
     "bailing_hybrid": "5.20",
@@ -19,13 +19,13 @@ SINCE = {
 
 
 def since(version: str, lacks: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that needs this version; ``lacks`` is what older ones do."""
+    """Return the mark of a test that needs this version; ``lacks`` says what older ones do."""
     reason = f"transformers before {version} {lacks}"
     return pytest.mark.skipif(parse_release(version) > RELEASE, reason=reason)
 
 
 def skip_without(family: str) -> None:
-    """Skip the test where transformers does not know the family yet."""
+    """Skip the test if transformers does not know the family yet."""
     version = SINCE.get(family)
     if version and parse_release(version) > RELEASE:
         pytest.skip(f"transformers before {version} has no {family}")

@@ -1,11 +1,11 @@
 """Stands for PBS where none can be installed: qsub, qstat and qrerun for jobs on this host.
 
-It does what the manual and the source of OpenPBS say of these: a job gets PBS_* variables and what
-``-v`` lists (a name alone: the value that qsub itself has), and nothing else of the submitter's
-environment; it starts in the home directory, by a login shell that is told the path of the copy
-which qsub has read of the script; options of the command line go before those of the script, whose
-directives end with its first command; at its walltime it gets SIGTERM, and SIGKILL a little later;
-a job that depends on another one waits for its end.
+It follows the manual and the source of OpenPBS. A job gets PBS_* variables and what ``-v`` lists (a
+name alone: with its value in qsub's environment), and nothing else of the submitter's environment.
+It starts in the home directory, in a login shell that reads the path of qsub's copy of the script.
+Options on the command line override those of the script, whose directives end at its first command.
+At its walltime a job gets SIGTERM, and SIGKILL a little later. A job that depends on another one
+waits for its end.
 
     python -m tests.support.pbs qsub|qstat|qrerun|run ARGUMENTS    (the state is in $STUB_PBS)
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 PROGRAMS = ("qsub", "qstat", "qrerun")
 KILL_DELAY_S = 5.0
-# What a login sets; for root Open MPI's consent, too.
+# What a login sets, and for root Open MPI's permission.
 _LOGIN = ("LANG", "STUB_PBS", "PYTHONPATH", "OMPI_", "PRTE_")
 _OPTIONS = "AqNojrlWvkmMP"  # those that take a value
 _LISTS = ("l", "W")  # of name=value
@@ -43,12 +43,12 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def jobs(folder: Path) -> list[dict]:
-    """Return the jobs in the order of their submission; ``exit`` is None while one is there."""
+    """Return the jobs in the order of their submission; ``exit`` is None until one has ended."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.job"))]
 
 
 def qsub(*words: str) -> None:
-    """Submit a script, that of standard input without one."""
+    """Submit a script, or standard input if none is named."""
     if words == ("--version",):
         print("pbs_version = 23.06.06")
         return
@@ -113,7 +113,7 @@ def qstat(*words: str) -> None:
     print(f"    Account_Name = {job['account']}\n    Join_Path = oe")
     for name, value in job["asked"].items():
         if name.startswith("l "):
-            half = len(value) // 2 if len(value) > 12 else len(value)  # as it wraps what is long
+            half = len(value) // 2 if len(value) > 12 else len(value)  # qstat wraps long values
             wrapped = f"{value[:half]}\n\t{value[half:]}" if value[half:] else value
             print(f"    Resource_List.{name[2:]} = {wrapped}")
     print("    Resource_List.nodect = 1")

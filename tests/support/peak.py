@@ -1,4 +1,4 @@
-"""The most host memory that a process holds while it does something."""
+"""The peak host memory of a process during a block."""
 
 import threading
 from typing import Any

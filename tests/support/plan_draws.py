@@ -1,4 +1,4 @@
-"""Random small runs on CPUs whose memory is planned, and then measured.
+"""Random small runs on CPUs whose memory is first planned and then measured.
 
 python -m tests.support.plan_draws SEED [SEED ...]
 
@@ -108,14 +108,14 @@ def write_model(drawn: Draw, folder: Path) -> None:
 
 
 def write_long_documents(file: Path) -> None:
-    """Write lines of a thousand letters, documents as long as most rows."""
+    """Write lines of 1,500 letters: documents as long as most rows."""
     chance = random.Random(1)
     lines = ("".join(chance.choices("abcdefgh ", k=1500)) for _ in range(200))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def plan_and_measure(drawn: Draw, folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the bytes of the fullest rank by phase, as planned and as measured."""
+    """Return the bytes of the fullest rank in each phase, as (planned, measured)."""
     write_model(drawn, folder / "model")
     settings = [*COMMON, *drawn.settings, f"model.path={folder / 'model'}"]
     data = "builtin:pydocs:heldout"

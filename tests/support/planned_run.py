@@ -2,8 +2,8 @@
 
 mpirun -np N python -m tests.support.planned_run [key=value ...]
 
-Its disk is as slow as makes a save in the background take most: it begins when copies are made,
-and does not take them before the last step is done.
+Its disk is slow, so that a background save takes as much memory as it can: writing begins when
+copies have been made, and does not take them before the last step is done.
 """
 
 import sys
@@ -27,7 +27,7 @@ def slow_disk(last_step: int | None) -> Faults:
             is_learned.set()
 
     def write(index: int, copies: Set[int]) -> None:
-        # Training waits for the values of which there are no copies.
+        # Training waits for values that have no copy.
         until_s = time.monotonic() + LONGEST_S
         while not copies and not is_learned.is_set() and time.monotonic() < until_s:
             time.sleep(0.01)

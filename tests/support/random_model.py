@@ -30,7 +30,7 @@ SHAPE_SMALL = {
 
 
 def write_random_model(directory: Path, dtype: torch.dtype = torch.bfloat16, **shape: int) -> int:
-    """Write such a Llama that can be trained: with a tokenizer, that of builtin:tiny.
+    """Write such a Llama with the tokenizer of builtin:tiny, so that it can be trained.
 
     ``directory`` must be new; return the bytes of the weights.
     """

@@ -1,11 +1,11 @@
-"""Draws runs at random: a model, rows, settings, and the starts that a run is cut into.
+"""Draws random runs: a model, rows, settings, and the starts that a run is split into.
 
     draw(seed)         always the same run for a seed
-    draw_mixed(seed)   one of several sources, preferences, experts, or all of these
-    write(draw)        its model and its rows as files
+    draw_mixed(seed)   a run with several sources, preferences, experts, or all of these
+    write(draw)        the model and the rows of a run as files
 
-Everything is small, so that a run of some steps takes a second: what is tried is how things go
-together, not how much of each there is.
+Everything is small, so that a run of a few steps takes a second: what is tested is how features
+combine, not how large they are.
 """
 
 import json
@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpc_tune.model.builtin import write_tiny
 
-VOCABULARY = 320  # of builtin:tiny's tokenizer, a token a byte
-# What each family's published models set beside their sizes.
+VOCABULARY = 320  # of builtin:tiny's tokenizer: a token per byte
+# What published models of each family set besides their sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 24},
@@ -80,7 +80,7 @@ LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
     4: (
         *(("replicate=2", "shard=2"), ("tensor=2", "shard=2"), ("pipeline=2", "shard=2")),
         *(("shard=4", "context=2"), ("pipeline=2", "shard=2", "context=2")),
-        *(("replicate=4", "context=4"), ("tensor=2", "shard=2", "context=2")),  # of 2 heads, too
+        *(("replicate=4", "context=4"), ("tensor=2", "shard=2", "context=2")),  # with 2 heads too
     ),
 }
 WORDS = ("a", "the", "run", "rows", "naïve", "東京", "é", "🙂", "42", "x()\n\treturn", "stops.")
@@ -88,7 +88,7 @@ WORDS = ("a", "the", "run", "rows", "naïve", "東京", "é", "🙂", "42", "x()
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: its ranks, the settings of its own, and after how many steps it stops."""
+    """One start of a run: its ranks, its own settings, and after how many steps it stops."""
 
     num_ranks: int
     overrides: tuple[str, ...]
@@ -97,7 +97,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Draw:
-    """A run: what all its starts have in common, and the starts."""
+    """A run: its starts, and what they have in common."""
 
     seed: int
     family: str
@@ -109,7 +109,7 @@ class Draw:
     sources: tuple[tuple[dict[str, Any], ...], ...] = ()  # in place of ``rows``
 
     def __str__(self) -> str:
-        """Name everything that was drawn but the rows."""
+        """Describe everything that was drawn except the rows."""
         starts = "; ".join(
             f"{s.num_ranks} ranks {' '.join(s.overrides)} stop {s.stop_after}" for s in self.starts
         )
@@ -149,7 +149,7 @@ def draw(seed: int) -> Draw:
     if rng.random() < 0.6:
         overrides.append(f"train.max_steps={steps}")
     else:
-        # Of the shortest epoch that there can be, so that a run does not get long.
+        # In terms of the shortest possible epoch, so that a run does not get long.
         overrides.append(f"train.epochs={rng.choice((0.5, 1, 1.5)) if len(rows) > 8 else 2}")
     if held_out:
         overrides.append(f"train.eval_every_steps={rng.choice((1, 2, 4))}")
@@ -163,7 +163,7 @@ def draw(seed: int) -> Draw:
 
 
 def draw_mixed(seed: int) -> Draw:
-    """Return a run with what ``draw`` leaves out, by seed."""
+    """Return the run of a seed, with features that ``draw`` leaves out."""
     rng = random.Random(f"mixed {seed}")
     has_experts, num_sources = rng.random() < 0.6, rng.choice((1, 2, 2, 3))
     family = rng.choice(list(EXPERTS) if has_experts else ["llama", "qwen3", "gemma2", "olmo2"])
@@ -286,7 +286,7 @@ def _starts(
 
 
 def _row(rng: random.Random, kind: str, seq_len: int) -> dict[str, Any]:
-    """Return a row, now and then longer than ``seq_len`` or with its answer behind it."""
+    """Return a row, sometimes longer than ``seq_len``, or with its answer beyond it."""
 
     def text(most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, max(1, most // 6))))

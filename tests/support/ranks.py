@@ -1,4 +1,4 @@
-"""Starts real ranks for the tests, and ends whatever is left of them."""
+"""Starts real ranks for the tests, and kills whatever is left of them."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from hpc_tune.cluster.launchers import VARIABLE_PREFIXES
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-# Ends a run that hangs, before pytest ends the test. Says nothing about speed: what takes seconds
+# Ends a run that hangs, before pytest ends the test. It is no measure of speed: what takes seconds
 # takes minutes on a slow machine with a busy neighbour.
 HANG_S = 600.0
 _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
@@ -26,7 +26,7 @@ _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREAD
 def find_mpirun() -> str:
     """Return mpirun of this virtual environment or of the system; skip the test without one.
 
-    HPC_TUNE_TEST_MPIRUN names another one, to run the same tests against a site's MPI.
+    HPC_TUNE_TEST_MPIRUN names a different one, to run the same tests with a site's MPI.
     """
     own = Path(sys.prefix) / "bin" / "mpirun"
     found = os.environ.get("HPC_TUNE_TEST_MPIRUN")
@@ -38,9 +38,9 @@ def find_mpirun() -> str:
 
 
 def python(cold: bool = False) -> list[str]:
-    """Return what runs Python programs in a rank's place.
+    """Return the command that runs a Python program as a rank.
 
-    Warm (see warm.py) where nothing of the test depends on how the process came to be;
+    Warm (see warm.py) if the test does not depend on how the process is started;
     HPC_TUNE_TEST_COLD=1 starts all of them cold, as users do.
     """
     is_cold = cold or os.environ.get("HPC_TUNE_TEST_COLD") == "1"
@@ -50,7 +50,7 @@ def python(cold: bool = False) -> list[str]:
 def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment in which any user may start more ranks than there are cores.
 
-    Open MPI refuses both to root and to a full machine; variables of its versions 4 and 5 are set.
+    Open MPI refuses root and more ranks than cores; variables of its versions 4 and 5 allow them.
     """
     env = {
         key: value
@@ -60,7 +60,7 @@ def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> 
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
-        # Threads that wait must not keep the cores from what runs beside a test.
+        # Waiting threads must not take the cores from what runs beside a test.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -80,8 +80,8 @@ def started(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Start a command with its output in pipes; end it and all its descendants at the exit.
 
-    A killed mpirun leaves its comm folder, by process number; a later one of the same number
-    fails at it. So each has a place of its own for them.
+    A killed mpirun leaves a session folder named by its pid, on which a later mpirun with the
+    same pid fails. So each one gets a folder of its own for them.
     """
     sessions = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
     process = subprocess.Popen(
@@ -97,7 +97,7 @@ def started(
     try:
         yield process
     finally:
-        # Open MPI gives each rank a process group of its own, so the tree is walked.
+        # Open MPI gives each rank its own process group, so walk the process tree.
         for pid in [process.pid, *descendants(process.pid)]:
             if process.poll() is None or pid != process.pid:
                 with contextlib.suppress(ProcessLookupError):

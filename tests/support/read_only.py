@@ -1,4 +1,4 @@
-"""A node as in a centre's container: read-only but for scratch, little /dev/shm, no network."""
+"""A node like a center's container: read-only except scratch, little /dev/shm, no network."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import rank_environment
 
-# / and all that is mounted below it, but what the kernel makes itself, is read-only afterwards.
+# Makes / and all mounts below it read-only, except the kernel's own file systems.
 _CONTAINER = """
 set -e
 mount --make-rprivate /
@@ -26,12 +26,12 @@ done
 
 
 def run_inside(scratch: Path, script: str, without: Sequence[str] = (), **environ: str) -> str:
-    """Run a script of bash there, in ``scratch``; return what it printed.
+    """Run a bash script in the container, in ``scratch``; return what it printed.
 
-    It has no HOME and no variables of ``without``, but for those of ``environ``.
+    HOME and the variables in ``without`` are not set, unless ``environ`` sets them.
     """
     env = rank_environment(2, {"SCRATCH": str(scratch)})
-    # torch sets the last one, where a test before this one has imported its compiler.
+    # torch sets the last one if an earlier test has imported its compiler.
     gone = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", *without)
     env = {name: value for name, value in env.items() if name not in gone} | environ
     argv = ["unshare", "--mount", "--net", "bash", "-c", _CONTAINER + script]
@@ -46,7 +46,7 @@ def run_inside(scratch: Path, script: str, without: Sequence[str] = (), **enviro
 
 
 def make_scratch(folder: Path) -> Path:
-    """Make the folder that scratch is mounted on, outside of /tmp, which is to be read-only."""
+    """Make the folder that scratch is mounted on, outside /tmp, which becomes read-only."""
     scratch = folder / f".scratch-{os.getpid()}"
     scratch.mkdir()
     return scratch

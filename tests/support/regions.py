@@ -1,4 +1,4 @@
-"""Regions of tensors that are held as they are, to be written like an engine's."""
+"""Regions of plain tensors, to be written like those of an engine."""
 
 import functools
 from collections.abc import Mapping

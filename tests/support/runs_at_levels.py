@@ -1,4 +1,4 @@
-"""A program for the ranks of one launch: training runs whose governor is told what it sees.
+"""A program for the ranks of one launch: training runs whose governor is told which level it sees.
 
     python -m tests.support.runs_at_levels JOBS.json RESULTS FIRST   (see many_runs.py)
 
@@ -13,7 +13,7 @@ from tests.support import many_runs
 
 
 def at_levels(job: dict[str, Any]) -> Faults:
-    """Tell these levels of host memory step by step, and offer what only a GPU needs."""
+    """Report these levels of host memory step by step, and offer actions that only a GPU needs."""
     left = list(job["levels"])
     return Faults(level=lambda seen: left.pop(0) if len(left) > 1 else left[0], moves_on_host=True)
 

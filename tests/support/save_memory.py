@@ -2,12 +2,12 @@
 
     python -m tests.support.save_memory MODEL_DIR FOLDER NUM_SAVES [key=value ...]
 
-Goes on from the newest checkpoint in FOLDER if there is one.
-Then does NUM_SAVES saves while training waits and as many in the background of steps. Prints JSON
-of the most of any rank, in bytes of anonymous + shared memory: start, the growth from the built
-model to the end of the first step; and for each save what it adds, to what is held between steps
-while training waits, to the peak of a step in the background. blocked_s: how long training waited
-for each save; step_s: what a step without one takes.
+Resumes from the newest checkpoint in FOLDER if there is one. Then does NUM_SAVES saves while
+training waits, and as many in the background of steps. Prints JSON with the largest value of any
+rank, in bytes of anonymous + shared memory. start: the growth from the built model to the end of
+the first step. added: what each save adds, to what is held between steps (while training waits) or
+to the peak of a step (in the background). blocked_s: how long training waited for each save;
+step_s: how long a step without a save takes.
 """
 
 import itertools
@@ -108,7 +108,7 @@ def main() -> None:
     if comm.is_rank_0:
         found = {"start": start, "added": added, "blocked_s": blocked_s, "step_s": step_s}
         print(json.dumps(found))
-    engine = None  # its groups go before the world does
+    engine = None  # its groups must go before the world
     shutdown(comm)
 
 

@@ -1,7 +1,7 @@
 """A real Slurm on this machine alone: munge, a controller and node daemons, for one test module.
 
-Memory limits are enforced by cgroups, which takes root and a memory controller of cgroup v1.
-Several nodes are as many daemons; Debian's build allows that.
+Memory limits are enforced by cgroups, which needs root and a memory controller of cgroup v1.
+Each node is a daemon of its own on this machine; Debian's build allows several.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int) -> Iterator["LimitedJobs"]:
-        """Jobs that ask for so much memory; as ``memory_group`` is used."""
+        """Yield jobs that ask for this much memory; used like ``memory_group``."""
         yield LimitedJobs(self, limit_bytes)
 
     def job(self, script: str, name: str, *options: str, timeout: float = JOB_S) -> dict[str, str]:
@@ -133,7 +133,7 @@ class Slurm:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number: str, timeout: float = JOB_S) -> dict[str, str]:
-        """Wait until a job has ended for good, without the two minutes that a requeue takes."""
+        """Wait until a job has ended for good; skip the two minutes' delay of a requeue."""
         until_s = time.monotonic() + timeout
         while (said := self.show(number))["JobState"] in STILL_THERE:
             if time.monotonic() > until_s:
@@ -144,9 +144,9 @@ class Slurm:
         return said
 
     def kill(self, node: str) -> None:
-        """Kill a node's daemon and all that it has started: what a machine that dies looks like.
+        """Kill a node's daemon and all that it has started, as if the machine had died.
 
-        But for the connections, which are reset.
+        One thing differs: connections are reset.
         """
         pids = [int((self.folder / f"slurmd-{node}.pid").read_text())]
         for process in psutil.process_iter():
@@ -167,7 +167,7 @@ class Slurm:
                 self.run("slurmd", "-N", node, "-c")
         time.sleep(1.0)
         for node in self.nodes:
-            with contextlib.suppress(AssertionError):  # it is well
+            with contextlib.suppress(AssertionError):  # it is up already
                 self.run("scontrol", "update", f"nodename={node}", "state=resume")
         until_s = time.monotonic() + START_S
         while set(self.run("sinfo", "-h", "-N", "-o", "%t").split()) - {"idle", "mix", "alloc"}:
@@ -175,7 +175,7 @@ class Slurm:
             time.sleep(0.2)
 
     def hurry(self, said: Mapping[str, str]) -> None:
-        """Let a requeued job begin, which waits for two minutes otherwise.
+        """Let a requeued job begin, which would otherwise wait for two minutes.
 
         A node refuses a job that it has ended within the same second.
         """
@@ -185,7 +185,7 @@ class Slurm:
 
 
 class LimitedJobs:
-    """Jobs of one cluster with --mem; what a test of a cgroup asks of it, they can too."""
+    """Jobs of one cluster with --mem, with the same methods as ``cgroup.Group``."""
 
     _names = (f"job-{number}" for number in itertools.count())
 
@@ -197,9 +197,9 @@ class LimitedJobs:
     def run(
         self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run the command of ``n`` ranks as a job, beside another one if asked.
+        """Run a command of ``n`` ranks as a job, beside ``neighbour`` if given.
 
-        Of the two the kernel kills the command.
+        The kernel kills the command and spares the neighbour.
         """
         lines = [f"cd {shlex.quote(str(ROOT))}"]
         lines += [
@@ -208,7 +208,7 @@ class LimitedJobs:
             if name.isidentifier()
         ]
         lines += [f"{shlex.join(neighbour)} & beside=$!"] if neighbour is not None else []
-        # Not for mpirun's own daemon: without that it ends with 0.
+        # Without a neighbour, not for mpirun: it would end with 0 if its own daemon were killed.
         first = "" if neighbour is None else "echo 1000 > /proc/self/oom_score_adj; "
         lines.append(f"({first}exec {shlex.join(argv)})")
         lines += ["code=$?", "kill $beside"] if neighbour is not None else ["code=$?"]
@@ -226,9 +226,9 @@ class LimitedJobs:
 
     @property
     def kills(self) -> int:
-        """How often the kernel has killed in these jobs.
+        """How often the kernel has killed a process of these jobs.
 
-        By its log: a step's group, which counts, is gone when the step has ended.
+        Read from its log: a step's cgroup, which counts, is gone when the step has ended.
         """
         log = subprocess.run(["dmesg"], capture_output=True, text=True, check=True).stdout
         lines = [line for line in log.splitlines() if "oom-kill:" in line]
@@ -239,7 +239,7 @@ class LimitedJobs:
 def slurm(folder: Path, num_nodes: int = 1, limits: bool = True) -> Iterator[Slurm]:
     """Bring a cluster up in ``folder``, or skip the test with the reason.
 
-    ``limits``: whether memory is limited as asked for; without, a node says it has a terabyte.
+    ``limits``: whether jobs' memory is limited; if not, a node reports a terabyte.
     """
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
@@ -276,12 +276,12 @@ def _configure(cluster: Slurm, limits: bool) -> None:
         port=port,
         tracking=BY_CGROUP if limits else BY_PARENT,
         nodes="\n".join(nodes),
-        # The kernel's log tells of jobs by number, those of earlier clusters too.
+        # The kernel's log names jobs by number, those of earlier clusters too.
         first_job=random.randrange(1, 1 << 25),
     )
     (folder / "slurm.conf").write_text(text)
     (folder / "cgroup.conf").write_text(CGROUPS)
-    for number in range(8):  # as /dev/null: what asks for GPUs can be submitted
+    for number in range(8):  # copies of /dev/null: jobs that ask for GPUs can be submitted
         os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
 
@@ -330,7 +330,7 @@ def _stop(cluster: Slurm) -> None:
 
 
 def _end(pids: Sequence[int]) -> None:
-    """End daemons, which are not this process's children."""
+    """End daemons, which are not children of this process."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

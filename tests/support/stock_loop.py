@@ -1,4 +1,4 @@
-"""A program for ranks of Open MPI: what one trains with when there is no hpc_tune.
+"""A program for ranks of Open MPI: a training loop of stock parts, for comparison.
 
     python -m tests.support.stock_loop MODE MODEL_DIR ROWS MICRO LENGTH STEPS DTYPE
 
@@ -61,7 +61,7 @@ def adamw(model: Any) -> torch.optim.AdamW:
 
 
 def plain(model: Any, sync: Any = None) -> Any:
-    """``sync`` gives the context of a micro-batch, which is the last one or is not."""
+    """Return a training step. ``sync(is_last)`` returns the context of a micro-batch."""
     optimizer = adamw(model)
 
     def step(batches: list[torch.Tensor]) -> None:
@@ -83,7 +83,7 @@ def fsdp2(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(model.dtype)  # one dtype per group, as FSDP2 wants it
+        parameter.data = parameter.data.to(model.dtype)  # FSDP2 needs one dtype per group
     for block in model.get_base_model().model.layers:
         fully_shard(block)
     fully_shard(model)

@@ -1,4 +1,4 @@
-"""What stock transformers, peft and torch's AdamW make of a run: one document at a time."""
+"""Repeats a run with stock transformers, peft and torch's AdamW, one document at a time."""
 
 import math
 from pathlib import Path
@@ -48,7 +48,7 @@ def steps_of(config: RunConfig, run_dir: Path) -> list[list[_Document]]:
 
 
 def stock_losses(config: RunConfig, run_dir: Path, model_dir: Path) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step, as stock parts have them."""
+    """Return (loss, gradient norm) of each step, as computed by stock parts."""
     model = _model(config, model_dir)
     trained = [p for p in model.parameters() if p.requires_grad]
     optim, steps = config.optim, steps_of(config, run_dir)
@@ -65,7 +65,7 @@ def stock_losses(config: RunConfig, run_dir: Path, model_dir: Path) -> list[tupl
     )
     told = []
     for step, documents in enumerate(steps):
-        num_learned = sum(float(mask[1:].sum()) for _, mask in documents)  # with weights, their sum
+        num_learned = sum(float(mask[1:].sum()) for _, mask in documents)  # or the sum of weights
         total = 0.0
         for tokens, mask in documents:
             ids_BT = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -90,9 +90,9 @@ def stock_losses(config: RunConfig, run_dir: Path, model_dir: Path) -> list[tupl
 
 
 def _model(config: RunConfig, model_dir: Path) -> torch.nn.Module:
-    """Return the stock model, with peft's adapters where the run has them; without dropout.
+    """Return the stock model, with peft's adapters if the run has adapters; without dropout.
 
-    The first values of the adapters are hpc_tune's own.
+    The adapters start with the same values as in hpc_tune.
     """
     tune = config.tune
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Trains as ``python -m hpc_tune`` does; each rank says besides which world it found, as JSON."""
+"""Trains as ``python -m hpc_tune`` does; each rank also prints the world it found, as JSON."""
 
 import dataclasses
 import json

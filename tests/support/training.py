@@ -17,9 +17,9 @@ from tests.support.ranks import HANG_S, mpirun, python, rank_environment, run_ra
 
 TRAIN = ["-m", "hpc_tune"]
 STEPS = 10
-# Where tests find data that one of them has prepared (tests/conftest.py makes the folder).
+# Where tests share prepared data (tests/conftest.py makes the folder).
 PREPARED = os.environ.get("HPC_TUNE_TEST_DATA", "null")
-# Seconds of training of builtin:tiny.
+# Trains builtin:tiny for a few seconds.
 SMALL = [
     "data.seq_len=128",
     "data.eval_path=null",
@@ -50,7 +50,7 @@ def launch_runs(
 ) -> list[Ended]:
     """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return how each ended.
 
-    One that dies takes the launch with it: the others go on in another launch.
+    A run that dies ends its launch: the remaining ones continue in another launch.
     """
     file, results = folder / f"jobs-{n}.json", folder / f"results-{n}.jsonl"
     file.write_text(json.dumps(list(jobs)))
@@ -113,14 +113,14 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def worst_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference of two loss curves of the same length."""
+    """Return the largest difference between two loss curves of the same length."""
     assert len(one) == len(other)
     assert one
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def give_manifest(checkpoint: Path, *overrides: str, **state: Any) -> None:
-    """Make a folder of tensor files a checkpoint of a run with ``overrides``."""
+    """Turn a folder of tensor files into a checkpoint of a run with ``overrides``."""
     config = load_config(None, overrides).model_dump(mode="json")
     said = {"step": 7, "total_steps": 9, "model_identity": "", "loader": {}, "layout": {}}
     said |= {"micro_size": 1, "config": config} | state

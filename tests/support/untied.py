@@ -1,4 +1,4 @@
-"""builtin:tiny with an output head of its own."""
+"""builtin:tiny with an untied output head."""
 
 from pathlib import Path
 

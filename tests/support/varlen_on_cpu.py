@@ -1,8 +1,8 @@
-"""torch's variable-length attention on a CPU, where it has no kernel: by document, in fp32.
+"""Kernels for torch's variable-length attention on a CPU: by document, in fp32.
 
-The operator is torch's own: a GPU's run has the same arguments, checks, autograd formula and fakes.
-Before torch 2.11 it is the one below varlen_attn, which takes no window yet.
-``CALLS`` holds what each call was given.
+torch has none there. The operator is torch's own, with the arguments, checks, autograd formula and
+fakes that a GPU has. Before torch 2.11 it is the operator below varlen_attn, which takes no window
+yet. ``CALLS`` holds the arguments of each call.
 """
 
 import functools
@@ -21,7 +21,7 @@ _BELOW = torch.library.Library("aten", "IMPL")
 
 @functools.cache
 def use_cpu_kernels() -> None:
-    """Give this process's operator its kernels; once."""
+    """Register the kernels with torch's operator, once per process."""
     if not HAS_WINDOWS:
         _BELOW.impl("_flash_attention_forward", _forward_below, "CPU")
         _BELOW.impl("_flash_attention_backward", _backward_below, "CPU")
@@ -41,9 +41,9 @@ def attention(
     before: int = -1,
     key_starts: list[int] | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of each document by itself, to ``before`` tokens back or to all.
+    """Return causal attention within each document, over ``before`` tokens back or all of them.
 
-    A document's last query is at its last key.
+    The last query of a document is at its last key.
     """
     parts, groups = [], query_SHD.shape[1] // key_SKD.shape[1]
     for own, seen in zip(pairwise(starts), pairwise(key_starts or starts), strict=True):
@@ -57,7 +57,7 @@ def attention(
 
 
 def _hidden(queries: int, keys: int, before: int) -> torch.Tensor:
-    """Return where the last tokens of a document may not look."""
+    """Return a mask that is true where the last tokens of a document may not attend."""
     apart = torch.arange(keys)[keys - queries :].unsqueeze(1) - torch.arange(keys)
     return (apart < 0) | (apart > before) if before >= 0 else apart < 0
 
@@ -75,7 +75,7 @@ def _forward(
     window_size: list[int] | None = None,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts = cu_seq_q.numpy().tolist()  # what must not wait for a device forbids Tensor.tolist
+    starts = cu_seq_q.numpy().tolist()  # tests of host waits forbid Tensor.tolist
     assert window_size is not None
     before, after = window_size
     shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
@@ -116,7 +116,7 @@ def _backward(
     window_size: list[int] | None = None,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    # Written out: an operator's kernel runs below autograd.
+    # Written out, because an operator's kernel runs below autograd.
     grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     groups, scale = query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
     ends = (pairwise(starts.numpy().tolist()) for starts in (cu_seq_q, cu_seq_k))

@@ -1,17 +1,17 @@
-"""Ranks that have done their imports already: a launch of them takes a moment, not seconds.
+"""Ranks that have already done their imports: launching them takes a moment, not seconds.
 
     mpirun -> shim (warm_shim.py), one per rank -> server -> a fork of the server, which is the rank
 
 The server imports what every rank imports and does nothing else: no MPI, no thread, no process
-group. A shim stands where the launcher wants a rank: it hands its arguments, environment, folder,
-cores and open files to the server and lives as long as the rank does. Signals that it gets are
-passed on; where it dies its rank is killed, and it ends as its rank ends.
+group. The launcher starts a shim in place of a rank: the shim passes its arguments, environment,
+folder, cores and open files to the server and lives as long as the rank does. It forwards the
+signals that it gets. If it dies its rank is killed, and it ends as its rank ends.
 
-What a rank does is what ``python argv`` would do, from MPI_Init on to the last function of atexit
-and MPI_Finalize; its modules are not taken apart then, which would copy all of the server's memory.
-What this cannot stand for is started cold: the imports and their order, the command line of a
-process, its parent and its memory, what a namespace, a cgroup or a limit gives it, and other MPI
-libraries.
+A rank does what ``python argv`` would do, from MPI_Init to the last atexit function and
+MPI_Finalize; but it does not tear down its modules, which would copy all of the server's memory.
+Tests start ranks cold if they depend on what this does not reproduce: the imports and their order,
+the command line of a process, its parent and its memory, what a namespace, a cgroup or a limit
+gives it, and other MPI libraries.
 """
 
 import array
@@ -37,8 +37,8 @@ from typing import Any
 
 SHIM = Path(__file__).with_name("warm_shim.py")
 ROOT = Path(__file__).resolve().parents[2]
-_PLACE = "HPC_TUNE_TEST_WARM"  # in the environment: the folder of the server, and whose code it has
-# Not mpi4py.MPI, which would initialise it.
+_PLACE = "HPC_TUNE_TEST_WARM"  # in the environment: the server's folder, and the root of its code
+# Not mpi4py.MPI, whose import initializes MPI.
 _IMPORTED = (
     "mpi4py",
     "hpc_tune.cli",
@@ -59,7 +59,7 @@ _IMPORTED = (
 def make_place() -> None:
     """Make the folder of one server for this process and all that it starts.
 
-    Whoever of them starts the server, it ends with this process, which alone holds its pipe.
+    Whichever of them starts the server, it ends with this process, the only holder of its pipe.
     """
     folder = tempfile.mkdtemp(prefix="warm-")
     os.environ[_PLACE] = f"{folder}{os.pathsep}{ROOT}"
@@ -70,16 +70,16 @@ def make_place() -> None:
 
 
 def place() -> str | None:
-    """Return the folder of the server, if there is one of this code: a copy of it has its own."""
+    """Return the server's folder, if it runs this code; a copy of the repository has its own."""
     folder, _, root = os.environ.get(_PLACE, "").partition(os.pathsep)
     return folder if root == str(ROOT) else None
 
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """Return the words in front of a rank's own (``-m module ...``).
+    """Return the words to put before a rank's own (``-m module ...``).
 
-    Whoever asks first starts the server.
+    The first call starts the server.
     """
     if place() is None:
         make_place()
@@ -92,7 +92,7 @@ def command() -> tuple[str, ...]:
 
 
 def rank_behind(pid: int) -> int:
-    """Return the process of the rank that a shim stands for; any other stands for itself.
+    """Return the pid of the rank behind a shim; for any other process, its own pid.
 
     Raises:
         OSError: if there is no such process.
@@ -104,7 +104,7 @@ def rank_behind(pid: int) -> int:
 
 def _start(path: str) -> None:
     """Start the server and wait until it listens."""
-    # A thread does not survive a fork, and these two libraries start some when they are imported.
+    # Threads do not survive a fork, and these two libraries start some when they are imported.
     alone = {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm", path],
@@ -114,7 +114,7 @@ def _start(path: str) -> None:
         cwd=ROOT,
         start_new_session=True,
     )
-    atexit.register(server.poll)  # it may outlive this process, and is no forgotten one until then
+    atexit.register(server.poll)  # keeps Popen, which would warn of a running process
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", "the server of warm ranks did not start"
 
@@ -140,7 +140,7 @@ def receive(connection: socket.socket) -> Request | None:
     num_bytes = int.from_bytes(data, "little")
     with connection.makefile("rb") as stream:
         words = stream.read(num_bytes)
-    if len(words) < num_bytes:  # a launcher has ended its shim meanwhile
+    if len(words) < num_bytes:  # the launcher has killed its shim meanwhile
         for file in files:
             os.close(file)
         return None
@@ -148,16 +148,16 @@ def receive(connection: socket.socket) -> Request | None:
 
 
 def serve(path: str) -> Request:
-    """Fork a child for each request; return in the child with what it has to run."""
+    """Fork a child for each request; in the child, return the request."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(128)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, "new")
-    # Its end tells that nobody is left.
+    # Its end means that nobody is left.
     alive = os.open(os.path.join(os.path.dirname(path), "alive"), os.O_RDONLY | os.O_NONBLOCK)
     selector.register(alive, selectors.EVENT_READ, "over")
-    ranks: dict[int, tuple[socket.socket, int]] = {}  # by pid: its shim, and its pidfd
+    ranks: dict[int, tuple[socket.socket, int]] = {}  # by pid: shim and pidfd
     sys.stdout.write("ready\n")
     sys.stdout.flush()
 
@@ -194,7 +194,7 @@ def serve(path: str) -> Request:
                         return request
                     for file in request.files:
                         os.close(file)
-                    with contextlib.suppress(OSError):  # without its shim it is killed below
+                    with contextlib.suppress(OSError):  # if its shim is gone, it is killed below
                         shim.sendall(pid.to_bytes(4, "little"))
                     ranks[pid] = shim, os.pidfd_open(pid)
                     selector.register(shim, selectors.EVENT_READ, ("signal", pid))
@@ -216,7 +216,7 @@ def serve(path: str) -> Request:
 
 
 def become(request: Request) -> types.CodeType:
-    """Make this process what ``python argv`` would be, but for its imports; return its program."""
+    """Make this process what ``python argv`` would be, except for imports; return its program."""
     for number, file in enumerate(request.files):
         os.dup2(file, number)
         fcntl.fcntl(number, fcntl.F_SETFD, 0)
@@ -236,7 +236,7 @@ def become(request: Request) -> types.CodeType:
             return compile(code, "<string>", "exec")
         case ["-m", module, *words]:
             sys.argv, sys.path[0] = [module, *words], request.folder
-            # The import system alone knows where a module is. Here it may be imported already.
+            # Only the import system knows where a module is. It may be imported already here.
             warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
             code = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
             return compile(f"import runpy\n{code}", "<warm>", "exec")
@@ -260,7 +260,7 @@ def import_all() -> None:
 
 
 def run(program: types.CodeType, namespace: dict[str, Any]) -> int:
-    """Run a rank's program; return its exit code. Other errors are the interpreter's to tell."""
+    """Run a rank's program; return its exit code. The interpreter reports other errors."""
     try:
         exec(program, namespace)
     except SystemExit as end:
@@ -271,7 +271,7 @@ def run(program: types.CodeType, namespace: dict[str, Any]) -> int:
 
 
 def leave(codes: list[int]) -> None:
-    """End this process as the interpreter would, but for its modules; without a code leave it."""
+    """End this process as the interpreter would, except for modules; without a code do nothing."""
     if not codes:
         return
     mpi = sys.modules.get("mpi4py.MPI")
@@ -294,5 +294,5 @@ def main() -> tuple[types.CodeType, dict[str, Any]]:
 
 if __name__ == "__main__":
     ended: list[int] = []
-    atexit.register(leave, ended)  # the first that is registered is the last that is called
+    atexit.register(leave, ended)  # registered first, called last
     ended.append(run(*main()))

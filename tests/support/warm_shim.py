@@ -22,7 +22,7 @@ def exactly(connection: socket.socket, num: int) -> bytes:
 
 
 def pass_on(number, _):
-    with contextlib.suppress(OSError):  # the rank has just ended, and its server told so
+    with contextlib.suppress(OSError):  # the rank has just ended, as the server will report
         server.send(bytes([number]))
 
 
@@ -41,7 +41,7 @@ server.sendmsg([len(told).to_bytes(8, "little")], rights)
 server.sendall(told)
 pid = int.from_bytes(exactly(server, 4), "little")
 with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name_of_this_process:
-    name_of_this_process.write(str(pid))  # for tests that look for the rank behind it
+    name_of_this_process.write(str(pid))  # tests find the rank by it
 for name in FORWARDED:
     signal.signal(getattr(signal, name), pass_on)
 code = os.waitstatus_to_exitcode(int.from_bytes(exactly(server, 4), "little"))

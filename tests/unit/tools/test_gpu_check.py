@@ -56,7 +56,7 @@ def test_a_part_that_fails_stops_no_other_and_its_last_words_are_kept(tmp_path, 
     assert "the words of its end" in raises["tail"]
     assert raises["figures"] == [{"name": "first", "status": "passed", "gap": 0.5}]
     assert tells["reason"] == "second"
-    assert silent["reason"] == "it told nothing"
+    assert silent["reason"] == "it reported nothing"
     assert fine["tail"] == ""
     assert "the words of its end" in (tmp_path / "gpu-check.log").read_text()
     printed = capsys.readouterr().out
@@ -252,9 +252,9 @@ FREE = [5.0, 4.0]
         ([75, 75, 0], [], [5.0, 4.0], None),
         ([0], [], [5.0, 4.0], "it never met the limit"),
         ([75, 75], ["recompute"], [5.0], "it was not done after 2 starts"),
-        ([75, 1], [], [5.0], "a start ended in another way"),
-        ([75, 0], [], [5.0, 4.5], "the losses are 0.5 from those"),
-        ([75, 0], [], [5.0], "the losses are inf from those"),
+        ([75, 1], [], [5.0], "a start ended neither done"),
+        ([75, 0], [], [5.0, 4.5], "the losses differ by 0.5 from those"),
+        ([75, 0], [], [5.0], "the losses differ by inf from those"),
     ],
 )
 def test_a_ladder_is_judged_by_how_each_start_ended_and_by_the_losses(
