@@ -339,9 +339,11 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
     lines += [f"#SBATCH {option}" for option in settings.options]
     lines += environment_lines(settings, folder)
-    lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
     lines.append(
-        "export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks"
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task"
+    )
+    lines.append(
+        "export SLURM_EXPORT_ENV=ALL  # else --export=NONE hides all of this from the ranks"
     )
     return "\n".join([*lines, supervise, ""])
 

@@ -63,8 +63,8 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
         "module load python/3.11 openmpi",
         "source './site env.sh'",
         "source '/home/me/my venv/bin/activate'",
-        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise",
-        "export SLURM_EXPORT_ENV=ALL  # --export=NONE would keep all of this from the ranks",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task",
+        "export SLURM_EXPORT_ENV=ALL  # else --export=NONE hides all of this from the ranks",
         "exec python -m hpc_tune supervise --launch 'srun --mpi=pmix apptainer exec --nv "
         "'\"'\"'my image.sif'\"'\"'' --python python --config a.yaml train.seed=3",
     ]
