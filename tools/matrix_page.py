@@ -24,13 +24,13 @@ _REFUSED = "## What is refused, and why"
 _ALL = "in all"
 _NOTE = re.compile(r"- \*\*(?P<about>[\w ,]+)\*\* \((?P<names>[\w., -]+)\): (?P<text>.*)")
 _TEXT = """\
-Each architecture was made small, with random values, and trained for some steps by
-stock transformers, peft and AdamW, and by hpc_tune. A number is the largest gap between
-their losses of a step, relative; `-` is refused before a run begins, for the reasons
-below. `3e-04 of 4e-04`: stock tools' own losses change by the second number when all
-weights change by a ten-millionth. A model of yours is tried in the same way at its
-first start. `experts`: lora, on the routed experts of a mixture too; `expert 2`:
-`parallel.expert`, for mixtures; `shard 4, expert 2`: on four ranks, of which two share an
+A small model of each architecture, with random weights, was trained for a few steps with
+stock transformers, peft and AdamW, and with hpc_tune. A number is the largest relative
+difference between their losses at a step; `-` is refused before a run begins, for the
+reasons below. `3e-04 of 4e-04`: the stock tools' own losses change by the second number
+when all weights change by a ten-millionth. Your own model is checked in the same way at
+its first start. `experts`: LoRA on the routed experts of a mixture too; `expert 2`:
+`parallel.expert`, for mixtures; `shard 4, expert 2`: on four ranks, two of which share an
 expert. An empty cell was not tried.
 """
 
