@@ -151,8 +151,8 @@ def _require_memory(size: ModelSize, room: int) -> None:
     needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
     if needed > MEASURED_STATE_SHARE * room:
         raise ConfigError(
-            f"parallel.layout=auto: {MORE_BLOCKS} decoder blocks of this model take "
-            f"{format_bytes(needed)}, too much to measure them in {format_bytes(room)}; set "
+            f"parallel.layout=auto: measuring {MORE_BLOCKS} decoder blocks of this model takes "
+            f"{format_bytes(needed)}, too much for the {format_bytes(room)} available; set "
             "parallel.shard, .tensor or .pipeline"
         )
 

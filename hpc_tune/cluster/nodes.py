@@ -56,7 +56,10 @@ def find_silent_nodes(
         whys = pool.map(lambda node: _why_silent(command(node), added), nodes)
     found = {node: why for node, why in zip(nodes, whys, strict=True) if why}
     if len(found) == len(nodes):
-        log.warning("no node could be probed (%s), so none is left out for that", found[nodes[0]])
+        log.warning(
+            "no node could be probed (%s): probably the probe itself fails, so no node is left out",
+            found[nodes[0]],
+        )
         return {}
     return found
 

@@ -102,7 +102,7 @@ class MemoryConfig(Section):
 def _require_distinct(names: str | None) -> str | None:
     given = [name.strip() for name in (names or "").split(",")]
     if twice := sorted({name for name in given if given.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)} is named twice; name each interface once")
+        raise ValueError(f"named more than once: {', '.join(twice)}; name each interface once")
     return names
 
 

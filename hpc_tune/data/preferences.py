@@ -475,8 +475,8 @@ def _add_answer(
         prompt = prompt.messages()[:-1]
     if prompt[-1]["role"] == "assistant":
         raise WrongRecord(
-            f"the turn before {field} is the assistant's, too, expected a question or the result"
-            " of a tool"
+            f"the turn before {field} is also the assistant's; expected a question or the result of"
+            " a tool"
         )
     answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if answer[0]["role"] != "assistant" or not any(map(_has_content, answer)):

@@ -79,7 +79,7 @@ def verify_content(store: TokenStore) -> None:
         what = "documents" if content != expected else "order of the documents by length"
         raise DataError(
             f"{store.path}: its {what} are not as `prepare` wrote them (hash {content[:12]}, "
-            f"expected {expected[:12]}): the file was damaged or changed since. Copy it again, or"
+            f"expected {expected[:12]}): the file has been damaged or changed. Copy it again, or"
             f" {PREPARE_AGAIN}"
         )
 

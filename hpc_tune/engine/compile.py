@@ -117,7 +117,9 @@ def prepare_compiler(
     config.compile_threads = workers
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.reset()
-    log.info("compile one decoder block for all, %d workers, cache %s", workers, folder)
+    log.info(
+        "compiling one decoder block, reused for all others (%d workers, cache %s)", workers, folder
+    )
 
 
 def require_compiler(device: torch.device, dropout: float = 0.0) -> None:

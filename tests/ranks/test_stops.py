@@ -18,7 +18,7 @@ PHASES = {
     "reading the data": ("tokenizing", ["data.path=builtin:pydocs", "data.cache=null"]),
     "loading": ("micro-batches of", []),
     "evaluating": ("step 0: evaluating", EVALUATING),
-    "compiling": ("compile one decoder block", ["train.compile=true"]),
+    "compiling": ("compiling one decoder block", ["train.compile=true"]),
     "training": ("step 1/", []),
     "saving": ("step 1/", ["checkpoint.every_steps=1"]),
 }

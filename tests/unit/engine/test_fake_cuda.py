@@ -14,13 +14,11 @@ which has no fake tensors.
 
 import functools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from hpc_tune.packages import parse_release
+from tests.support.fake_cuda_marks import needs_fake_cuda
 from tests.support.fake_cuda_steps import LAYOUTS, PREFERENCES, cases, more_cases
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -29,17 +27,7 @@ CASES, MORE = [*cases()], [*more_cases()]
 NAMED = [pytest.param(case, id=" ".join(case)) for case in CASES]
 NAMED += [pytest.param(case, id=" ".join(case), marks=pytest.mark.full) for case in MORE]
 OFFLOADED = ("offload_params=cpu", "full", "none", "bf16")
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(
-        parse_release(torch.__version__) < (2, 10),
-        reason="torch 2.9 lets nothing derive from its device guard that does nothing",
-    ),
-    pytest.mark.skipif(
-        torch.backends.cuda.is_built(),
-        reason="a torch for GPUs has hooks of its own where the fake device puts its",
-    ),
-]
+pytestmark = needs_fake_cuda
 
 
 @pytest.fixture(scope="module")

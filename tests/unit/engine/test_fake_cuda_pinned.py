@@ -4,28 +4,16 @@ That rounds each request up to a power of two and keeps what is freed (``fake_cu
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from hpc_tune.model.tensor_sources import PIECE_BYTES
-from hpc_tune.packages import parse_release
+from tests.support.fake_cuda_marks import needs_fake_cuda
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(
-        parse_release(torch.__version__) < (2, 10),
-        reason="torch 2.9 lets nothing derive from its device guard that does nothing",
-    ),
-    pytest.mark.skipif(
-        torch.backends.cuda.is_built(),
-        reason="a torch for GPUs has hooks of its own where the fake device puts its",
-    ),
-]
+pytestmark = needs_fake_cuda
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,12 @@
 """Products of matrices: what is exact, what is found wrong, and when the host waits for a GPU."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hpc_tune.packages import parse_release
 from hpc_tune.probe.matmuls import (
     MatmulResult,
     MatmulWork,
@@ -17,6 +15,7 @@ from hpc_tune.probe.matmuls import (
     measure_matmuls,
     time_matmuls,
 )
+from tests.support.fake_cuda_marks import skip_without_fake_cuda
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -106,8 +105,7 @@ def test_speeds_are_written_as_people_do():
     ]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.skipif(parse_release(torch.__version__) < (2, 10), reason="needs a device guard")
+@skip_without_fake_cuda
 def test_a_gpu_is_waited_for_between_batches_alone():
     words = [*python(cold=True), "-m", "tests.support.fake_cuda_products"]
     done = run_ranks(words, rank_environment(1), HANG_S, cwd=ROOT)

@@ -5,14 +5,13 @@ traces written by hand.
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from hpc_tune.packages import parse_release
+from tests.support.fake_cuda_marks import skip_without_fake_cuda
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -36,10 +35,6 @@ SHAPE = {
     "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
-needs_fake_cuda = pytest.mark.skipif(
-    shutil.which("g++") is None or parse_release(torch.__version__) < (2, 10),
-    reason="needs g++, and torch 2.10 for a device that is not there",
-)
 
 
 def kernel(kind, reads, writes, stream=0, **other):
@@ -53,7 +48,7 @@ def counted(*events, compiled=False, alive=()):
     return cost(Steps([*events], set(alive), 0, 1), CARD, 1, compiled)
 
 
-@needs_fake_cuda
+@skip_without_fake_cuda
 def test_products_cost_what_the_shape_says(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     words = ["tools/gpu_cost.py", str(tmp_path), "--json"]
